@@ -5,12 +5,12 @@ import errno
 import os
 import re
 import sys
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from dflash_cli.terminal import console
+from dflash_cli.terminal.command_line import CommandTable, Entry
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -19,7 +19,6 @@ from dflash_cli.terminal.interruption import (
     signals_raise,
     turned_into_errors,
 )
-from dflash_cli.terminal.lazy_group import Entry, LazyGroup
 from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
 
@@ -28,16 +27,9 @@ CHECK = "Look at a draft"
 DEPLOY = "Convert and serve"
 ABOUT = "About"
 
-SERVE_COMMAND = Entry(
-    function="dflash_cli.commands.serve_command:serve_command",
-    section=DEPLOY,
-    summary="Print the command that serves a pair with an engine such as vLLM.",
-    examples=("dflash serve-command org/draft --target org/model --engine vllm",),
-    draft="draft",
-)
 COMMANDS = {
     "generate": Entry(
-        function="dflash_cli.commands.generate:generate",
+        function="dflash_cli.commands.generate:command",
         section=RUN,
         summary="Generate text with a pair: a target and the draft made for it.",
         examples=(
@@ -45,175 +37,192 @@ COMMANDS = {
             "dflash generate -d org/draft -t org/model --chat -p prompts.jsonl -o out.jsonl",
             "dflash generate -d org/draft -p prompts.jsonl --handoff-out handed",
         ),
+        docs="prompts",
     ),
     "eval-acceptance": Entry(
-        function="dflash_cli.commands.eval_acceptance:eval_acceptance",
+        function="dflash_cli.commands.eval_acceptance:command",
         section=RUN,
         summary="Measure how many tokens a pair commits in each step.",
         examples=(
             "dflash eval-acceptance tiny --num-prompts 12",
-            "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
+            "dflash eval-acceptance org/draft -p prompts.jsonl --chat -o answers.jsonl",
             "dflash eval-acceptance org/draft --mode replay --dump D --head-from org/model",
             "dflash eval-acceptance org/draft -p prompts.jsonl --workers 8",
             "dflash eval-acceptance org/draft --disaggregated",
         ),
-        docs="docs/vocabulary.md",
-        draft="draft",
+        docs="definitions",
     ),
     "compare": Entry(
-        function="dflash_cli.commands.compare:compare",
+        function="dflash_cli.commands.compare:command",
         section=RUN,
         summary="Compare measured acceptance lengths, paired by prompt.",
         examples=(
             "dflash compare old.json new.json",
             "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
         ),
-        docs="docs/comparing.md",
+        docs="comparing",
     ),
     "report": Entry(
-        function="dflash_cli.commands.report:report",
+        function="dflash_cli.commands.report:command",
         section=RUN,
         summary="Write a report on measured acceptance: HTML, PNG, Markdown or CSV.",
         examples=(
             "dflash report result.json -o report.html",
             "dflash report old.json new.json -o report.csv",
         ),
-        docs="docs/publishing.md",
+        docs="publishing",
     ),
     "dump": Entry(
-        function="dflash_cli.commands.dump:dump",
+        function="dflash_cli.commands.dump:command",
         section=RUN,
-        summary="Keep a target's text and hidden states, so that drafts are judged without it.",
+        summary="Keep a target's text and hidden states to judge drafts without the target.",
         examples=(
-            "dflash dump org/model --taps-from org/draft -p prompts.jsonl --out dump",
-            "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl --out dump",
+            "dflash dump org/model --taps-from org/draft -p prompts.jsonl -o dump",
+            "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl -o dump",
         ),
-        docs="docs/replay.md",
+        docs="replay",
     ),
     "probe": Entry(
-        function="dflash_cli.commands.probe:probe",
+        function="dflash_cli.commands.probe:command",
         section=RUN,
-        summary="Ask a running server whether its draft is engaged, and at what length.",
+        summary="Check whether a running server's draft is engaged, and its acceptance length.",
         examples=(
             "dflash probe http://localhost:8000",
             "dflash probe http://localhost:8000 -p prompts.jsonl --result own.jsonl",
             "dflash probe http://localhost:30000 --beside http://localhost:8000",
         ),
-        docs="docs/probe.md",
+        docs="probe",
     ),
     "bench": Entry(
-        function="dflash_cli.commands.bench:bench",
+        function="dflash_cli.commands.bench:command",
         section=RUN,
         summary="Measure how much faster a pair decodes with its draft.",
         examples=(
-            "dflash bench tiny --batches 1,4",
+            "dflash bench tiny --concurrency 1,4",
             "dflash bench org/draft -p prompts.jsonl --chat --min-speedup 1.5",
         ),
-        draft="draft",
+        docs="tuning",
     ),
     "tune": Entry(
-        function="dflash_cli.commands.tune:tune",
+        function="dflash_cli.commands.tune:command",
         section=RUN,
         summary="Find out how many tokens to draft, and whether drafting pays.",
         examples=(
-            "dflash tune tiny --batch-sizes 1,4",
+            "dflash tune tiny --concurrency 1,4",
             "dflash tune org/draft -p prompts.jsonl --chat --step-times vllm.json",
             "dflash tune org/draft -p prompts.jsonl --what-if draft=fp8,kv=fp8,target=int4",
         ),
-        docs="docs/tuning.md",
-        draft="draft",
+        docs="tuning",
     ),
     "diagnose": Entry(
-        function="dflash_cli.commands.diagnose:diagnose",
+        function="dflash_cli.commands.diagnose:command",
         section=CHECK,
         summary="Find out why few of a draft's tokens are accepted.",
         examples=("dflash diagnose org/draft --target org/model",),
-        docs="docs/checks.md",
-        draft="draft",
+        docs="checks",
     ),
     "validate": Entry(
-        function="dflash_cli.commands.validate:validate",
+        function="dflash_cli.commands.validate:command",
         section=CHECK,
         summary="Check a draft, alone or with its target.",
         examples=(
             "dflash validate org/draft --target org/model --engine vllm,sglang",
             "dflash validate org/draft --target org/model --level run",
-            "dflash validate --kv-transfer prefill.json decode.json --engine vllm",
         ),
-        docs="docs/checks.md",
-        draft="draft",
+        docs="checks",
+    ),
+    "validate-handoff": Entry(
+        function="dflash_cli.commands.validate_handoff:command",
+        section=CHECK,
+        summary="Check two servers that hand KV over: does the draft's context arrive?",
+        examples=("dflash validate-handoff prefill.json decode.json --engine vllm",),
+        docs="hand-offs",
     ),
     "inspect": Entry(
-        function="dflash_cli.commands.inspect:inspect",
+        function="dflash_cli.commands.inspect:command",
         section=CHECK,
         summary="Describe a draft or a target, or compare two.",
         examples=("dflash inspect org/draft", "dflash inspect ./checkpoint-1000 ./checkpoint-2000"),
-        docs="docs/formats.md",
-        draft="reference",
+        docs="formats",
     ),
     "explain": Entry(
-        function="dflash_cli.commands.explain:explain",
+        function="dflash_cli.commands.explain:command",
         section=CHECK,
         summary="Explain a rule that validate checks.",
         examples=("dflash explain C20",),
-        docs="docs/checks.md",
+        docs="checks",
     ),
     "convert": Entry(
-        function="dflash_cli.commands.convert:convert",
+        function="dflash_cli.commands.convert:command",
         section=DEPLOY,
         summary="Convert a draft to another dialect, a checkpoint format.",
         examples=(
-            "dflash convert tiny ./draft-speculators --to speculators --verifier org/model",
+            "dflash convert tiny ./draft-speculators --to speculators --target-name org/model",
             "dflash convert org/draft ./draft-vllm --to vllm --target org/model --dry-run",
         ),
-        docs="docs/formats.md",
-        draft="source",
+        docs="formats",
     ),
-    "serve-command": SERVE_COMMAND,
-    "lock": Entry(
-        function="dflash_cli.commands.lock:lock",
+    "serve-command": Entry(
+        function="dflash_cli.commands.serve_command:command",
         section=DEPLOY,
-        summary="Write down which draft and target are meant, by revision and hash.",
+        summary="Print the command that serves a pair with an engine such as vLLM.",
+        examples=("dflash serve-command org/draft --target org/model --engine vllm",),
+        docs="tutorial",
+    ),
+    "lock": Entry(
+        function="dflash_cli.commands.lock:command",
+        section=DEPLOY,
+        summary="Pin a draft and a target by revision and hash.",
         examples=(
             "dflash lock org/draft --target org/model",
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
-        draft="draft",
+        docs="publishing",
     ),
     "card": Entry(
-        function="dflash_cli.commands.card:card",
+        function="dflash_cli.commands.card:command",
         section=DEPLOY,
-        summary="Write the part of a model card that says what a draft gives.",
+        summary="Write a model-card section with measured acceptance.",
         examples=("dflash card result.json", "dflash card result.json --insert README.md"),
-        docs="docs/publishing.md",
+        docs="publishing",
     ),
     "export": Entry(
-        function="dflash_cli.commands.export:export",
+        function="dflash_cli.commands.export:command",
         section=DEPLOY,
-        summary="Write a measured acceptance in the form that another program takes.",
+        summary="Write a measured acceptance in the form of another program.",
         examples=(
             "dflash export result.json --to speculation-profile -o profile.json",
             "dflash export result.json --to vllm-rates",
         ),
-        docs="docs/publishing.md",
+        docs="publishing",
     ),
-    "launch": replace(SERVE_COMMAND, is_hidden=True),
     "schema": Entry(
-        function="dflash_cli.commands.schema:schema",
+        function="dflash_cli.commands.schema:command",
         section=ABOUT,
-        summary="Print the JSON Schema of what --json prints.",
+        summary="Print the JSON Schema of a command's --json document.",
         examples=("dflash schema eval-acceptance",),
+        docs="schemas",
+        has_json=False,
+    ),
+    "docs": Entry(
+        function="dflash_cli.commands.docs:command",
+        section=ABOUT,
+        summary="Show a page of the documentation.",
+        examples=("dflash docs tutorial", "dflash docs checks | grep S09"),
+        docs="index",
+        has_json=False,
     ),
     "env": Entry(
-        function="dflash_cli.commands.env:env",
+        function="dflash_cli.commands.env:command",
         section=ABOUT,
         summary="Show versions, GPUs and settings.",
         examples=("dflash env --json",),
+        docs="performance",
     ),
 }
 
 
-class DFlashGroup(LazyGroup):
+class DFlashCommands(CommandTable):
     """The commands of dflash."""
 
     table = COMMANDS
@@ -222,12 +231,12 @@ class DFlashGroup(LazyGroup):
         "dflash eval-acceptance org/draft        measure a draft with the target that it names",
         "dflash COMMAND --help                   options and examples of one command",
     )
-    docs = "docs/"
+    docs = ""
 
 
 app = typer.Typer(
     name="dflash",
-    cls=DFlashGroup,
+    cls=DFlashCommands,
     help="Convert, validate, run and measure DFlash speculative decoding drafts.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -323,9 +332,9 @@ def _foreseen(error: Exception) -> DFlashError | None:
     if isinstance(error, PermissionError):
         return UsageError(f"{error.filename or 'output'}: permission denied")
     if isinstance(error, MemoryError):
-        return CapacityError("out of memory", hint="lower --max-num-requests or --max-model-len")
+        return CapacityError("out of memory", hint="lower --concurrency or --max-model-len")
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
-        return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")
+        return CapacityError(str(error).splitlines()[0], hint="lower --concurrency or --max-model-len")
     return None
 
 
@@ -335,9 +344,13 @@ def _usage_error(error: Any) -> UsageError:
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        return UsageError(f"unknown option {error.option_name}{guess}", hint=hint)
+        return UsageError(
+            f"unknown option {error.option_name}{guess}", id="unknown-option", field=error.option_name, hint=hint
+        )
     if hasattr(error, "option_name"):
-        return UsageError(f"{error.option_name}: expected a value", hint=hint)
+        return UsageError(
+            f"{error.option_name}: expected a value", id="missing-value", field=error.option_name, hint=hint
+        )
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
     return UsageError(f"unexpected argument: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)

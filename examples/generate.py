@@ -1,7 +1,7 @@
-"""Generate with a pair from Python, streaming tokens as they are committed.
+"""Generate with a pair from Python and stream tokens when they are committed.
 
 python examples/generate.py                      the bundled pair
-python examples/generate.py DRAFT TARGET         directories of your own; the target with a tokenizer
+python examples/generate.py DRAFT TARGET         your own directories; the target needs a tokenizer
 """
 
 import sys
@@ -15,7 +15,7 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 
 def main() -> None:
-    """Complete one prompt and say how well the draft did."""
+    """Complete one prompt and print the acceptance length."""
     draft_name, target_name = sys.argv[1:3] if len(sys.argv) > 2 else ("tiny", "tiny")
     target = open_target(fetch_directory(target_name, Role.TARGET))
     draft = open_draft(fetch_directory(draft_name, Role.DRAFT))

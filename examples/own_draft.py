@@ -1,7 +1,7 @@
-"""Put a draft of your own beside the target: here one that looks the continuation up in the prompt.
+"""Use a draft of your own with the target: here one that looks up the continuation in the prompt.
 
-Anything that keeps the three promises of `dflash_runtime.drafts.draft.Draft` can draft. The engine verifies every
-token, so a draft can be slow or wrong but never change the text.
+A draft is any object with the three methods of `dflash_runtime.drafts.draft.Draft`. The engine verifies every token, so
+a slow or wrong draft never changes the text.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ PROMPT = """class Box:
 
 
 class RepeatingDraft:
-    """Proposes the tokens that followed the anchor where it last stood in a fixed text."""
+    """Proposes the tokens after the last occurrence of the anchor in a fixed text."""
 
     def __init__(self, config: DraftConfig, text: list[int]) -> None:
         self.config = config
@@ -39,10 +39,10 @@ class RepeatingDraft:
         self._after = {token: text[index + 1 : index + config.block_size] for index, token in enumerate(text)}
 
     def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
-        """Needs no context KV."""
+        """Do nothing: this draft does not use context KV."""
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
-        """[R, N] blocks -> [R, K, V], one-hot at what is proposed; K is `num_drafts`, by default N - 1."""
+        """Blocks [R, N] -> one-hot logits [R, K, V] of the proposed tokens. K is `num_drafts`, by default N - 1."""
         logits = torch.zeros(*block_ids[:, 1:].shape, self.config.vocab_size)
         for request, anchor in enumerate(block_ids[:, 0].tolist()):
             for position, token in enumerate(self._after.get(anchor, [])):
@@ -51,7 +51,7 @@ class RepeatingDraft:
 
 
 def main() -> None:
-    """Run it in the place of the bundled draft."""
+    """Run the draft instead of the bundled one."""
     target = open_target(fetch_directory("tiny", Role.TARGET))
     pair = load_pair(
         target, open_draft(fetch_directory("tiny", Role.DRAFT)), EngineConfig(device="cpu", max_model_len=1024)

@@ -1,9 +1,8 @@
-"""Plants faults in drafts, one at a time, and records what each level of `dflash validate` says; writes docs/faults.md.
+"""Plant faults in drafts, one at a time, and record the findings of each level of `dflash validate`.
 
-    python examples/plant_faults.py --out faults.jsonl --markdown docs/faults.md
+    python examples/plant_faults.py --out faults.jsonl --markdown docs/measurements/planted-faults.md
 
-Every finished case is a line of the JSON Lines file, so an interrupted run goes on where it was. `--device cuda` runs
-the pairs on a GPU; `--jobs N` takes as many cases at a time. `--sample N` takes every Nth case.
+Every finished case is a line of the JSON Lines file, so an interrupted run continues with the next case.
 """
 
 import argparse
@@ -27,17 +26,17 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis.pair_validation import validate_running
-from dflash_cli.diagnosis.readings import SearchBudget
 from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.config import EngineConfig
 
 NUM_PROMPTS, NUM_TOKENS = 12, 48
 
 
 def plant(case: Case, source: Path, path: Path) -> None:
-    """Write the draft with the change."""
+    """Write a copy of the draft with the change."""
     shutil.copytree(source, path)
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
@@ -47,7 +46,7 @@ def plant(case: Case, source: Path, path: Path) -> None:
 
 
 def examine(key: str, device: str) -> dict[str, Any]:
-    """Plant one case and run every level on it."""
+    """Plant one case and run every level on it -> a row."""
     torch.set_num_threads(1)
     pair, case = cases()[key]
     begin = time.monotonic()
@@ -78,7 +77,7 @@ def examine(key: str, device: str) -> dict[str, Any]:
 
 
 def validate_at(draft: Path, level: Any, device: str, *, has_target: bool = True) -> Report:
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=draft,
         target=fetch_directory(TINY, Role.TARGET) if has_target else None,
         target_reference=TINY if has_target else None,
@@ -93,7 +92,7 @@ def validate_at(draft: Path, level: Any, device: str, *, has_target: bool = True
 
 
 def run_cases(given: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The cases that are wanted and not among the rows, as far as the time goes."""
+    """Run the selected cases without a row, until the time is over."""
     begin = time.monotonic()
     done = {row["key"] for row in rows}
     wanted = [key for index, key in enumerate(cases()) if index % given.sample == 0 or key.endswith(f"/{SOUND}")]
@@ -105,14 +104,14 @@ def run_cases(given: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator
             try:
                 row = item.get(timeout=None if left == float("inf") else max(left, 0.1))
             except multiprocessing.TimeoutError:
-                sys.stderr.write(f"out of time at {key}; run again to go on\n")
+                sys.stderr.write(f"time is over at {key}; run the command again to continue\n")
                 return
             sys.stderr.write(f"{count}/{len(todo)} {key} {row['seconds']:.1f} s\n")
             yield row
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of known cases in the order of the cases, with the causes that count as right now."""
+    """Rows in the order of the cases, with the current right causes of each."""
     by_key = {row["key"]: row for row in rows}
     return [
         by_key[key] | {"right": case.right, "beside": case.beside}
@@ -123,13 +122,13 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="state and result, JSON Lines")
-    parser.add_argument("--markdown", type=Path, help="where to write the table")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", default="", help="only cases whose key, pair/name, holds this")
-    parser.add_argument("--sample", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
+    parser.add_argument("--out", type=Path, required=True, help="JSON Lines file for state and result")
+    parser.add_argument("--markdown", type=Path, help="file for the page with all cases")
+    parser.add_argument("--device", default="cpu", help="device of the pairs (default: cpu)")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
+    parser.add_argument("--only", default="", help="run only cases with this text in their key (pair/name)")
+    parser.add_argument("--sample", type=int, default=1, help="run every Nth case (default: 1)")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which the run ends")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """Train the bundled pair: a small Qwen3 that writes Python, and two DFlash drafts for it.
 
-The target learns from Python sources found on this machine (the standard library, torch, transformers and numpy); the
-drafts learn from the target's own continuations. Then acceptance is measured on held-out modules, the mistakes a reader
-of the checkpoints can make are measured too, and everything is written as checkpoints that other tools can load.
+The target learns from Python sources found on this machine: the standard library, torch, transformers and numpy. The
+drafts learn from the target's own continuations. Acceptance is then measured on held-out modules, also for wrong
+readings of the checkpoints. Everything is written as checkpoints that other tools can load.
 
     python examples/train_tiny_pair.py --output tiny            # minutes on one GPU, many hours on a CPU
     python examples/train_tiny_pair.py --output tiny --quick    # about a minute on a CPU; learns nothing useful
@@ -48,7 +48,7 @@ SAMPLE = "def fibonacci(n):"
 
 
 class Stages:
-    """Progress bars, one a stage, and the seconds each stage took."""
+    """One progress bar per stage, and the seconds of each stage."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for the bundle")
     parser.add_argument("--quick", action="store_true", help="a smoke run of about a minute on a CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies every number of steps (default 1)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for every number of steps (default: 1)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -122,7 +122,7 @@ def scaled(settings: Settings, scale: float) -> Settings:
 
 
 def run(settings: Settings, device: torch.device, output: Path, stages: Stages) -> Figures:
-    """From sources on disk to a bundle on disk. Returns the report."""
+    """Run all stages from sources on disk to a bundle on disk -> the report."""
     with stages.stage("data and tokenizer", 4) as report:
         prepared = prepare(settings, device, report)
     target, target_figures = make_target(settings, prepared, stages)
@@ -206,7 +206,7 @@ def prepare(settings: Settings, device: torch.device, report: Report) -> Prepare
 
 
 def make_target(settings: Settings, prepared: Prepared, stages: Stages) -> tuple[Qwen3ForCausalLM, Figures]:
-    """Train the target and round it to what will be stored, so that the drafts learn from the stored weights."""
+    """Train the target and round it to its stored weights, so that the drafts learn from these."""
     recipe = settings.target
     target = build_target(settings, prepared.special["end"], prepared.special["pad"])
     nn.Module.to(target, prepared.train.device)
@@ -236,9 +236,9 @@ def make_target(settings: Settings, prepared: Prepared, stages: Stages) -> tuple
 def write_texts(
     settings: Settings, target: Qwen3ForCausalLM, prepared: Prepared, stages: Stages
 ) -> tuple[TextSet, Tensor]:
-    """The target's continuations of training text, and how often it wrote each id."""
+    """The target's continuations of training text, and the count of each written id."""
     recipe = settings.continuations
-    # bf16 halves the time on a GPU; the drafts are measured on fp32 text of other prompts.
+    # bf16 halves the time on a GPU. The drafts are measured on fp32 text of other prompts.
     writer = nn.Module.to(copy.deepcopy(target), torch.bfloat16) if prepared.train.is_cuda else target
     rows: list[Tensor] = []
     lengths: list[Tensor] = []
@@ -264,7 +264,7 @@ def make_draft(
     stages: Stages,
     name: str,
 ) -> tuple[Draft, list[dict[str, float]]]:
-    """Train one draft and round it to what will be stored."""
+    """Train one draft and round it to its stored weights."""
     draft = Draft(settings, recipe, prepared.special["mask"]).to(texts.ids.device)
     with stages.stage(name, recipe.steps) as report:
         curve = train_draft(draft, head, target, texts, settings, recipe, report)
@@ -274,7 +274,7 @@ def make_draft(
 
 
 def evaluate(judges: dict[str, Judge], prepared: Prepared, report: Report) -> Figures:
-    """Both drafts on the held-out prompts, greedy and sampled, and the wrong readings under greedy decoding."""
+    """Measure both drafts on held-out prompts, greedy and sampled, and wrong readings greedily."""
     judge = judges["draft"]
     recipe = judge.settings.evaluation
     end, pad = prepared.special["end"], prepared.special["pad"]
@@ -291,7 +291,7 @@ def evaluate(judges: dict[str, Judge], prepared: Prepared, report: Report) -> Fi
 
 
 def measure(judge: Judge, greedy: Sequence[Passage], sampled: Sequence[Passage], pad: int) -> Figures:
-    """All figures of one draft."""
+    """All numbers of one draft."""
     num_draft_tokens, block_size = judge.settings.num_draft_tokens, judge.settings.block_size
     greedy_steps = judge.steps(greedy)
     sampled_steps = judge.steps(sampled)
@@ -305,7 +305,7 @@ def measure(judge: Judge, greedy: Sequence[Passage], sampled: Sequence[Passage],
 
 
 def sample(target: Qwen3ForCausalLM, prepared: Prepared) -> str:
-    """The greedy continuation of a prompt that everybody knows."""
+    """The greedy continuation of a well-known prompt."""
     ids = tuple(prepared.tokenizer.encode(SAMPLE).ids)
     passage = write_passages(target, [Prompt("sample", "sample", "", SAMPLE, ids)], 96, 0.0, prepared.special["end"])[0]
     return str(prepared.tokenizer.decode(list(passage.token_ids[passage.start :])))
@@ -327,7 +327,7 @@ def save(
     bundle.save_speculators_draft(reduced, reduced_head, settings, prepared.special, output / "draft-reduced")
     bundle.save_prompts(prepared.prompts, output / "prompts.jsonl")
     for weights in output.rglob("*.safetensors"):
-        weights.chmod(0o644)  # some releases write them for the owner only
+        weights.chmod(0o644)  # some releases make them readable by the owner only
     files = sorted(prepared.corpus.held_out, key=lambda module: module.path)
     bundle.write_json(
         output / "heldout.json",
@@ -342,19 +342,19 @@ def save(
 
 
 def write_report(figures: Figures, output: Path) -> None:
-    """Write the report and the model card, which states the size of the bundle that contains it."""
+    """Write the report and the model card."""
     figures["bundle_bytes"] = bundle.folder_bytes(output)
     bundle.write_json(output / "report.json", figures)
     (output / "README.md").write_text(card.model_card(json.loads(json.dumps(figures))))
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Number of parameters. Tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the run ran on."""
+    """Device and versions of the run."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"device": name, "python": platform.python_version(), "torch": torch.__version__}
 

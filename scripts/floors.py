@@ -1,7 +1,7 @@
-"""Prints the lowest direct releases that pyproject.toml allows, one requirement a line, to be installed and tested.
+"""Print the lowest direct releases that pyproject.toml allows, one requirement per line.
 
-torch is the exception: its old releases are not to be had everywhere without a GPU's libraries, so the release of
-constraints.txt is taken. Tools that only look at the code (ruff, mypy) are left out.
+torch is an exception: old CPU builds are not available everywhere, so the release of constraints.txt is printed. Tools
+that only read the code (ruff, mypy) are left out.
 """
 
 import re
@@ -14,7 +14,7 @@ LEFT_OUT = ("ruff", "mypy", "dflash-cli")
 
 
 def floors(root: Path) -> list[str]:
-    """`name==lowest`, with its marker, of every dependency and of what the tests need."""
+    """`name==lowest` with its marker, for every dependency of the package and of the tests."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [pin for item in [*project["dependencies"], *extras["gpu"], *extras["dev"]] if (pin := _pin(item, root))]
@@ -28,7 +28,7 @@ def _pin(requirement: str, root: Path) -> str | None:
         constraints = (root / "constraints.txt").read_text().splitlines()
         return next(line for line in constraints if line.startswith(f"{name[0]}=="))
     if ">=" not in requirement:
-        raise SystemExit(f"pyproject.toml: {requirement!r} has no lowest release")
+        raise SystemExit(f"pyproject.toml: {requirement!r} states no lowest release")
     return requirement.replace(">=", "==")
 
 

@@ -1,9 +1,9 @@
-"""Print which folder imports which, floor by floor, and every import circle.
+"""Print which folder imports which, by level, and every import cycle.
 
 python scripts/imports.py
 
-A room is a folder. Some modules in a package's own folder are imported by its rooms, and the others import them, so
-these modules are shown as two rooms: the base and the top. The lowest floor is 1.
+A room is a folder. A package's own folder is shown as two rooms. The other rooms of the package import the modules of
+its base. The modules of its top import the other rooms. The lowest floor is 1.
 """
 
 import ast
@@ -27,14 +27,16 @@ WINGS: Mapping[str, frozenset[str]] = {
 """Wing of `dflash_cli` -> its folders. The checkpoint wing never imports the measuring wing."""
 
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dflash_runtime": {"base": ("errors", "registry", "config", "json_values")},
+    "dflash_runtime": {
+        "base": ("errors", "registry", "config", "json_values", "notices", "phrases", "whole_files", "documents")
+    },
     "dflash_cli": {"base": ("version",)},
 }
-"""Package -> the modules of its own folder that its other rooms stand on; its remaining modules stand on top of all."""
+"""Package -> the modules of its own folder that its other rooms import. Its remaining modules are its top."""
 
 
 def room_of(module: str) -> str:
-    """`dflash_cli.formats.native` -> `cli/formats`; a module of a package's own folder -> its group."""
+    """The room of a module: `cli/formats` for `dflash_cli.formats.native`, or its group in the package's own folder."""
     package, *rest = module.split(".")
     short = package.removeprefix("dflash_")
     if package == "dflash_kernels":
@@ -47,7 +49,7 @@ def room_of(module: str) -> str:
 
 
 def modules() -> Mapping[str, Path]:
-    """Dotted name -> file, of the three packages."""
+    """Dotted name -> file, for every module of the three packages."""
     return {
         ".".join((package, *file.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__"): file
         for package, folder in PACKAGES.items()
@@ -56,7 +58,7 @@ def modules() -> Mapping[str, Path]:
 
 
 def imported(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """The modules of this project that a file imports anywhere in it, for type checking included."""
+    """The modules of this project that a file imports, also inside functions and for type checking."""
     yield from _imported_names(ast.parse(file.read_text(encoding="utf-8")), known)
 
 
@@ -82,7 +84,7 @@ def arrows() -> dict[tuple[str, str], list[tuple[str, str]]]:
 
 
 def imports_at_start() -> dict[str, set[str]]:
-    """Module -> the modules of this project that it imports when it is loaded."""
+    """Module -> the modules of this project that are imported with it."""
     known = modules()
     found: dict[str, set[str]] = {}
     for name, file in known.items():
@@ -93,7 +95,7 @@ def imports_at_start() -> dict[str, set[str]]:
 
 
 def circles(below: Mapping[str, set[str]]) -> list[list[str]]:
-    """The groups of nodes that import each other in a circle, each sorted."""
+    """The groups of nodes that import each other in a cycle, each sorted."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -117,7 +119,7 @@ def wings_of(module: str, known: Mapping[str, Path]) -> set[str]:
 
 
 def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
-    """Room -> floor: one above the highest room it imports. Rooms of a circle get no floor."""
+    """Room -> floor: one above the highest room it imports. Rooms in a cycle are left out."""
     rooms = {room for edge in edges for room in edge}
     below = {room: {other for one, other in edges if one == room} for room in rooms}
     placed: dict[str, int] = {}
@@ -127,7 +129,7 @@ def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
 
 
 def reduced(edges: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:
-    """Room -> the rooms it imports, without those that another of them reaches by itself. Needs rooms on floors."""
+    """Room -> the rooms it imports, without rooms that another import already reaches. Cycles are not allowed."""
     below = {room: {other for one, other in edges if one == room} for edge in edges for room in edge}
 
     def reached(room: str) -> set[str]:
@@ -139,7 +141,7 @@ def reduced(edges: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:
 
 
 def draw() -> str:
-    """The rooms from the top floor down, each with the rooms right below it; what those import it may import too."""
+    """The rooms from the top floor down, each with its imports. It may also import what these import."""
     edges = arrows()
     placed = floors(edges)
     rooms = {room for edge in edges for room in edge}
@@ -152,11 +154,11 @@ def draw() -> str:
     folders = {room.partition(" ")[0] for room in rooms}
     height = max(placed.values(), default=0)
     lines.append(
-        f"{len(folders)} rooms on {height} floors, {len(edges)} arrows, circles: {', '.join(in_circles) or 'none'}"
+        f"{len(folders)} folders on {height} levels, {len(edges)} imports, cycles: {', '.join(in_circles) or 'none'}"
     )
     known = modules()
     every = {name: {other for other in imported(file, known) if other in known} for name, file in known.items()}
-    lines.append(f"circles between files, imports inside functions and for types included: {len(circles(every))}")
+    lines.append(f"cycles between files, with imports inside functions and for types: {len(circles(every))}")
     lines += [f"    {', '.join(group)}" for group in circles(every)]
     both = sum(wings_of(name, known) == WINGS.keys() for name in known)
     lines.append(f"modules that import both wings: {both}")

@@ -1,6 +1,6 @@
-"""Prints docs/checks.md from the rules and the cases that make them fire.
+"""Print docs/reference/checks.md from the rules and the cases that make them fire.
 
-python scripts/rule_table.py > docs/checks.md
+python scripts/rule_table.py > docs/reference/checks.md
 """
 
 import sys
@@ -28,25 +28,23 @@ RUN_TESTS = {
     "R09": "test_rewritten_tensors_are_named",
     "R10": "test_a_scaled_embedding_is_tried_both_ways",
 }
-"""The run level has no cases: each of its rules takes a draft that is run."""
+"""Rule of the run level -> its test. These rules run a draft, so the table of cases does not cover them."""
 
 HEAD = """# Checks
 
-The rules of `dflash validate`, one decorated function each in `dflash_cli/rules/themes/` and `dflash_cli/engines/`.
-Those of the level kv-transfer are about two servers ([handing over](handoff-validate.md)), all others about a draft.
-`dflash explain ID` prints what a rule is about, its effect, fix and source. This page is printed by
-`python scripts/rule_table.py`, and a test holds it to the code.
+The rules of `dflash validate`, printed by `python scripts/rule_table.py`. A test compares this page with the code. Each
+rule is one decorated function in `dflash_cli/rules/themes/` or `dflash_cli/engines/`. Rules of the level kv-transfer
+judge two servers ([KV transfer](kv-transfer.md)). All others judge a draft. `dflash explain ID` prints a rule with its
+effect, fix and source.
 
-A rule's severity may be milder for a milder form of its fault. A rule with engines is an error only where `--engine`
-names one of them; those among S and P say nothing otherwise. Known engines:
-{engines}.
+- A rule reports a milder severity for a milder form of its fault.
+- A rule with engines is an error only if `--engine` names one of them. Otherwise rules S and P report nothing.
+- Known engines: {engines}.
+- The last column counts the cases of `test_rule_fires` (`tests/cli/rules/test_rules.py`), or of
+  `test_transfer_rule_fires` for servers, or names another test of the rule. `test_silent_on_sound_drafts`,
+  `test_silent_on_the_bundled_drafts` and `test_sound_drafts_pass` check that every rule is silent on sound drafts.
 
-The last column says by how many cases of `test_rule_fires` in `tests/cli/rules/test_rules.py`, or for servers of
-`test_transfer_rule_fires`, a rule is made to fire, or names its test in another file beside it. That every rule is
-silent on sound drafts is held by `test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and
-`test_sound_drafts_pass`.
-
-Levels: {levels}. {total} rules.
+{total} rules by level: {levels}.
 
 | id | severity | level | engines | what must hold | file | test |
 |---|---|---|---|---|---|---|

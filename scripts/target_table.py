@@ -1,8 +1,8 @@
-"""Prints docs/targets.md from the configs in tests/data/targets; what runs here is what the runtime says of each.
+"""Print docs/reference/targets.md from the configs in tests/data/targets and the runtime's answer for each.
 
-python scripts/target_table.py > docs/targets.md
+python scripts/target_table.py > docs/reference/targets.md
 
-Written with transformers 5.23.0, which decides what its code runs.
+The page needs transformers 5.23.0, because the release decides which targets its code runs.
 """
 
 import json
@@ -32,7 +32,7 @@ from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
 @dataclass(frozen=True)
 class Tried:
-    """What is said of targets that run one way, the test that runs small ones, and the model types it has."""
+    """A runtime in words, the test that runs small models with it, and the model types of that test."""
 
     words: str
     test: str
@@ -46,34 +46,34 @@ TRIED = {
         "very slowly, by transformers with its own cache", "test_own_cache_targets.py", OWN_CACHE
     ),
 }
-"""Whose code runs a target -> how it is tried."""
+"""Target runtime -> how it is tested."""
 
 QUANTIZED = "test_hosted_quantization.py"
-"""The test of packed weights."""
+"""The test of quantised weights."""
 
 EIGHT_BITS = {
     "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (128, 128)),
     "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
 }
-"""Headers of a target whose config says that its weights are packed as fp8."""
+"""Tensor headers of a target with fp8 weights."""
 
 HEAD = """# Targets
 
-What `dflash` makes of the config of each family of targets that drafts are published for. This page is printed by
-`python scripts/target_table.py` from the configs in `tests/data/targets`, and a test holds it to them. Their keys and
-layers are real and their widths small; `tests/golden/target_configs.py` writes them, with the config classes of
-transformers, and those whose name begins with by_hand as families published them before there was a class.
+What `dflash` does with the config of each target family that drafts are published for. Printed by `python
+scripts/target_table.py` from the configs in `tests/data/targets`; a test compares them. Keys and layers of these
+configs are real, widths are small. `tests/golden/target_configs.py` writes them with the config classes of
+transformers. Configs named by_hand follow a family's published files, because transformers had no class for it.
 
-Every one of them can be given to `inspect`, `validate`, `convert` and `serve-command`, held by
-`tests/behaviour/test_targets.py`. A kind of layer or a family that is not listed is read in the same way, and named as
-the config names it. What is malformed ends with exit 3: a size that is missing or of a wrong type, or layers that are
-listed and are not as many as there are. A family that is not run here ends with exit 5, and only where it is to be run.
+`inspect`, `validate`, `convert` and `serve-command` accept every config (`tests/behaviour/test_targets.py`). A family
+or a kind of layer that is not listed is read in the same way, under the config's own name. A malformed config exits
+with 3: a size is missing or has a wrong type, or the listed layers do not match their number. A family that does not
+run here exits with 5, and only in commands that run it.
 
 ## Kinds of layers
 
-| kind | what configs call it |
+| kind | names in configs |
 |---|---|
-| full | `full_attention`, `attention`; what is left where a pattern names the others |
+| full | `full_attention`, `attention`; all layers that a pattern does not name |
 | sliding | `sliding_attention`; `sliding_window_pattern`, `hybrid_layer_pattern`; a window alone in Mistral's family |
 | chunked | `chunked_attention`; `attention_chunk_size` with `no_rope_layers` |
 | latent | full attention with a `kv_lora_rank` |
@@ -82,27 +82,26 @@ listed and are not as many as there are. A family that is not run here ends with
 | mamba | `mamba`, `mamba2`; M in `hybrid_override_pattern` |
 | feed-forward | `moe`, `mlp`; E and - in `hybrid_override_pattern` |
 
-A tapped layer may be of any kind: its output is a hidden state all the same. Linear layers, convolutions and Mamba keep
-a state, from which rejected tokens must be taken out again: z-lab's code does not, which rule S30 says. A draft has an
-attention of its own, so that the target's latent attention or windows ask nothing of it.
+A tapped layer may be of any kind, because its output is a hidden state. Linear layers, convolutions and Mamba keep a
+state, from which rejected tokens must be removed. z-lab's code does not remove them (rule S30). A draft has its own
+attention, so the target's latent attention or windows do not affect it.
 
-The decoder's keys are looked for in `text_config`, `llm_config`, `language_config` and `thinker_config`, nested in one
-another or not, and else at the top.
+The decoder's keys are read from `text_config`, `llm_config`, `language_config` and `thinker_config`, nested or not,
+else from the top level.
 
 ## Families
 
-`pairs` counts the published pairs in `tests/data/pairs.jsonl` of targets of that config, all of which
-`tests/behaviour/test_published_pairs.py` takes through `inspect`, `validate`, `convert` and `serve-command`.
+- **pairs**: the number of published pairs in `tests/data/pairs.jsonl` with this target config.
+  `tests/behaviour/test_published_pairs.py` runs `inspect`, `validate`, `convert` and `serve-command` on all of them.
+- **run here**: the runtime's own answer for `generate`, `eval-acceptance` and `bench`. A refusal exits with 5.
+- **tested by**: the test in `tests/behaviour` that runs models of the type ({sizes}) in float32 on the CPU and compares
+  text, taps and logits with transformers. For quantised weights and refusals, the test in `tests/runtime/models`.
+  There, `never_published` stands for any type that transformers does not know.
 
-`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config, as the runtime itself
-says, or why they refuse it, with exit 5. `tried by` is the test in `tests/behaviour` that runs models of the type
-({sizes}) in float32 on the CPU, against transformers' own text, taps and logits. Of packed
-weights, and of what is refused, it is the test in `tests/runtime/models`, where `never_published` stands for any type
-that transformers does not know. A type without a test runs if it passes the trial of
-[hosted-targets.md](hosted-targets.md). On GPUs Qwen3 was run, dense and with experts at real sizes, and
-of the others Qwen3.5 at the size of 4B and the models of the tests marked `gpu`.
+A type without a test runs if it passes the trial of [hosted targets](hosted-targets.md). On GPUs, Qwen3 was run at real
+sizes, dense and with experts; also Qwen3.5 at the size of 4B, and the models of the tests marked `gpu`.
 
-| config | pairs | model_type | layers | experts | quantised | run here | tried by |
+| config | pairs | model_type | layers | experts | quantised | run here | tested by |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -114,7 +113,7 @@ def num_pairs() -> Counter[str]:
 
 
 def how_it_runs(source: TargetSource) -> tuple[str, str]:
-    """What becomes of a target that is to be run, and the tests of it."""
+    """How a target runs, or why it is refused, and its tests."""
     folder = source.checkpoint.path
     try:
         runtime, config = find_target_runtime(source, "auto")
@@ -131,14 +130,14 @@ def how_it_runs(source: TargetSource) -> tuple[str, str]:
 
 
 def which_test(tried: Tried, whole: str, text: str) -> str:
-    """The test of a multimodal model where there is one, or that of its decoder."""
+    """The test of the multimodal model if there is one, else the test of its decoder."""
     if whole in WRAPPERS:
         return f"`test_multimodal_targets.py`, {whole}"
     return f"`{tried.test}`, {text}" if text in tried.kinds else "none"
 
 
 def refusal_test(source: TargetSource, reason: str) -> str:
-    """The test that holds a refusal."""
+    """The test that checks a refusal."""
     if reason.startswith("quantised weights"):
         return f"`{QUANTIZED}`"
     known = source.facts.model_type if source.facts.model_type in REFUSED else "never_published"
@@ -146,7 +145,7 @@ def refusal_test(source: TargetSource, reason: str) -> str:
 
 
 def row(path: Path) -> str:
-    """The row of a config; headers name no tensor, but for one of eight bits where the config says that there are."""
+    """The row of a config. Headers are empty, except for one fp8 tensor if the config states fp8."""
     config = json.loads(path.read_text(encoding="utf-8"))
     is_fp8 = config.get("quantization_config", {}).get("quant_method") == "fp8"
     with TemporaryDirectory() as home:
@@ -169,7 +168,7 @@ def row(path: Path) -> str:
 
 
 def render() -> str:
-    """The page."""
+    """The whole page."""
     sizes = f"{BODY['num_hidden_layers']} layers, {BODY['hidden_size']} wide with {BODY['vocab_size']} ids"
     return HEAD.replace("{sizes}", sizes) + "".join(map(row, sorted(TARGETS.glob("*.json"))))
 

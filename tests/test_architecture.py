@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.engines.serving_engine import all_engines
+from dflash_cli.formats.dialect import all_formats
+from dflash_cli.terminal import documentation
 from dflash_testing.paths import ROOT
 
 FORBIDDEN = {
@@ -82,7 +86,18 @@ def modules_after(arguments: list[str], depth: int = 1) -> set[str]:
         ["inspect", "tiny", "tiny:reduced"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny:reduced", "--json"],
-        ["convert", "tiny", "unused", "--to", "speculators", "--target", "tiny", "--verifier", "org/name", "--dry-run"],
+        [
+            "convert",
+            "tiny",
+            "unused",
+            "--to",
+            "speculators",
+            "--target",
+            "tiny",
+            "--target-name",
+            "org/name",
+            "--dry-run",
+        ],
     ],
     ids=" ".join,
 )
@@ -134,8 +149,8 @@ def test_no_two_files_import_each_other() -> None:
         ["inspect", "tiny"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny", "--ignore", "S02"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "none"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "roundtrip"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "none"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "roundtrip"],
     ],
     ids=" ".join,
 )
@@ -148,8 +163,8 @@ def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(
 
 
 def test_the_drawing_in_the_documents_is_true() -> None:
-    """docs/architecture.md has what `python scripts/imports.py` prints."""
-    assert DRAWING["draw"]() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """The page on architecture has the output of `python scripts/imports.py`."""
+    assert DRAWING["draw"]() in documentation.text("architecture")
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
@@ -160,3 +175,47 @@ def test_a_module_shares_its_stem_with_nothing_in_its_package(folder: str) -> No
     folders = [item.name for item in root.rglob("*") if item.is_dir() and not item.name.startswith(("_", "."))]
     shared = [name for name, count in Counter([*modules, *set(folders)]).items() if count > 1]
     assert not shared
+
+
+FREE_OF_DIALECTS = ("rules", "diagnosis", "engines")
+"""Folders of `dflash_cli` that see a draft through its `Format` alone. An engine's own files name what it reads."""
+
+OTHER_MEANINGS = {"diagnosis/readings.py": {"native"}}
+"""Words that name a dialect and something else: whose code runs a target."""
+
+
+def engine_files() -> set[str]:
+    """The stems of the files in engines/ that belong to one engine."""
+    return {engine.__module__.rpartition(".")[2] for engine in all_engines()}
+
+
+def code_words(file: Path) -> set[str]:
+    """The words of a file's names and texts, without docstrings, sources of rules, and effects of rules."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg in ("source", "effect"):
+            skipped |= set(ast.walk(node.value))
+    texts: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            texts += re.findall(r"[\w-]+", node.value)
+        for field in ("id", "attr", "arg", "name", "module"):
+            name = getattr(node, field, None)
+            texts += re.split(r"[_.]", name.lower()) if isinstance(name, str) else []
+    return set(texts)
+
+
+def test_no_rule_and_no_reading_names_a_dialect() -> None:
+    dialects = [item for item in all_formats() if item.engine is None]
+    names = {item.name for item in dialects} | {key for item in dialects for key in item.containers}
+    assert {"native", "speculators", "dflash_config", "transformer_layer_config"} <= names
+    for folder in FREE_OF_DIALECTS:
+        for file in sorted((ROOT / "dflash_cli" / folder).rglob("*.py")):
+            place = file.relative_to(ROOT / "dflash_cli").as_posix()
+            if folder == "engines" and file.stem.startswith(tuple(engine_files())):
+                continue
+            wrong = code_words(file) & (names - OTHER_MEANINGS.get(place, set()))
+            assert not wrong, f"{place}: {sorted(wrong)}"

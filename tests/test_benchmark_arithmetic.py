@@ -1,4 +1,4 @@
-"""What the benchmarks of speed measure and make of it: loads, steps, forced acceptance, floors, and their tables."""
+"""Arithmetic of the benchmarks of speed: loads, steps, forced acceptance, floors, and the tables in the documents."""
 
 import re
 import shlex
@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from dflash_cli.terminal import documentation
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -34,21 +35,21 @@ def test_a_load_is_the_same_in_every_run() -> None:
     assert made == load.make_load(shape, 256, 4096, 512)
     lengths = sorted(len(prompt) for prompt in made.prompts)
     assert 64 <= lengths[0] < 80
-    assert 400 < lengths[128] < 640, "log-uniform: half of them are below the geometric mean, 512"
+    assert 400 < lengths[128] < 640, "log-uniform: half of the prompts are shorter than the geometric mean, 512"
     assert 3600 < lengths[-1] <= 4096
     assert 32 <= min(made.output_lengths) < max(made.output_lengths) <= 512
 
 
 @pytest.mark.parametrize("mean", [1.3, 4.24, 6.5])
 def test_forced_acceptance_has_its_mean(mean: float) -> None:
-    """16,000 draws, 160 steps of 100 requests, of a standard deviation of at most 5: the mean is sure to 0.6%."""
+    """16,000 draws (160 steps of 100 requests) with a standard deviation of at most 5 determine the mean to 0.6%."""
     rates = forced.acceptance_rates(mean, BLOCK)
     assert 1 + sum(rates) == pytest.approx(mean)
     kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
     state = rows_of_a_state(100, remaining=10_000_000)
     counts = [statistics.fmean(committed(kernels, state, width) for _ in range(160)) for width in (BLOCK, 4)]
     assert counts[0] == pytest.approx(mean, rel=0.02)
-    assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
+    assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "a smaller width truncates the same draw"
 
 
 def rows_of_a_state(num_rows: int, remaining: int) -> RowState:
@@ -62,7 +63,7 @@ def rows_of_a_state(num_rows: int, remaining: int) -> RowState:
 
 
 def committed(kernels: Kernels, state: RowState, width: int) -> float:
-    """Tokens a request that one step of blocks of which `width` rows are verified commits."""
+    """Mean number of tokens per request that one step commits, with `width` rows verified per block."""
     rows = torch.arange(len(state.done))
     bounds = Bounds(max_model_len=2**40, last_draft_len=2**39, page_size=16, mask_id=0)
     state.kv_lens.fill_(5)
@@ -84,7 +85,7 @@ def test_forced_acceptance_keeps_stops_and_limits() -> None:
 
 
 def test_floors_follow_from_bytes_and_operations() -> None:
-    """Qwen3-8B by hand: 15.14 GB of weights are read at 4.3 TB/s; 512 rows are bound by operations."""
+    """Qwen3-8B by hand: 15.14 GB of weights at 4.3 TB/s. With 512 rows, operations are the limit."""
     floor = StepFloor(SHAPES["qwen3-8b"])
     assert least_ms(floor.plain(1, 512), RATES) == pytest.approx(3.54, abs=0.01)
     assert least_ms(floor.draft(1, 512, 6.5), RATES) == pytest.approx(0.78, abs=0.01)
@@ -106,13 +107,13 @@ def test_time_is_accounted_by_kernel_and_by_gap() -> None:
     assert found.busy_ms == pytest.approx(0.8)
     assert found.num_nodes == 4
     assert found.kinds_us["matrix products"] == 600
-    assert found.kinds_us["norms, rotation, activation, KV store"] == 50  # launched early, it waited the other 50
+    assert found.kinds_us["norms, rotation, activation, KV store"] == 50  # launched early, it waited for the other 50
     levels = accounting.waterfall([("floor", 0.4), ("unknown", None)], accounting.account(kernels, 1), 1.0)
     assert [value for _, value in levels] == pytest.approx([0.4, 0.6, 0.7, 0.8, 1.0])
     assert "+0.200" in report.waterfall_text("a step", levels).splitlines()[-1]
 
 
-def test_a_round_that_is_held_up_does_not_count() -> None:
+def test_a_disturbed_round_does_not_count() -> None:
     assert engine_arms.tokens_per_second([2.0, 2.0, 9.0], [40, 60, 50], steps=10) == pytest.approx(2500)
 
 
@@ -131,20 +132,33 @@ def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
     assert accounting.kind_of(name) == kind
 
 
-def test_every_table_of_speed_says_how_it_was_measured() -> None:
-    """docs/performance.md: above each table stand machine, versions, date, and a command that is accepted."""
-    page = (ROOT / "docs" / "performance.md").read_text()
-    sections = [part for part in page.split("\n## ")[1:]]
-    assert sum("\n|---" in part or "|---|" in part for part in sections) >= 4
-    for part in sections:
-        before, is_table, _ = part.partition("|---")
-        if is_table:
-            is_host = before.startswith("Host\n")  # where nothing runs on a device
-            assert re.search(r"^\d+ cores of " if is_host else "H200", before, re.M)
-            assert re.search(r"Python \d" if is_host else r"torch \d", before)
-            assert re.search(r"; 20\d\d-\d\d-\d\d\.", before), before
-            assert "```sh" in before
-    commands = re.findall(r"^python3 examples/benchmarks/(step_time|load)\.py(.*)$", page, re.M)
+SPEED_LOGS = ("decode-steps", "products", "attention", "prefill", "mixed-load", "other-times")
+DATE = r"\b20\d\d-\d\d-\d\d\b"
+
+
+def texts_before_tables(topic: str) -> list[str]:
+    """For each section of a page that has a table: the text before its first table."""
+    sections = documentation.text(topic).split("\n## ")[1:]
+    return [part.partition("|---|")[0] for part in sections if "|---|" in part]
+
+
+@pytest.mark.parametrize("topic", ["performance", *SPEED_LOGS])
+def test_every_table_of_speed_says_how_it_was_measured(topic: str) -> None:
+    """Machine, versions and a command precede the tables of each section, and a date in the logs only."""
+    texts = texts_before_tables(topic)
+    assert texts
+    for before in texts:
+        is_host = before.startswith("Host\n")  # without a device
+        assert re.search(r"^\d+ cores of " if is_host else "H200", before, re.M)
+        assert re.search(r"Python \d" if is_host else r"torch \d", before)
+        assert "```sh" in before
+        assert bool(re.search(rf"; {DATE}\.", before)) == (topic != "performance"), before
+    assert topic != "performance" or not re.search(DATE, documentation.text(topic))
+
+
+def test_commands_of_speed_are_accepted() -> None:
+    pages = "\n".join(documentation.text(topic) for topic in ("performance", *SPEED_LOGS))
+    commands = re.findall(r"^python3 examples/benchmarks/(step_time|load)\.py(.*)$", pages, re.M)
     assert len(commands) >= 8
     for name, options in commands:
         given = {"step_time": step_time, "load": load}[name].make_parser().parse_args(shlex.split(options))
@@ -152,7 +166,7 @@ def test_every_table_of_speed_says_how_it_was_measured() -> None:
         assert {*given.arms.split(",")} <= {*known}
 
 
-def test_a_prompt_in_a_full_pool_takes_the_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_a_full_pool_evicts_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[int] = []
     forget = PrefixCache._forget
 
@@ -165,9 +179,9 @@ def test_a_prompt_in_a_full_pool_takes_the_pages_of_others(monkeypatch: pytest.M
     assert len(evicted) >= 64 // engine_arms.PAGE_SIZE
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for graphs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses stand-ins for graphs")
 def test_every_width_is_captured_before_steps_are_timed() -> None:
-    """Those of the requests that there are; not the steps that prompts join."""
+    """For the current number of requests, and without steps that prompts join."""
     target = random_target(num_layers=2)
     llm = random_llm(target, random_draft(target, block_size=4, num_layers=1), 3, max_num_requests=3)
     graphs = with_stand_ins(llm)

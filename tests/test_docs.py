@@ -1,8 +1,9 @@
-"""The documents name things that exist, and what README shows can be pasted."""
+"""The documents name things that exist, generated pages are current, and the shown commands run."""
 
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,19 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.main import COMMANDS
+from dflash_cli.terminal import documentation
+from dflash_cli.terminal.command_line import COMMON, JSON, load_command
+from dflash_cli.terminal.requests import parameters_of
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.searches import shorten_search
 
 README_LINES = 150
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SHELL = set("|<>;&$`")
-"""A command line with one of these is for a shell."""
+"""A command line with one of these characters needs a shell."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A command of a console block: what stands after `$ `, the exit code that is documented, and the lines below."""
+    """A command of a console block: the line after `$ `, the documented exit code, and the lines of its output."""
 
     line: str
     code: int
@@ -31,9 +36,9 @@ class Shown:
 
 
 def console_commands(text: str) -> list[Shown]:
-    """Every `$ ` line of the fenced `console` blocks, in order, backslashed lines joined.
+    """Every `$ ` line of the fenced `console` blocks, in order. Lines that end with a backslash are joined.
 
-    A command that ends with another code than 0 says so: `$ dflash validate draft  # exit 3`.
+    A comment states an exit code other than 0: `$ dflash validate draft  # exit 3`.
     """
     shown = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
@@ -45,7 +50,7 @@ def console_commands(text: str) -> list[Shown]:
 
 
 def suite() -> set[str]:
-    """Every test function of the suite."""
+    """The name of every test function of the suite."""
     return {
         node.name
         for file in (ROOT / "tests").rglob("test_*.py")
@@ -55,15 +60,15 @@ def suite() -> set[str]:
 
 
 def test_every_failure_has_a_test_that_exists() -> None:
-    text = (ROOT / "docs" / "failures.md").read_text()
+    text = documentation.text("failures")
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) >= 40
     assert named <= suite(), sorted(named - suite())
 
 
 def test_architecture_names_every_module() -> None:
-    """Each module of the runtime and each folder of the command line stands in docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    """The page on architecture names each module of the runtime's own folder and each folder of `dflash_cli`."""
+    text = documentation.text("architecture")
     modules = [file.name for file in (ROOT / "runtime" / "dflash_runtime").glob("*.py") if file.name != "__init__.py"]
     folders = [
         f"{item.name}/" for item in (ROOT / "dflash_cli").iterdir() if item.is_dir() and item.name[0] not in "._"
@@ -86,18 +91,23 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     ("document", "is_whole"),
     [
         ("README.md", False),
-        ("docs/replay.md", False),
-        ("docs/handoff-validate.md", False),
+        ("docs/how-to/replay.md", False),
+        ("docs/reference/kv-transfer.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)
-            for document in ("README.md", "docs/replay.md", "docs/publishing.md", "docs/handoff.md")
+            for document in (
+                "README.md",
+                "docs/how-to/replay.md",
+                "docs/how-to/publishing.md",
+                "docs/how-to/hand-offs.md",
+            )
         ),
     ],
 )
 def test_documents_run_when_pasted(
     document: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command of a page's console blocks, in order, in one empty directory; measurements on fewer prompts."""
+    """Every command of a page's console blocks runs, in order, in one empty directory, on fewer prompts by default."""
     monkeypatch.chdir(tmp_path)
     if not is_whole:
         shorten_search(monkeypatch)
@@ -111,7 +121,7 @@ def test_documents_run_when_pasted(
 
 
 def is_printed(shown: str, printed: str) -> bool:
-    """Whether the printed text has the shown line, whatever the numbers; `...` in it stands for anything."""
+    """Whether the printed text contains the shown line. Numbers may differ, and `...` stands for any text."""
     pieces = [re.escape(piece) for piece in without_numbers(shown).split("...")]
     return re.search(".*".join(pieces), without_numbers(printed)) is not None
 
@@ -121,7 +131,7 @@ def without_numbers(text: str) -> str:
 
 
 def with_fewer_prompts(shown: Shown) -> str:
-    """The command, measuring on as few prompts as it takes; a gate that is documented as met is one that is met."""
+    """The command with fewer prompts. A gate that the page shows as met gets a threshold that is met."""
     words = shlex.split(shown.line, comments=True)
     if "dump" in words:
         return f"{shown.line} --num-prompts 12 -n 32"
@@ -140,7 +150,7 @@ def with_fewer_prompts(shown: Shown) -> str:
 
 
 def paste(line: str, home: Path) -> support.Outcome:
-    """One command; `dflash` runs in this process unless the line needs a shell."""
+    """Run one command: `dflash` in this process, unless the line needs a shell."""
     words = shlex.split(line, comments=True)
     quoted = re.sub(r"'[^']*'", "", line.partition(" # exit ")[0])
     if words[0] == "dflash" and not SHELL & set(quoted):
@@ -165,7 +175,80 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    """Relative links name files and folders of the repository."""
-    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
-    local = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
-    assert not [link for link in local if not (document.parent / link).exists()]
+    """Every relative link names a file or folder of the repository, and its anchor a heading of that file."""
+    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    for link in links:
+        name, _, anchor = link.partition("#")
+        if not re.match(r"[a-z]+:", link):
+            page = document.parent / name if name else document
+            assert page.exists(), link
+            assert not anchor or anchor in anchors(page), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    ("script", "topic"),
+    [("command_table.py", "commands"), ("exit_codes.py", "exit-codes"), ("schema_table.py", "schemas")],
+)
+def test_generated_pages_are_current(script: str, topic: str) -> None:
+    """The pages of checks and targets are compared in `test_explain.py` and `test_targets.py`."""
+    assert runpy.run_path(str(ROOT / "scripts" / script))["render"]() == documentation.text(topic)
+
+
+def documented_commands(text: str) -> list[tuple[str, list[str]]]:
+    """Command and long flags of every `dflash COMMAND ...` in the code blocks and code spans of a page."""
+    blocks = "\n".join(re.findall(r"^ *```\w*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines() + [*re.findall(r"`([^`\n]+)`", text)]
+    found = [re.search(r"(?:^|&& |\$ |: |fix )dflash ([a-z][a-z-]+)((?: .*)?)$", line) for line in lines]
+    return [(item[1], re.findall(r"(?<=\s)--[a-z][\w-]*", item[2])) for item in found if item is not None]
+
+
+def test_documented_commands_are_found() -> None:
+    text = "Use `dflash tune D --rounds 6`.\n```sh\npip install . && dflash generate \\\n  --trace 3\n```\n"
+    assert documented_commands(text) == [("generate", ["--trace"]), ("tune", ["--rounds"])]
+
+
+def test_documented_flags_exist() -> None:
+    """Every long flag that a page shows after `dflash COMMAND` is a flag of that command."""
+    flags = {
+        name: {
+            flag
+            for item in (*parameters_of(load_command(name, entry).kind), JSON, *COMMON)
+            for flag in (*item.flags, item.option.off)
+        }
+        for name, entry in COMMANDS.items()
+    }
+    unknown, num_seen = [], 0
+    for document in DOCUMENTS:
+        for name, shown in documented_commands(document.read_text(encoding="utf-8")):
+            num_seen += 1
+            unknown += [f"{document.name}: dflash {name} {flag}" for flag in shown if flag not in flags.get(name, ())]
+            unknown += [f"{document.name}: dflash {name}"] * (name not in flags)
+    assert num_seen > 150
+    assert not unknown
+
+
+def test_the_table_of_exit_codes_is_complete() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "exit_codes.py"))
+    assert {kind.exit_code for kind in script["errors"]()} <= script["MEANINGS"].keys()
+
+
+def test_the_index_leads_to_every_page() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", documentation.text("index"))
+    linked = {Path(link).stem for link in links}
+    assert linked >= documentation.topics().keys() - {"index"}
+
+
+def test_paths_of_pages_in_the_code_exist() -> None:
+    """Docstrings, messages and help name pages by their path. Other projects' paths are not checked."""
+    own = {*documentation.topics(), *documentation.SECTIONS}
+    for folder in ("dflash_cli", "runtime", "kernels", "examples", "scripts", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for path in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", file.read_text(encoding="utf-8")):
+                is_own = path.split("/")[1].removesuffix(".md") in own
+                assert not is_own or (ROOT / path).exists(), f"{file}: {path}"

@@ -1,39 +1,48 @@
-"""docs/vocabulary.md explains every word that a public class is named with, and names nothing that is gone."""
+"""The vocabulary has 60 to 80 words in groups, each defined once, in one line, and used in other pages."""
 
-import ast
 import re
 
-from dflash_testing.paths import ROOT
+import pytest
 
-PAGE = (ROOT / "docs" / "vocabulary.md").read_text(encoding="utf-8")
-PACKAGES = ("dflash_cli", "runtime/dflash_runtime", "kernels/dflash_kernels")
+from dflash_cli.terminal import documentation
 
-
-def public_classes() -> set[str]:
-    return {
-        node.name
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    }
+PAGE = documentation.text("vocabulary")
+MAX_WORDS = 25
 
 
-def named() -> set[str]:
-    """Class names that the page has in backticks."""
-    return set(re.findall(r"`([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*|LLM|MLP)\b[^`]*`", PAGE)) - {"TILE_"}
+def defined() -> list[tuple[str, str]]:
+    """(word, meaning) of every row of the page's tables."""
+    rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
+    pairs = [(row[0].strip(), "|".join(row[1:]).strip()) for row in rows]
+    return [(word, meaning) for word, meaning in pairs if word != "word"]
 
 
-def test_every_public_class_has_its_word() -> None:
-    assert len(public_classes()) > 150
-    assert not public_classes() - named()
+def test_each_word_is_defined_once() -> None:
+    words = [word for word, _ in defined()]
+    assert len(words) == len(set(words))
+    assert 60 <= len(words) <= 80
 
 
-def test_no_class_is_named_that_is_gone() -> None:
-    assert not named() - public_classes()
+def test_every_group_has_words() -> None:
+    groups = PAGE.split("\n## ")[1:]
+    assert len(groups) >= 5
+    assert all(group.count("\n| ") > 3 for group in groups)
 
 
-def test_a_word_stands_once() -> None:
-    words = [word.strip() for row in re.findall(r"^\| ([^|]+) \|", PAGE, re.M) for word in row.split(",")]
-    words = [word for word in words if word not in ("word", "---", "request")]  # a request is the engine's and a user's
-    assert len(words) == len(set(words)) > 80
+@pytest.mark.parametrize(("word", "meaning"), defined(), ids=[word for word, _ in defined()])
+def test_a_meaning_is_one_short_line(word: str, meaning: str) -> None:
+    assert 0 < len(meaning.split()) <= MAX_WORDS
+    assert meaning.rstrip(".").lower() != word.lower()
+
+
+def test_every_word_is_used_in_another_page() -> None:
+    """In any number and case: `KV page` and `pages` use the word page."""
+    pages = " ".join(documentation.text(name) for name in documentation.topics() if name != "vocabulary").lower()
+    plain = " ".join(re.sub(r"[`*\[\]()]", " ", pages).split())
+    unused = [word for word, _ in defined() if not re.search(rf"\b{re.escape(word.lower())}(s|es)?\b", plain)]
+    assert not unused
+
+
+def test_the_axis_letters_of_docstrings_are_explained() -> None:
+    for letter in "RTNKHDLVPFC":
+        assert re.search(rf"\b{letter} [a-z]", PAGE.rpartition("Axis letters")[2]), letter

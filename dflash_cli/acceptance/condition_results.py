@@ -1,45 +1,31 @@
-"""Acceptance under each condition of a run, and how far each is from the first, paired by prompt."""
+"""Acceptance under each condition of a run, and its difference to the first condition, paired by prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated
 
 from dflash_cli.acceptance.conversation_counts import count_conversations
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
+from dflash_runtime.documents import INLINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """What was measured under one condition. `difference` is to the first one, over the prompts of both.
+    """Acceptance under one condition, and its difference to the first over the prompts measured under both."""
 
-    `prompt_len` is the mean number of tokens of what was asked first.
-    """
-
-    condition: Condition
-    summary: Summary
+    condition: Annotated[Condition, INLINE]
+    summary: Annotated[Summary, INLINE]
+    prompt_len: Annotated[float | None, "mean number of tokens per prompt"]
     num_failed: int
-    prompt_len: float | None
-    num_pairs: int = 0
-    difference: float | None = None
+    num_pairs: Annotated[int, "prompts that were also measured under the first condition"] = 0
+    difference: Annotated[float | None, "acceptance length minus the acceptance length under the first condition"] = (
+        None
+    )
     difference_interval: Interval | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        interval = self.difference_interval
-        return {
-            **self.summary.to_json(),
-            "name": self.condition.name,
-            "thinking": self.condition.thinking,
-            "context_len": self.condition.context_len,
-            "prompt_len": self.prompt_len,
-            "num_failed": self.num_failed,
-            "num_pairs": self.num_pairs,
-            "difference": self.difference,
-            "difference_interval": interval.to_json() if interval is not None else None,
-        }
 
 
 def compare_conditions(
@@ -49,7 +35,7 @@ def compare_conditions(
     failed: Sequence[str | None],
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
-    """A result for each condition with a draft; `failed` has the condition of each prompt that was not measured."""
+    """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}
@@ -79,7 +65,7 @@ def _name(answer: Answer) -> str | None:
 
 
 def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:
-    """Tokens and steps of each prompt."""
+    """Return tokens and steps by prompt."""
     rows = sorted({answer.row.index: answer.row.prompt_index for answer in answers}.items())
     counts = count_conversations(answers)
     return {prompt: (item.num_tokens, item.num_steps) for (_, prompt), item in zip(rows, counts, strict=True)}

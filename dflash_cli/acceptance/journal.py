@@ -1,30 +1,72 @@
-"""A file to which each answer is appended as it ends, so that an interrupted evaluation can continue.
+"""A file to which each answer is appended when it ends, so that an interrupted evaluation can continue.
 
-The first line holds the settings; every further line is one answer. Lines are only ever added: answers to prompts that
-a run does not ask for stay, and what is not taken as an answer any more is overruled by a later line. A line that was
-cut off in the middle, where the process or the machine stopped, is taken away when the file is opened again.
+The first line holds the settings; every further line is one answer. Lines are only appended: answers to other prompts
+stay, and a later line for the same prompt wins. A last line that was cut off by a crash is removed when the file is
+opened again.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from dflash_cli.documents.atomic_file import Output, atomic_text, is_stream, json_line, naming_output, open_output
-from dflash_cli.generation.answers import Answer
+from dflash_cli.documents.atomic_file import (
+    Output,
+    atomic_text,
+    check_output,
+    is_stream,
+    json_line,
+    naming_output,
+    open_output,
+)
+from dflash_cli.documents.reading import parse_object, read_document
+from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.terminal import console
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHead:
+    """The first line of a file of `eval-acceptance --output`."""
+
+    KIND: ClassVar[str] = "answers"
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalRow(AnswerRow):
+    """One answer, as `dflash eval-acceptance --output` writes it."""
+
+    turn: int
+    digest: Annotated[str, "of the prompt"]
+    category: str | None
+    committed_lengths: Annotated[tuple[int, ...], "tokens of each verify step that are in the answer"]
+
+    def answer(self, row: PromptRow) -> Answer:
+        """Return the stored answer to this prompt."""
+        output = RequestOutput(
+            index=row.index,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            acceptance_lengths=self.acceptance_lengths,
+            committed_lengths=self.committed_lengths,
+            verify_widths=self.verify_widths,
+            rejected_ids=self.rejected_ids,
+            num_loaded=self.num_loaded,
+        )
+        return Answer(row, self.turn, output, self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What a file holds: its settings, its answers by line number, and how many of its bytes are whole lines."""
+    """Content of a file: its settings, its answers by line number, and the number of bytes in whole lines."""
 
     settings: Mapping[str, Any]
     records: Mapping[int, Mapping[str, Any]]
@@ -32,26 +74,23 @@ class _Stored:
 
 
 def check_journal(path: Path, *, resume: bool, force: bool) -> None:
-    """Whether a run may write there; for those with several files, before the first of them is written.
+    """Refuse a path that a run may not write to. A run with several files checks all of them before it writes any.
 
     Raises:
-        UsageError: its folder is none, or the file exists and neither `resume` nor `force` was asked for.
+        UsageError: the parent is not a directory, or the file exists and neither `resume` nor `force` is given.
     """
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such directory")
-    if path.exists() and not is_stream(path) and not (resume or force):
-        raise UsageError(f"{path}: exists already", hint="pass --resume to continue it, or --force to replace it")
+    check_output(path, force=resume or force, hint="pass --resume to continue it, or --force to replace it")
 
 
 class Journal:
-    """Answers of a run, in memory, and on disk where a path is given.
+    """Answers of a run, in memory, and on disk if there is a path.
 
-    `settings` are what decides an answer: a file made under others is refused. A failed answer is not kept, so that it
-    is asked again.
+    `settings` hold everything that decides an answer; a file with other settings is refused. A failed answer is not
+    stored, so a resumed run asks its prompt again.
 
     Raises:
-        UsageError: the file exists and neither `resume` nor `force` was asked for, it is no such file, or it was made
-            under other settings.
+        UsageError: the file exists and neither `resume` nor `force` is true, it is not a file of answers, or it has
+            other settings.
     """
 
     def __init__(
@@ -64,7 +103,8 @@ class Journal:
         force: bool = False,
     ) -> None:
         self._path = path
-        self._settings = json.loads(json.dumps(dict(settings)))
+        self._settings: dict[str, Any] = to_json(settings)
+        self._head = JournalHead(self._settings)
         self._rows = rows
         self._output: Output | None = None
         self._open_files = ExitStack()
@@ -77,13 +117,8 @@ class Journal:
                 self._take(path, self._stored)
 
     @property
-    def _head(self) -> dict[str, Any]:
-        """The first line; the settings stand first in it, by which one that was cut off is known."""
-        return {"settings": self._settings, "schema_version": console.SCHEMA_VERSION, "kind": "answers"}
-
-    @property
     def pending(self) -> list[PromptRow]:
-        """Rows of which some turn is not answered yet."""
+        """Rows with at least one unanswered turn."""
         return [
             row for row in self._rows if any((row.index, turn) not in self._answers for turn in range(row.num_turns))
         ]
@@ -94,13 +129,23 @@ class Journal:
         return [self._answers[key] for key in sorted(self._answers)]
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, in memory and on disk, unless it failed."""
+        """Store an answer in memory and on disk, unless it failed."""
         if answer.output.error is None:
             self._answers[answer.row.index, answer.turn] = answer
-            self._write(_to_json(answer, self._settings.get("num_speculative_tokens", 0)))
+            row, number = answer.row, self._settings.get("num_speculative_tokens", 0)
+            self._write(
+                JournalRow.of(
+                    answer,
+                    number,
+                    turn=answer.turn,
+                    digest=row.digest,
+                    category=row.category,
+                    committed_lengths=answer.output.committed_lengths,
+                )
+            )
 
     def drop_unfinished(self) -> None:
-        """Take out what there is of conversations that lack a turn; on disk it stays."""
+        """Drop conversations that lack a turn from memory; their answers stay on disk."""
         for row in self.pending:
             for turn in range(row.num_turns):
                 self._answers.pop((row.index, turn), None)
@@ -108,8 +153,6 @@ class Journal:
     def __enter__(self) -> "Journal":
         if self._path is None:
             return self
-        if not self._path.parent.is_dir():
-            raise UsageError(f"{self._path.parent}: no such directory")
         if self._stored is not None and self._stored.num_bytes:
             with naming_output(self._path):
                 if self._path.stat().st_size > self._stored.num_bytes:
@@ -129,37 +172,43 @@ class Journal:
     ) -> None:
         self._open_files.__exit__(kind, error, trace)
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: JournalHead | JournalRow) -> None:
         if self._output is not None:
             self._output.write(json_line(row))
             self._output.flush()
 
     def _take(self, path: Path, stored: _Stored) -> None:
-        """Take over the answers of a file to the rows that are asked for."""
+        """Take over stored answers to rows of this run."""
         if not stored.num_bytes:
             return
         for key in sorted({*stored.settings, *self._settings}):
             was, is_now = stored.settings.get(key), self._settings.get(key)
             if was != is_now:
                 raise UsageError(
-                    f"{path}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint=HINTS.get(key, "give the same options again, or name another file with --rows"),
+                    f"made with {key} {was!r}, but this run has {is_now!r}",
+                    id="settings-differ",
+                    path=path,
+                    field=key,
+                    found=was,
+                    expected=repr(is_now),
+                    hint=HINTS.get(key, "give the same options again, or name another file with --output"),
                 )
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
             row = by_index.get(record.get("index", -1))
             if row is None or row.digest != record.get("digest") or "error" in record:
                 continue
-            try:
-                self._answers[row.index, record["turn"]] = _from_json(record, row)
-            except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{path}:{number}: is no answer of --rows: {error!r}") from error
+            stored_row = from_json(JournalRow, record, path=f"{path}:{number}", error=UsageError, hint=TAKE_OUT)
+            self._answers[row.index, stored_row.turn] = stored_row.answer(row)
         self.drop_unfinished()
 
 
+HEAD_START = json_line(JournalHead({}))[: -len("{}}\n")].encode()
+HEAD_HINT = "a file of --output starts with its settings"
+TAKE_OUT = "delete the line; the prompt is asked again"
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),
-    "the checkpoint is another one than it was: name another file with --rows",
+    "the checkpoint has changed; name another file with --output",
 )
 
 
@@ -167,36 +216,24 @@ def _read(path: Path) -> _Stored:
     """Parse a file of answers.
 
     Raises:
-        UsageError: it is none, or one of its lines is not.
+        UsageError: the first line is not the head of a file of answers, or a further line is not a JSON object.
     """
     with naming_output(path):
         data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if not whole:
-        # Nothing, or the beginning of the first line: the run was stopped before it had asked anything.
-        if data and not data.startswith(b'{"settings"'[: len(data)]):
-            raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
-        return _Stored({}, {}, 0)
-    records = {number: _parse(line) for number, line in enumerate(whole.split(b"\n")[:-1], start=1)}
-    first = records.pop(1)
-    settings = first.get("settings") if first is not None else None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
-    found = {}
-    for number, record in records.items():
-        if record is None:
-            raise UsageError(
-                f"{path}:{number}: is no answer of --rows", hint="take the line out, to have it asked again"
-            )
-        found[number] = record
-    return _Stored(settings, found, len(whole))
+    if not whole and HEAD_START.startswith(data[: len(HEAD_START)]):
+        return _Stored({}, {}, 0)  # the run was stopped while it wrote the first line
+    first, *lines = whole.split(b"\n")[:-1] or [data]
+    settings = read_document(JournalHead, first, path, hint=HEAD_HINT).settings
+    records = {number: parse_object(line, f"{path}:{number}") for number, line in enumerate(lines, start=2)}
+    return _Stored(settings, records, len(whole))
 
 
 def _lock(output: Output) -> None:
-    """Keep a second run from writing to the same file, where the file system can.
+    """Refuse a second run that writes to the same file, if the file system supports locks.
 
     Raises:
-        UsageError: another run has it.
+        UsageError: another run holds the lock.
     """
     try:
         import fcntl
@@ -206,36 +243,4 @@ def _lock(output: Output) -> None:
         try:
             fcntl.flock(output.stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"{output.path}: another run is writing to it") from error
-
-
-def _to_json(answer: Answer, num_speculative_tokens: int) -> dict[str, Any]:
-    return answer.to_json(num_speculative_tokens) | {
-        "turn": answer.turn,
-        "digest": answer.row.digest,
-        "category": answer.row.category,
-        "committed_lengths": list(answer.output.committed_lengths),
-    }
-
-
-def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
-    output = RequestOutput(
-        index=row.index,
-        prompt_token_ids=tuple(record["prompt_token_ids"]),
-        token_ids=tuple(record["token_ids"]),
-        finish_reason=FinishReason(record["finish_reason"]),
-        acceptance_lengths=tuple(record["acceptance_lengths"]),
-        committed_lengths=tuple(record["committed_lengths"]),
-        verify_widths=tuple(record.get("verify_widths", ())),
-        rejected_ids=tuple(record.get("rejected_ids", ())),
-        num_loaded=record.get("num_loaded", 0),
-    )
-    return Answer(row, record["turn"], output, record["text"])
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+            raise UsageError("another run is writing to this file", id="file-in-use", path=output.path) from error

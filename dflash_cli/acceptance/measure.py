@@ -1,6 +1,5 @@
-"""Measure a pair's acceptance on prompts. Knows no terminal."""
+"""Measure a pair's acceptance on prompts. Prints nothing."""
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
-from dflash_cli.acceptance.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.condition_results import compare_conditions
 from dflash_cli.acceptance.conversation_counts import count_conversations
 from dflash_cli.acceptance.exact_match import score
@@ -16,21 +15,25 @@ from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.rejected_tokens import find_rejected
-from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
+from dflash_cli.generation.answers import Answer, Answering, Event, Tally
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.outputs import Sink
+from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
+from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
-    """Prompts, how to answer them, and the interval to compute.
+class EvaluationPlan:
+    """The prompts, how to answer them, and the interval to compute.
 
-    A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
-    those that rows state. Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file
-    are not run again; with `force` alone, the file is replaced.
+    A row names the condition under which it is answered. With `scores`, final numbers are compared with the rows'
+    references. Each answer is written to `journal` when it ends. With `resume`, prompts answered in that file are not
+    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock.
     """
 
     rows: Sequence[PromptRow]
@@ -44,18 +47,19 @@ class EvaluationRequest:
     journal: Path | None = None
     resume: bool = False
     force: bool = False
+    lock_sha256: str | None = None
 
 
 def measure(
     session: Answering,
-    request: EvaluationRequest,
+    request: EvaluationPlan,
     *,
     tally: Tally | None = None,
     progress: AcceptanceProgress | None = None,
 ) -> Evaluation:
-    """Answer the request's rows and pool their verify steps, all together and by category.
+    """Answer the rows and pool their verify steps, in total and by category.
 
-    Conversations in which a turn cannot be served are left out and named. `tally` sees whatever is generated.
+    A conversation with a failed turn is left out and named. `tally` receives every event of the generation.
     """
     session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
@@ -84,73 +88,87 @@ def measure(
         ),
         exact_match=score(journal.answers, request.confidence) if request.scores else (),
         settings={**session.references, **settings},
-        source=request.source,
+        prompts=request.source,
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
-        measured={
-            "workers": None,
-            **session.describe(),
-            "num_prompts": len({row.prompt_index for row in request.rows}),
-            "prompts_digest": digest_rows(request.rows),
-            "rendered_prompts_digest": _digest_rendered(answers),
-        },
-        failures=tuple(failures),
+        measured=EvaluationRun.of(
+            session.describe(),
+            num_prompts=len({row.prompt_index for row in request.rows}),
+            prompts_digest=digest_rows(request.rows),
+            rendered_prompts_digest=_digest_rendered(answers),
+            lock_sha256=request.lock_sha256,
+        ),
+        failed=tuple(failures),
         seconds=time.perf_counter() - started,
     )
 
 
 def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-    """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
+    """Answer rows with the draft first, then rows without it, so that plain rows never share a step with drafting."""
     drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
     yield from session.answer(drafted, params, chat=chat)
     yield from session.answer(plain, replace(params, verify_width=1), chat=chat)
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
-    """A hash of the token ids that were asked, as template and tokenizer made them."""
-    hashed = hashlib.sha256()
-    for answer in answers:
-        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
-    return hashed.hexdigest()[:16]
+    """A hash of the prompts' token ids, as rendered by template and tokenizer."""
+    lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
+    return digest_text("".join(lines))
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """The failure of a row, at the first of its turns that failed."""
+    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
     row, output = answer.row, answer.output
     condition = row.condition.name if row.condition is not None else None
     if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
         return []
-    return [Failure(row.prompt_index, row.id, output.error, output.exit_code, condition)]
+    return [Failure(row.prompt_index, row.id, output.error, condition, output.exit_code)]
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Require that the acceptance length, or the lower end of its interval, is at least `minimum` under each condition.
+    """Require the acceptance length, or the lower end of its interval, to be at least `minimum` under each condition.
 
     Raises:
-        GateFailed: the value is below the minimum, or there were too few steps for one.
+        GateFailed: the value is below the minimum, or there are too few steps or prompts to compute it.
     """
-    name = "lower confidence bound" if use_lower_bound else "acceptance length"
     for item in evaluation.conditions:
-        _check_summary(item.summary, minimum, f"{item.condition.name}: {name}", use_lower_bound=use_lower_bound)
+        check_summary(item.summary, minimum, item.condition.name, use_lower_bound=use_lower_bound)
     if not evaluation.conditions:
-        _check_summary(evaluation.total, minimum, name, use_lower_bound=use_lower_bound)
+        check_summary(evaluation.total, minimum, use_lower_bound=use_lower_bound)
 
 
-def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound: bool) -> None:
-    lower = total.interval.low if total.interval is not None else None
+def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lower_bound: bool) -> None:
+    """Require the acceptance length of one summary to be at least `minimum`.
+
+    Raises:
+        GateFailed: see `check_gate`.
+    """
+    name = f"{condition}: " if condition else ""
+    name += "lower confidence bound" if use_lower_bound else "acceptance length"
+    interval = total.acceptance_len_interval
+    lower = interval.low if interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
     if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
         raise GateFailed(
             f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
+            id="too-few-prompts",
+            field="num_prompts",
+            found=total.num_conversations,
+            expected=f"{MIN_UNITS} or more",
             hint="measure more prompts, or use --gate point",
         )
     if value is None:
-        raise GateFailed(f"{name}: too few steps to measure, expected at least {minimum:g}")
+        raise GateFailed(f"{name}: no steps were measured, expected at least {minimum:g}", id="no-steps")
     if value < minimum:
-        raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
+        raise GateFailed(
+            f"{name} {value:.3f}, expected at least {minimum:g}",
+            field=name,
+            found=value,
+            expected=f"at least {minimum:g}",
+        )
 
 
-def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.num_draft_tokens,
@@ -161,7 +179,7 @@ def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequ
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The answers of each category that rows name, by name."""
+    """Return the answers of each category that rows name, sorted by name."""
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
         if answer.row.category is not None:

@@ -1,17 +1,15 @@
-"""The options by which `dflash eval-acceptance` judges a draft on a dump, and what they open. Needs no torch itself."""
+"""Options of `dflash eval-acceptance` that judge a draft on a dump. Does not import torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.terminal import console
-from dflash_cli.terminal.parameters import MEASURING
+from dflash_cli.terminal.requests import MEASURING, Option, Request
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -19,99 +17,62 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import Causality
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """Whether a draft is judged in a run or on a dump, and on which."""
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(Request):
+    """Whether a draft is measured in a live run or on a dump, and which dump."""
 
     mode: Annotated[
         Literal["live", "replay"],
-        typer.Option(
-            "--mode",
-            help="Run the pair (live), or judge the draft along the text and hidden states of --dump, without its "
-            "target (replay).",
-            rich_help_panel=MEASURING,
+        Option(
+            group=MEASURING,
+            help="live: run the pair. replay: judge the draft without its target, on the text and hidden states of "
+            "--dump.",
         ),
     ] = "live"
     dump: Annotated[
         Path | None,
-        typer.Option(
-            "--dump",
-            metavar="DIR",
-            help="With --mode replay: what dflash dump, vLLM or SGLang wrote.",
-            rich_help_panel=MEASURING,
+        Option(
+            metavar="DIR", group=MEASURING, is_setting=False,
+            help="With --mode replay: the dump to read, written by dflash dump, vLLM or SGLang.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     dump_layer_ids: Annotated[
-        str | None,
-        typer.Option(
-            "--dump-layer-ids",
-            metavar="IDS",
-            help="The layers that vLLM or SGLang was asked for, in its own numbers, such as 2,10,18: its files do not "
-            "say.",
-            rich_help_panel=MEASURING,
+        tuple[int, ...],
+        Option(
+            min=0, metavar="ID,...", group=MEASURING,
+            help="Layer ids that vLLM or SGLang was started with, in its own numbering, such as 2,10,18. Required for "
+            "its dumps, which do not state them.",
         ),
-    ] = None
+    ] = ()  # fmt: skip
     head_from: Annotated[
         str | None,
-        typer.Option(
-            "--head-from",
-            metavar="TARGET",
-            help="With --mode replay: the target whose embedding and head the draft borrows; no other weights of it "
-            "are read. Default: the copies in the draft's own file.",
-            rich_help_panel=MEASURING,
+        Option(
+            metavar="TARGET", group=MEASURING, is_setting=False,
+            help="With --mode replay: read the embedding and head from this target. Default: the copies in the draft's "
+            "own file.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     every: Annotated[
         int,
-        typer.Option(
-            "--every",
-            min=0,
-            metavar="N",
-            help="With --mode replay: take every Nth anchor into the mean over anchors; 0 takes none.",
-            rich_help_panel=MEASURING,
+        Option(
+            min=0, group=MEASURING,
+            help="With --mode replay: use every Nth anchor for the mean over anchors; 0 leaves the mean out.",
         ),
-    ] = 1
+    ] = 1  # fmt: skip
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether it is a dump that the draft is judged on.
-
-        Raises:
-            UsageError: a dump without --mode replay, or the other way round.
-        """
-        given = {"--dump": self.dump, "--dump-layer-ids": self.dump_layer_ids, "--head-from": self.head_from}
+    def check(self) -> None:
+        super().check()
         if self.mode == "replay" and self.dump is None:
             raise UsageError(
-                "--mode replay: no dump to replay", hint="name one with --dump DIR; dflash dump writes one"
-            )
-        if self.mode == "live" and any(given.values()):
-            raise UsageError(f"{next(name for name in given if given[name])} goes with --mode replay")
-        return self.mode == "replay"
-
-    @property
-    def layer_ids(self) -> tuple[int, ...] | None:
-        """The engine's layer ids as numbers.
-
-        Raises:
-            UsageError: they are none.
-        """
-        if self.dump_layer_ids is None:
-            return None
-        parts = self.dump_layer_ids.replace(" ", "").split(",")
-        if not all(part.isdecimal() for part in parts):
-            raise UsageError(f"--dump-layer-ids {self.dump_layer_ids!r}: expected ids such as 2,10,18")
-        return tuple(int(part) for part in parts)
-
-
-def refuse_other_text(given: Mapping[str, Any]) -> None:
-    """Refuse options that say of which text a draft is judged, or how it was made: that is the dump's.
-
-    Raises:
-        UsageError: naming the first that is given.
-    """
-    name = next((name for name, value in given.items() if value), None)
-    if name is not None:
-        raise UsageError(f"{name} does not go with --mode replay, whose text is the dump's")
+                "--mode replay needs --dump", id="option-needs-another", field="--dump",
+                hint="write one with dflash dump",
+            )  # fmt: skip
+        for item in self.changed():
+            if self.mode == "live" and item.name in ("dump", "dump_layer_ids", "head_from"):
+                raise UsageError(
+                    f"{item.flag} needs --mode replay", id="option-needs-another", field=item.flag,
+                    hint="add --mode replay",
+                )  # fmt: skip
 
 
 def open_replay(
@@ -122,10 +83,10 @@ def open_replay(
     causality: "Causality | None" = None,
     threads: int | None = None,
 ) -> "ReplayRequest":
-    """Open what the options name: headers of the draft and of the target, and the dump but for its hidden states.
+    """Open the draft, the target and the dump that the options name, without weights and hidden states.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: what is not there, or cannot be read.
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
     from dflash_cli.acceptance.replay import ReplayRequest
@@ -133,13 +94,14 @@ def open_replay(
     from dflash_cli.generation.threads import use_threads
 
     assert options.dump is not None
-    dump = open_dump(options.dump, options.layer_ids)
+    dump = open_dump(options.dump, options.dump_layer_ids or None)
     opened = open_draft(fetch_directory(draft or TINY, Role.DRAFT), causality=causality)
     opened.check_runnable()
     for text in opened.parsed.notes:
         console.note(text)
     if not dump.is_complete:
-        console.warn(f"{options.dump}: is not complete; judged on the {len(dump.texts)} answers that it holds")
+        told = f"{options.dump}: the dump is incomplete; the draft is judged on its {len(dump.texts)} answers"
+        console.warn(Notice(told, id="incomplete-dump"))
     if dump.note is not None:
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
@@ -156,16 +118,18 @@ def open_replay(
 
 
 def run_replay(request: "ReplayRequest") -> "Evaluation":
-    """Judge the draft, saying what is being done and how quickly it was."""
+    """Judge the draft, and print progress and speed."""
     from dflash_cli.acceptance.replay import replay as judge
+    from dflash_cli.generation.run_facts import ReplayRun
 
     console.status(f"replaying {request.dump.path} for draft {request.draft_reference} ...")
     with console.working("replaying"):
         evaluation = judge(request)
-    num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured["num_blocks"]
+    assert isinstance(evaluation.measured, ReplayRun)
+    num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks
     if evaluation.seconds > 0 and num_blocks:
         console.status(
-            f"{num_blocks} blocks drafted along {len(request.dump.texts)} answers, {num_steps} of them steps of a run, "
-            f"{num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
+            f"{num_blocks} blocks drafted for {len(request.dump.texts)} answers, {num_steps} of them in the chained "
+            f"walk, {num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
         )
     return evaluation

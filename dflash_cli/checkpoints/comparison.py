@@ -6,12 +6,13 @@ from typing import Any
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.description import Description
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Difference(Shown):
     """What differs between two checkpoints. Values come in pairs, the first checkpoint's first.
 
     Of `num_not_compared` tensors, with the same type and shape in both, the values were not read.
@@ -27,6 +28,16 @@ class Difference:
     rewritten: tuple[str, ...]
     num_equal: int
     num_not_compared: int = 0
+
+    def summary(self) -> list[str]:
+        num_other = len(self.only_first) + len(self.only_second) + len(self.reshaped) + len(self.rewritten)
+        return [
+            f"{len(self.fields) + len(self.carried)} fields and {num_other} tensors differ; {self.num_equal} are equal"
+        ]
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(name, str(one), str(other)) for name, (one, other) in (self.fields | self.carried).items()]
+        return {"": (("field", "first", "second"), rows)} if rows else {}
 
     @property
     def is_empty(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.checkpoints.opening import open_target, read_any_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Description(Shown):
     """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips.
 
     `unserved` are keys for which neither conversion nor the runtime takes the draft, with what they ask for.
@@ -37,6 +38,10 @@ class Description:
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
+
+    def summary(self) -> list[str]:
+        size = f"{self.num_parameters / 1e6:.1f}M parameters, {self.num_bytes / 1e6:.1f} MB"
+        return [f"{self.title}: {self.path}", size, *self.notes]
 
     @property
     def kind(self) -> str:

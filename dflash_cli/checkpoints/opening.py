@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
+from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect, is_draft
+from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
@@ -14,7 +15,7 @@ from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_s
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, naming_file
-from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
@@ -49,6 +50,11 @@ class DraftCheckpoint:
         return self.detection.format
 
     @property
+    def stated(self) -> StatedConfig:
+        """The fields that its config states."""
+        return StatedConfig(self.format, self.checkpoint.config)
+
+    @property
     def source(self) -> DraftSource:
         """What the runtime takes.
 
@@ -65,9 +71,8 @@ class DraftCheckpoint:
             UnsupportedError: the weights are packed; rope rotates interleaved pairs, or norms add one to their weight.
         """
         refuse_packed(self.checkpoint.path, self.quantization)
-        nested = as_object(self.checkpoint.config.get("dflash_config"))
         for key, value in MISREAD.items():
-            if value in (self.checkpoint.config.get(key), nested.get(key)):
+            if any(item.value == value for item in self.stated.statements(key)):
                 stated = f"{key} is {str(value).lower()}"
                 raise UnsupportedError(
                     f"{self.checkpoint.config_path}: {stated}, which this runtime does not compute",
@@ -125,10 +130,9 @@ def read_any_draft(stored: Checkpoint, detection: Detection, *, causality: Causa
     return DraftCheckpoint(checkpoint, detection, parsed, quantization)
 
 
-def lacks_embedding_scale(draft_json: Mapping[str, Any], target: TargetFacts) -> bool:
-    """Whether the target scales its embedding, and the draft does not state what it was fed in training."""
-    nested = as_object(draft_json.get("dflash_config"))
-    is_stated = any(item.get("input_embedding_scale") is not None for item in (nested, draft_json))
+def lacks_embedding_scale(draft: StatedConfig, target: TargetFacts) -> bool:
+    """Whether the target scales its embedding, and the draft does not state the scale it was trained with."""
+    is_stated = draft.value("input_embedding_scale") is not None
     return target.model_type.lower().startswith(SCALED_EMBEDDINGS) and not is_stated
 
 
@@ -140,11 +144,11 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
         "non-causal": (False,) * config.num_layers,
         "layer-types": tuple(window is not None for window in config.windows),
     }[causality]
-    note = f"attention is taken as {causality}, because of --causality"
+    note = Notice(f"attention is read as {causality}, because of --causality", id="causality-given")
     return replace(
         parsed,
         config=replace(config, causal=causal),
-        notes=(*(item for item in parsed.notes if "causality" not in item), note),
+        notes=(*(item for item in parsed.notes if not item.id.startswith("causality")), note),
         has_doubtful_causality=False,
     )
 
@@ -157,7 +161,7 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
         UnsupportedError: the directory holds a draft.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
+    if is_draft(checkpoint.config):
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
     with naming_file(checkpoint.config_path):
         return TargetSource(read_target(checkpoint.config, checkpoint.config_path), checkpoint)

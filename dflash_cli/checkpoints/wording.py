@@ -7,7 +7,7 @@ from typing import Any
 from dflash_cli.checkpoints.comparison import Difference
 from dflash_cli.checkpoints.description import Description, describe_layers
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
-from dflash_cli.formats.native_fields import write_scales
+from dflash_cli.formats.fields import scales_in_use
 from dflash_cli.formats.unserved import unserved_in_words
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
@@ -133,7 +133,7 @@ def _reach(config: DraftConfig | TargetFacts) -> str:
 
 
 def _scales(config: DraftConfig) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in write_scales(config).items())
+    return ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
 
 
 def _weights(found: Description) -> str:

@@ -1,32 +1,20 @@
 """`dflash bench`: how much faster a pair decodes with its draft than without, at several batch sizes."""
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import (
-    CausalityOption,
-    ChatOption,
-    DatasetFormatOption,
-    DatasetOption,
-    EngineOptions,
-    JsonOption,
-    MaxNewTokensOption,
-    OptionalDraftArg,
-    PromptsOption,
-    TargetOption,
-    TemplateOption,
-    ThreadsOption,
-)
-from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING
+from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions
+from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest
+    from dflash_cli.generation.prompt_source import PromptSource
+    from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
 STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
@@ -34,89 +22,120 @@ LEGEND = """decoding only, while all requests of a batch are at work
 tokens a step: committed for each request by a step that drafts; ms: of a step
 draft, verify, rest: parts of the drafting ms, found by leaving out the draft's work, then the target's"""
 
-BatchesOption = Annotated[
-    str,
-    typer.Option(
-        "--batches", metavar="B,...", help="Numbers of requests at a time to measure.", rich_help_panel=ESSENTIALS
-    ),
-]
-RoundsOption = Annotated[
-    int,
-    typer.Option(
-        "--rounds",
-        min=1,
-        metavar="N",
-        help="Rounds to time, each with the next prompts. One more comes first, which compiles.",
-        rich_help_panel=MEASURING,
-    ),
-]
-MinSpeedupOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-speedup",
-        metavar="X",
-        help="Exit with 3 if drafting is not X times as fast as plain decoding at every batch size.",
-        rich_help_panel=MEASURING,
-    ),
-]
 
-
-def bench(
-    engine: EngineOptions,
-    draft: OptionalDraftArg = None,
-    target: TargetOption = None,
-    prompts: PromptsOption = None,
-    dataset: DatasetOption = None,
-    dataset_format: DatasetFormatOption = None,
-    batches: BatchesOption = "1,4,16",
-    max_new_tokens: MaxNewTokensOption = 128,
-    chat: ChatOption = None,
-    rounds: RoundsOption = 4,
-    min_speedup: MinSpeedupOption = None,
-    chat_template_kwargs: TemplateOption = None,
-    causality: CausalityOption = None,
-    threads: ThreadsOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(EngineOptions, BlockOptions, PromptOptions, PairOptions):
     """Measure how much faster a pair decodes with its draft than without.
 
-    The gain depends on the text: give --prompts like those the draft is to serve. Without, the bundled prompts are
-    used: chats (mix-64), or for the bundled target pieces of Python.
+    The gain depends on the text: give --prompts like those of your users. Otherwise the bundled prompts are used: chats
+    (mix-64), or for the bundled target pieces of Python.
     """
-    if engine.num_speculative_tokens == 0:
-        raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
-    sizes, config = _parse_batches(batches), engine.config()
+
+    concurrency: Annotated[
+        tuple[int, ...], Option(min=1, group=ESSENTIALS, help="Numbers of requests at once to measure.")
+    ] = (1, 4, 16)
+    rounds: Annotated[
+        int,
+        Option(
+            min=1, group=MEASURING,
+            help="Rounds to time, each with the next prompts, plus one untimed warm-up round.",
+        ),
+    ] = 4  # fmt: skip
+    min_speedup: Annotated[
+        float | None,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="Exit with 3 if drafting is not X times as fast as plain decoding at every --concurrency.",
+        ),
+    ] = None  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.num_speculative_tokens == 0:
+            raise UsageError(
+                field="--num-speculative-tokens", found=0, expected="1 or more: 0 leaves nothing to compare"
+            )
+        if not self.concurrency:
+            raise UsageError(field="--concurrency", found=[], expected="one number of requests or more")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Bench(Shown):
+    """Speeds of a pair, one entry per number of requests at once."""
+
+    session: "PairSession"
+    plan: "SpeedRequest"
+    source: "PromptSource"
+    speeds: "Sequence[BatchSpeed]"
+
+    @property
+    def document(self) -> "BenchDocument":
+        from dflash_cli.tuning.speed import BenchDocument
+
+        return BenchDocument(
+            draft=self.session.references["draft"],
+            target=self.session.references["target"],
+            num_speculative_tokens=self.session.llm.num_draft_tokens,
+            max_new_tokens=self.plan.max_new_tokens,
+            num_rounds=self.plan.num_rounds,
+            num_prompts=len(self.plan.prompts),
+            prompts=self.source,
+            batches=tuple(self.speeds),
+            measured=self.session.describe(),
+        )
+
+    def summary(self) -> list[str]:
+        return [_headline(self.speeds)]
+
+    def shown_tables(self) -> dict[str, Table]:
+        return {"": (SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for speed in self.speeds for row in _rows(speed)])}
+
+
+@verb(BenchRequest)
+def bench(request: BenchRequest) -> Bench:
+    """Measure decoding with and without the draft.
+
+    Raises:
+        UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to time; and errors of
+            loading.
+    """
+    config = request.engine_config(
+        num_draft_tokens=request.num_speculative_tokens, draft_sampling=request.draft_sampling
+    )
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
 
-    given = read_prompts(prompts, dataset, dataset_format)
-    announce_loading(draft, target, device=config.device)
+    given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
+    announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
-    from dflash_cli.tuning.speed import check_speedup, smallest, speed_request
+    from dflash_cli.tuning.speed import smallest, speed_request
 
     session = open_session(
-        draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
+        request.draft, request.target, smallest(config), causality=request.causality,
+        template_options=request.template_options, threads=request.threads,
+    )  # fmt: skip
+    choice = choose_prompts(
+        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
     )
-    choice = choose_prompts(session, given, chat=chat)
-    request = speed_request(
-        session, choice.rows, sizes, max_new_tokens=max_new_tokens, num_rounds=rounds, chat=choice.chat
-    )
-    speeds = _measure(session, request)
-    if as_json:
-        console.result_json(_to_json(session, request, speeds) | {"prompts": choice.source.to_json()})
+    plan = speed_request(
+        session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
+        chat=choice.chat,
+    )  # fmt: skip
+    return Bench(session=session, plan=plan, source=choice.source, speeds=_measure(session, plan))
+
+
+def command(request: BenchRequest) -> None:
+    """Measure and print."""
+    found = bench(request)
+    if console.is_json():
+        console.result_json(found.document)
     else:
-        _print(speeds)
-    if min_speedup is not None:
-        check_speedup(speeds, min_speedup)
+        _print(found.speeds)
+    if request.min_speedup is not None:
+        from dflash_cli.tuning.speed import check_speedup
 
-
-def _parse_batches(text: str) -> list[int]:
-    """`1,4,16`, in the order given."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--batches {text}: expected numbers of requests, such as 1,4,16")
-    return [int(part) for part in parts]
+        check_speedup(found.speeds, request.min_speedup)
 
 
 def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpeed]":
@@ -130,22 +149,12 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
     return speeds
 
 
-def _to_json(session: "PairSession", request: "SpeedRequest", speeds: "Sequence[BatchSpeed]") -> dict[str, Any]:
-    return {
-        "draft": session.references["draft"],
-        "target": session.references["target"],
-        "num_speculative_tokens": session.llm.num_draft_tokens,
-        "max_new_tokens": request.max_new_tokens,
-        "num_rounds": request.num_rounds,
-        "num_prompts": len(request.prompts),
-        "batches": [speed.to_json() for speed in speeds],
-        "measured": session.describe(),
-    }
+def _headline(speeds: "Sequence[BatchSpeed]") -> str:
+    return "speedup by drafting: " + ", ".join(f"{speed.speedup:.2f} at batch {speed.batch}" for speed in speeds)
 
 
 def _print(speeds: "Sequence[BatchSpeed]") -> None:
-    gains = ", ".join(f"{speed.speedup:.2f} at batch {speed.batch}" for speed in speeds)
-    console.result(f"speedup by drafting: {gains}")
+    console.result(_headline(speeds))
     console.result(LEGEND)
     console.result("")
     rows = [row for speed in speeds for row in _rows(speed)]

@@ -1,99 +1,144 @@
-"""`dflash card`: the part of a model card that says what a draft gives, and how it is served."""
+"""`dflash card`: a model-card section with measured acceptance and the commands that serve the draft."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOption, JsonOption
+from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.comparing.stored_evaluation import StoredEvaluation
     from dflash_cli.publishing.card_insertion import Insertion
+    from dflash_cli.publishing.model_card import ModelCard
 
 HERE = re.compile(r"""[\s"']/\w""")
 """How a command shows that it names a folder of the machine it was made on."""
 
-ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a card to FILE. Default: stdout.")
-]
-InsertOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--insert",
-        metavar="README",
-        help="Put block and metadata into a card that is there, in place of those of an earlier time; the rest stays.",
-        show_default=False,
-    ),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name", metavar="ORG/REPO", help="The draft's name on the Hub. Default: as measured.", show_default=False
-    ),
-]
-BaseModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--base-model",
-        metavar="ORG/REPO",
-        help="The target's name on the Hub. Default: as measured.",
-        show_default=False,
-    ),
-]
-EngineOption = Annotated[
-    str, typer.Option("--engine", "-e", metavar="NAME,...", help="Engines whose command is shown; none for no engine.")
-]
 
-
-def card(
-    result: ResultArg,
-    output: OutputOption = None,
-    insert: InsertOption = None,
-    name: NameOption = None,
-    base_model: BaseModelOption = None,
-    engine: EngineOption = "vllm,sglang",
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the part of a model card that says what a draft gives: figures, conditions, and how it is served.
+@dataclass(frozen=True, kw_only=True)
+class CardRequest(ForceOptions):
+    """Write a model-card section with measured acceptance: figures, conditions, and how the draft is served.
 
     Its head is YAML metadata with a model-index, as the Hub reads it.
     """
-    if output is not None and insert is not None:
-        raise UsageError("--output and --insert name two cards, expected one")
+
+    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
+    output: Annotated[
+        Path | None,
+        Option(
+            short="-o",
+            metavar="FILE",
+            group=ESSENTIALS,
+            is_setting=False,
+            help="Write a card to FILE. Default: stdout.",
+        ),
+    ] = None
+    insert: Annotated[
+        Path | None,
+        Option(
+            metavar="README", group=ESSENTIALS, is_setting=False,
+            help="Insert section and metadata into an existing card, in place of older ones; the rest stays.",
+        ),
+    ] = None  # fmt: skip
+    draft_name: Annotated[
+        str | None,
+        Option(metavar="ORG/REPO", group=ESSENTIALS, help="The draft's name on the Hub. Default: as measured."),
+    ] = None
+    target_name: Annotated[
+        str | None,
+        Option(metavar="ORG/REPO", group=ESSENTIALS, help="The target's name on the Hub. Default: as measured."),
+    ] = None
+    engine: Annotated[
+        tuple[str, ...],
+        Option(short="-e", metavar="NAME,...", group=ESSENTIALS, help="Engines whose command is shown, or none."),
+    ] = ("vllm", "sglang")
+
+    def check(self) -> None:
+        super().check()
+        if self.output is not None and self.insert is not None:
+            raise UsageError(
+                "--output and --insert name two cards", id="options-exclude-each-other", field="--insert",
+                expected="one card",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenCard:
+    """A card: the section and its metadata, and the whole text with the existing card around them."""
+
+    made: "ModelCard"
+    written: "Insertion"
+    path: Path | None
+
+    @property
+    def text(self) -> str:
+        return self.written.text
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `dflash card --json`."""
+        return {
+            "output": None if self.path is None else str(self.path),
+            "metadata": dict(self.made.metadata),
+            "block": self.made.block,
+            "left": list(self.written.left),
+        }
+
+    def __repr__(self) -> str:
+        return f"WrittenCard({self.path or 'not written'}, {len(self.text.splitlines())} lines)"
+
+    def _repr_markdown_(self) -> str:
+        return self.made.block
+
+
+@verb(CardRequest)
+def card(request: CardRequest) -> WrittenCard:
+    """Make a card, and write it if `output` or `insert` is given.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UsageError: a file that is absent or no result, or an output that exists.
+    """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole
     from dflash_cli.publishing.card_insertion import insert_card
     from dflash_cli.publishing.model_card import make_card
 
-    if output is not None:
-        check_output(output, force=force)
+    insert = request.insert
+    if request.output is not None:
+        check_output(request.output, force=request.force)
     if insert is not None and not insert.is_file():
-        raise CheckpointNotFound(f"{insert}: no such file", hint=f"write one with: dflash card {result} -o {insert}")
-    stored = read_evaluations([result])[0]
-    made = make_card(stored, _serve_commands(stored, engine, name, base_model), name=name, base_model=base_model)
+        raise CheckpointNotFound(
+            "no such file", path=insert, id="card-not-found", field="--insert",
+            hint=f"write one with: dflash card {request.result} -o {insert}",
+        )  # fmt: skip
+    stored = read_evaluations([request.result])[0]
+    commands = _serve_commands(stored, ",".join(request.engine), request.draft_name, request.target_name)
+    made = make_card(stored, commands, name=request.draft_name, base_model=request.target_name)
     written = insert_card(_read(insert) if insert is not None else "", made)
     _tell(written, insert)
-    place = insert or output
-    if place is not None:
-        write_whole(place.resolve(), written.text.encode())
-    if as_json:
-        document = {"metadata": dict(made.metadata), "block": made.block, "left": list(written.left)}
-        console.result_json({"output": None if place is None else str(place), **document})
+    path = insert or request.output
+    if path is not None:
+        write_whole(path.resolve(), written.text.encode())
+    return WrittenCard(made=made, written=written, path=path)
+
+
+def command(request: CardRequest) -> None:
+    """Write the card and print its path, or print the card."""
+    found = card(request)
+    if console.is_json():
+        console.result_json(found.to_json())
     else:
-        console.result(written.text if place is None else f"{place}\n", end="")
+        console.result(found.text if found.path is None else f"{found.path}\n", end="")
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}") from error
+        raise UsageError("not UTF-8", path=path, id="not-utf-8", field="--insert", found=error.start) from error
 
 
 def _tell(written: "Insertion", insert: Path | None) -> None:
@@ -120,7 +165,9 @@ def _serve_commands(
         console.warn(f"no command to serve it: {error.message}")
         return {}
     if (name is None or base_model is None) and any(HERE.search(command) for command in commands.values()):
-        console.note("the commands name folders of this machine; --name and --base-model say what others call them")
+        console.note(
+            "the commands name folders of this machine; --draft-name and --target-name give their names on the Hub"
+        )
     for text in refusals:
         console.note(f"no command of an engine that does not serve it: {text}")
     return commands

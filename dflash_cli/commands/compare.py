@@ -1,89 +1,118 @@
-"""`dflash compare`: results of eval-acceptance and of other tools held against the first one."""
+"""`dflash compare`: results of eval-acceptance and of other tools against the first one."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import JsonOption
-from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING
+from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Argument, Option, Request, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from dflash_cli.comparing.comparison_report import CompareDocument
     from dflash_cli.comparing.result_comparison import Comparison
 
-ResultsArg = Annotated[
-    list[Path],
-    typer.Argument(metavar="RESULT...", help="Files of results, two or more; all are held against the first."),
-]
-UnpairedOption = Annotated[
-    bool,
-    typer.Option(
-        "--unpaired",
-        help="Compare results of unlike prompts, as independent samples; intervals are wider.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-ToleranceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--tolerance",
-        metavar="X",
-        help="Tokens per step that do not matter; results that differ by less are called equivalent.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-GateOption = Annotated[
-    Literal["no-regression"] | None,
-    typer.Option(
-        "--gate",
-        help="Exit with 3 if a result is lower than the first, in total or in a category; with --tolerance, "
-        "unless a fall by more is ruled out.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-ConfidenceOption = Annotated[
-    float,
-    typer.Option(
-        "--confidence", metavar="X", help="Confidence level of intervals and verdicts.", rich_help_panel=MEASURING
-    ),
-]
 
-
-def compare(
-    results: ResultsArg,
-    unpaired: UnpairedOption = False,
-    tolerance: ToleranceOption = None,
-    gate: GateOption = None,
-    confidence: ConfidenceOption = 0.95,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRequest(Request):
     """Compare acceptance lengths, paired by prompt: the difference, its interval, and whether it is one.
 
-    Results are what eval-acceptance writes with --json or --rows, or files of other tools, known by their content.
+    Results are files of eval-acceptance, written with --json or --output, or files of other tools, recognised by their
+    content.
     """
-    if len(results) < 2:
-        raise UsageError("one result, expected two or more to compare", hint="dflash compare OLD NEW")
-    if not 0.5 < confidence < 1:
-        raise UsageError(f"--confidence {confidence:g}, expected a number between 0.5 and 1")
-    if tolerance is not None and tolerance <= 0:
-        raise UsageError(f"--tolerance {tolerance:g}, expected a number above 0")
-    from dflash_cli.comparing.comparison_report import to_json, warning
-    from dflash_cli.comparing.measured_result import read_result
-    from dflash_cli.comparing.result_comparison import check_no_regression, compare_results
 
-    comparisons = compare_results(
-        [read_result(path) for path in results], confidence=confidence, tolerance=tolerance, paired=not unpaired
+    results: Annotated[
+        tuple[Path, ...],
+        Argument(metavar="RESULT", help="Files of results, two or more. Each is compared with the first."),
+    ]
+    unpaired: Annotated[
+        bool,
+        Option(
+            group=ESSENTIALS,
+            help="Compare results of different prompts as independent samples, with wider intervals.",
+        ),
+    ] = False  # fmt: skip
+    tolerance: Annotated[
+        float | None,
+        Option(
+            above=0, group=ESSENTIALS,
+            help="Tokens per step that do not matter: results that differ by less are called equivalent.",
+        ),
+    ] = None  # fmt: skip
+    gate: Annotated[
+        Literal["no-regression"] | None,
+        Option(
+            group=ESSENTIALS, is_setting=False,
+            help="Exit with 3 if a result is lower than the first, in total or in a category; with --tolerance, unless "
+            "a larger drop is ruled out.",
+        ),
+    ] = None  # fmt: skip
+    confidence: Annotated[
+        float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals and verdicts.")
+    ] = 0.95
+
+    def check(self) -> None:
+        super().check()
+        if len(self.results) < 2:
+            raise UsageError(
+                field="RESULT", found=[str(path) for path in self.results], expected="two or more results",
+                hint="dflash compare OLD NEW",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparisons(Shown):
+    """Each result compared with the first."""
+
+    items: "tuple[Comparison, ...]"
+    tolerance: float | None
+
+    @property
+    def document(self) -> "CompareDocument":
+        from dflash_cli.comparing.comparison_report import compare_document
+
+        return compare_document(self.items, self.tolerance)
+
+    def summary(self) -> list[str]:
+        from dflash_cli.comparing.comparison_report import headline
+
+        return [headline(item, place) for place, item in enumerate(self.items, start=1)]
+
+
+@verb(ComparisonRequest)
+def compare(request: ComparisonRequest) -> Comparisons:
+    """Compare measured results.
+
+    Raises:
+        CheckpointError, UsageError: a file that is no result, or results that cannot be compared.
+    """
+    from dflash_cli.comparing import result_comparison
+    from dflash_cli.comparing.measured_result import read_result
+
+    items = result_comparison.compare_results(
+        [read_result(path) for path in request.results],
+        confidence=request.confidence,
+        tolerance=request.tolerance,
+        paired=not request.unpaired,
     )
-    for text in filter(None, map(warning, comparisons)):
+    return Comparisons(items=items, tolerance=request.tolerance)
+
+
+def command(request: ComparisonRequest) -> None:
+    """Compare and print."""
+    from dflash_cli.comparing.comparison_report import warning
+    from dflash_cli.comparing.result_comparison import check_no_regression
+
+    found = compare(request)
+    for text in filter(None, map(warning, found.items)):
         console.warn(text)
-    if as_json:
-        console.result_json(to_json(comparisons, tolerance))
+    if console.is_json():
+        console.result_json(found.document)
     else:
-        _print(comparisons, tolerance)
-    if gate is not None:
-        check_no_regression(comparisons, tolerance)
+        _print(found.items, found.tolerance)
+    if request.gate is not None:
+        check_no_regression(found.items, found.tolerance)
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:

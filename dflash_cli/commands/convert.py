@@ -4,22 +4,23 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from dflash_cli.conversion.request import ConversionRequest, Verification
+from dflash_cli.conversion.request import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import CausalityOption, ForceOption, JsonOption
-from dflash_cli.terminal.parameters import ESSENTIALS, parse_size
+from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SIZE, Argument, Option, parse_size, verb
+from dflash_runtime.documents import fields_of
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
     from dflash_cli.conversion.changes import Change
+    from dflash_cli.conversion.logits import LogitComparison
+    from dflash_cli.conversion.manifest import Converted, DryRun
     from dflash_cli.conversion.plan import ConversionPlan
-
 
 LEGEND = (
     "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
@@ -28,147 +29,173 @@ LEGEND = (
 """What the words mean that `--dry-run` prints before each key, tensor and file."""
 
 
-def _check_dialect(name: str) -> str:
-    get_writable(name)
-    return name
+def _complete_dialect(typed: str) -> list[str]:
+    return [item.name for item in writable_formats() if item.name.startswith(typed)]
 
 
-def _complete_dialect(typed: str) -> list[tuple[str, str]]:
-    return [(item.name, item.title) for item in writable_formats() if item.name.startswith(typed)]
-
-
-SourceArg = Annotated[
-    str, typer.Argument(metavar="SRC", help="Draft to convert: a directory, org/repo[@revision], or tiny.")
-]
-DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create, in a folder that exists.")]
-ToOption = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="DIALECT",
-        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named after an "
-        "engine is the native one with every key set so that the engine reads the draft as it was trained.",
-        callback=_check_dialect,
-        autocompletion=_complete_dialect,
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        metavar="TARGET",
-        help="Target of the draft, from which DST gets what SRC does not state, and with whose tensors SRC is compared "
-        "before tensors are dropped: a directory, org/repo[@revision], or tiny.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-VerifierOption = Annotated[
-    str | None,
-    typer.Option(
-        "--verifier", metavar="NAME", help="Name to store for the target (its verifier). Default: its hub id."
-    ),
-]
-VerifyOption = Annotated[
-    Verification,
-    typer.Option(
-        "--verify",
-        help="How to check the result: roundtrip reads it back; logits also runs SRC and DST on the CPU and compares "
-        "their logits; none does neither.",
-    ),
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
-LossyOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-lossy", help="Convert even where the new dialect cannot hold all of the draft's settings or tensors."
-    ),
-]
-TapsOption = Annotated[
-    bool,
-    typer.Option(
-        "--normalise-taps", help="Sort the tapped target layers, list each once, and reorder fc.weight to match."
-    ),
-]
-ShardOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="Largest size of a weight file, such as 500M or 5G, in units of 1,024. Default: the same files as SRC.",
-    ),
-]
-
-
-def convert(
-    source: SourceArg,
-    destination: DestinationArg,
-    to: ToOption,
-    target: TargetOption = None,
-    verifier: VerifierOption = None,
-    dry_run: DryRunOption = False,
-    verify: VerifyOption = "roundtrip",
-    allow_lossy: LossyOption = False,
-    causality: CausalityOption = None,
-    normalise_taps: TapsOption = False,
-    max_shard_size: ShardOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ConversionRequest(ForceOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
 
     conversion.json in the result lists what became of every config key, tensor and file.
     """
+
+    source: Annotated[
+        str,
+        Argument(
+            flag="--draft",
+            short="-d",
+            metavar="SRC",
+            help="Draft to convert: a directory, org/repo[@revision], or tiny.",
+        ),
+    ]
+    destination: Annotated[Path, Argument(metavar="DST", help="Directory to create; its parent must exist.")]
+    to: Annotated[
+        str,
+        Option(
+            metavar="DIALECT", group=ESSENTIALS, complete=_complete_dialect,
+            help=lambda: f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named "
+            "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
+        ),
+    ]  # fmt: skip
+    target: Annotated[
+        str | None,
+        Option(
+            short="-t", metavar="TARGET", group=ESSENTIALS,
+            help="Target of the draft: it gives DST what SRC does not state, and its tensors are compared with SRC's "
+            "before copies are dropped.",
+        ),
+    ] = None  # fmt: skip
+    target_name: Annotated[
+        str | None,
+        Option(metavar="NAME", group=ESSENTIALS, help="Name to store for the target. Default: its hub id."),
+    ] = None
+    dry_run: Annotated[
+        bool, Option(group=ESSENTIALS, is_setting=False, help="Show what would be done, and write nothing.")
+    ] = False
+    verify: Annotated[
+        Verification,
+        Option(
+            group=ESSENTIALS,
+            help="roundtrip reads the result back; logits also runs SRC and DST on the CPU and compares their logits; "
+            "none does neither.",
+        ),
+    ] = "roundtrip"
+    allow_lossy: Annotated[
+        bool,
+        Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
+    ] = False
+    causality: Annotated[
+        Literal["causal", "non-causal", "layer-types"] | None,
+        Option(
+            group=DRAFTING,
+            help="Attention inside a block, instead of the draft's config: to earlier positions (causal), to all "
+            "(non-causal), or to earlier positions in sliding-window layers only (layer-types).",
+        ),
+    ] = None
+    normalise_taps: Annotated[
+        bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")
+    ] = False
+    max_shard_size: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=1,
+            help="Largest weight file, such as 500M or 5G. Default: the same files as SRC.",
+        ),
+    ] = None  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        get_writable(self.to)
+
+
+def _plan(request: ConversionRequest) -> "ConversionPlan":
+    """The conversion, decided before anything is written."""
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.destination import check_destination, protect_inputs
-    from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.staging import clear_remains
 
-    max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
-    check_destination(destination, force=force)
-    for remain in clear_remains(destination, is_dry=dry_run):
+    check_destination(request.destination, force=request.force)
+    for remain in clear_remains(request.destination, is_dry=request.dry_run):
         console.warn(remain)
-    if target is None and is_bundled(source):
-        target = TINY
-    request = ConversionRequest(
-        to=to,
+    target = TINY if request.target is None and is_bundled(request.source) else request.target
+    spec = ConversionSpec(
+        to=request.to,
         target=None if target is None else open_target(fetch_directory(target, Role.TARGET)),
         target_reference=target,
-        verifier=verifier,
-        allow_lossy=allow_lossy,
-        normalise_taps=normalise_taps,
-        max_shard_bytes=max_shard_bytes,
+        verifier=request.target_name,
+        allow_lossy=request.allow_lossy,
+        normalise_taps=request.normalise_taps,
+        max_shard_bytes=request.max_shard_size,
         argv=("dflash", *sys.argv[1:]),
     )
-    plan = plan_conversion(open_draft(fetch_directory(source, Role.DRAFT), causality=causality), request)
-    protect_inputs(destination, plan)
+    draft = open_draft(fetch_directory(request.source, Role.DRAFT), causality=request.causality)
+    plan = plan_conversion(draft, spec)
+    protect_inputs(request.destination, plan)
     for warning in plan.warnings:
         console.warn(warning)
+    return plan
+
+
+@verb(ConversionRequest)
+def convert(request: ConversionRequest) -> "Converted | DryRun":
+    """Write the draft in the other dialect, and return the manifest; with `dry_run`, the plan as a manifest.
+
+    A conversion that fails leaves nothing at the destination.
+
+    Raises:
+        UsageError: the destination exists, or the dialect needs a name for the target.
+        LossyConversion: the dialect cannot hold all of the draft, and `allow_lossy` is not given.
+        CheckpointNotFound, CheckpointError, UnsupportedError, GateFailed, CapacityError: see `dflash_runtime.errors`.
+    """
+    plan = _plan(request)
+    return _dry_run(plan) if request.dry_run else _write(request, plan)
+
+
+def command(request: ConversionRequest) -> None:
+    """Convert, and print the destination."""
+    plan = _plan(request)
     console.status(_summary(plan))
-    if dry_run:
-        _show_dry_run(plan, as_json=as_json)
+    if request.dry_run:
+        _show_dry_run(plan)
         return
-    with _bars() as progress:
-        manifest = convert_draft(plan, destination, verification=verify, progress=progress, force=force)
-    if verify == "logits":
-        console.status(_logits(manifest["logits"]))
-    if as_json:
-        console.result_json({"destination": str(destination), **manifest})
+    converted = _write(request, plan)
+    if converted.logits is not None:
+        console.status(_logits(converted.logits))
+    if console.is_json():
+        console.result_json(converted)
     else:
-        console.result(str(destination))
+        console.result(str(request.destination))
 
 
-def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
-    if as_json:
-        console.result_json({"dry_run": True, **plan.to_json()})
+def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
+    from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.manifest import Converted
+
+    with _bars() as progress:
+        manifest = convert_draft(
+            plan, request.destination, verification=request.verify, progress=progress, force=request.force
+        )
+    return Converted(**fields_of(manifest), destination=str(request.destination))
+
+
+def _dry_run(plan: "ConversionPlan") -> "DryRun":
+    from dflash_cli.conversion.manifest import DryRun
+
+    return DryRun(**fields_of(plan.facts))
+
+
+def _show_dry_run(plan: "ConversionPlan") -> None:
+    if console.is_json():
+        console.result_json(_dry_run(plan))
         return
     console.status(LEGEND)
     for change in (*plan.key_changes, *plan.tensor_changes, *plan.file_changes):
-        is_same = change.result in (None, change.source)
-        names = change.source if is_same else f"{change.source or '-'} -> {change.result}"
-        console.result(f"{change.kind:8} {names}{f'  ({change.why})' if change.why else ''}")
+        is_same = change.to in (None, change.from_)
+        names = change.from_ if is_same else f"{change.from_ or '-'} -> {change.to}"
+        console.result(f"{change.change:8} {names}{f'  ({change.why})' if change.why else ''}")
     for name, tensors in plan.files.items():
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
@@ -181,15 +208,15 @@ def _summary(plan: "ConversionPlan") -> str:
     )
 
 
-def _logits(found: dict[str, float]) -> str:
+def _logits(found: "LogitComparison") -> str:
     return (
-        f"logits: the largest difference is {found['max_difference']:g} where the largest logit is "
-        f"{found['largest_logit']:g}; {found['same_best_share']:.2%} of the positions have the same best token"
+        f"logits: the largest difference is {found.max_difference:g} where the largest logit is "
+        f"{found.largest_logit:g}; {found.same_best_share:.2%} of the positions have the same best token"
     )
 
 
 def _counts(changes: "Sequence[Change]") -> str:
-    counts = Counter(change.kind for change in changes)
+    counts = Counter(change.change for change in changes)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 

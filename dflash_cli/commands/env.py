@@ -1,16 +1,35 @@
 """`dflash env`: versions, devices and settings of this installation, for a bug report."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import JsonOption
+from dflash_cli.terminal.requests import Request, verb
 from dflash_cli.version import __version__
 
+if TYPE_CHECKING:
+    from dflash_cli.terminal.environment import Environment
 
-def env(as_json: JsonOption = False) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentRequest(Request):
     """Show versions, GPUs, hub settings and conflicts; never the value of a token."""
-    from dflash_cli.terminal.environment import describe_environment, interpreter
 
-    found = describe_environment(__version__)
-    if as_json:
+
+@verb(EnvironmentRequest)
+def env(request: EnvironmentRequest) -> "Environment":
+    """The versions, devices and settings of this installation."""
+    from dflash_cli.terminal.environment import describe_environment
+
+    return describe_environment(__version__)
+
+
+def command(request: EnvironmentRequest) -> None:
+    """Print the environment."""
+    from dflash_cli.terminal.environment import interpreter
+
+    found = env(request)
+    if console.is_json():
         console.result_json({"interpreter": interpreter(), **found.to_json()})
     else:
         console.result(f"{'python':16} {found.python} ({interpreter()}), {found.platform}")

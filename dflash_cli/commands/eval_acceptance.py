@@ -1,277 +1,246 @@
 """`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli.acceptance.prompt_options import PromptOptions
-from dflash_cli.acceptance.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
+from dflash_cli.acceptance.prompt_options import ConditionOptions
+from dflash_cli.acceptance.replay_options import ReplayOptions
 from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
-    CausalityOption,
-    ChatOption,
+    BlockOptions,
+    ConcurrencyOptions,
     EngineOptions,
-    ForceOption,
-    JsonOption,
-    LockOption,
-    MaxNewTokensOption,
-    OptionalDraftArg,
-    PromptsOption,
-    SamplingOptions,
-    TargetOption,
-    TemplateOption,
-    ThreadsOption,
-    WorkersOption,
+    GateOptions,
+    IntervalOptions,
+    LockOptions,
+    PairOptions,
+    ResumableOptions,
+    refuse_beside,
 )
-from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING, OUTPUT
+from dflash_cli.terminal.requests import ENGINE, OUTPUT, Option, verb
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
 
 SHOWN_FAILURES = 5
-
-NumPromptsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompts",
-        min=1,
-        metavar="N",
-        help="Measure a sample of N prompts, chosen as --sample says, by --seed. Default: all.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-MinAcceptanceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-acceptance",
-        metavar="X",
-        help="Exit with 3 if the acceptance length is below X.",
-        rich_help_panel=MEASURING,
-    ),
-]
-GateOption = Annotated[
-    Literal["point", "lower"],
-    typer.Option(
-        "--gate",
-        help="Compare --min-acceptance with the acceptance length (point) or the lower end of its interval (lower).",
-        rich_help_panel=MEASURING,
-    ),
-]
-ConfidenceOption = Annotated[
-    float,
-    typer.Option("--confidence", metavar="X", help="Confidence level of the interval.", rich_help_panel=MEASURING),
-]
-BootstrapOption = Annotated[
-    int,
-    typer.Option(
-        "--bootstrap",
-        min=0,
-        metavar="N",
-        help="Bootstrap resamples behind the interval; 0 leaves the interval out.",
-        rich_help_panel=MEASURING,
-    ),
-]
-RowsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--rows",
-        metavar="FILE",
-        help="Write each answer with its tokens and steps to FILE as it ends, as JSON Lines.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-ResumeOption = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Continue an interrupted run: answer only prompts that the --rows file lacks.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-AllowFailedOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-failed",
-        "--allow-failures",
-        help="Exit 0 although prompts could not be measured; they are left out and named all the same.",
-        rich_help_panel=MEASURING,
-    ),
-]
-AllOption = Annotated[
-    bool,
-    typer.Option(
-        "--all",
-        help="Also show the tokens most often rejected, and the figure by each project's definition.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-TraceOption = Annotated[
-    int,
-    typer.Option(
-        "--trace",
-        min=0,
-        metavar="N",
-        help="Also show each step of the first N prompts: what was accepted, the target's own token, what it replaced.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help="Write a Markdown report.", rich_help_panel=MEASURING),
-]
+OF_THE_TEXT = (
+    "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
+    "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
+)  # fmt: skip
+"""The fields that decide which text a draft is judged on. A dump brings its own."""
 
 
-def eval_acceptance(
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    replay: ReplayOptions,
-    asked: PromptOptions,
-    apart: DisaggregationOptions,
-    draft: OptionalDraftArg = None,
-    target: TargetOption = None,
-    prompts: PromptsOption = None,
-    num_prompts: NumPromptsOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
-    chat: ChatOption = None,
-    rows_file: RowsOption = None,
-    resume: ResumeOption = False,
-    min_acceptance: MinAcceptanceOption = None,
-    gate: GateOption = "point",
-    confidence: ConfidenceOption = 0.95,
-    bootstrap: BootstrapOption = 10_000,
-    report: ReportOption = None,
-    allow_failed: AllowFailedOption = False,
-    lock: LockOption = None,
-    chat_template_kwargs: TemplateOption = None,
-    causality: CausalityOption = None,
-    threads: ThreadsOption = None,
-    workers: WorkersOption = None,
-    show_all: AllOption = False,
-    trace: TraceOption = 0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest(
+    GateOptions,
+    ReplayOptions,
+    DisaggregationOptions,
+    LockOptions,
+    IntervalOptions,
+    ConcurrencyOptions,
+    EngineOptions,
+    BlockOptions,
+    ResumableOptions,
+    ConditionOptions,
+    PairOptions,
+):
     """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
 
     Without --prompts or --dataset, the bundled prompts are used: 64 chats (mix-64), or for the bundled target 64 pieces
     of Python.
     """
-    if not 0 < confidence < 1:
-        raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
-    if trace and as_json:
-        raise UsageError("--json and --trace both write to stdout", hint="--rows keeps every step")
-    _check_drafts(engine, sampling)
-    apart.check(workers, replay.mode)
-    params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
-    _check_outputs(rows_file, report, resume=resume, force=force)
-    if replay.is_asked:
-        refuse_other_text(
-            {"--prompts": prompts, "--num-prompts": num_prompts, "--target": target, "--chat": chat, "--resume": resume,
-             "--dataset": asked.dataset, "--thinking": asked.thinking, "--context-lengths": asked.context_lengths,
-             "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
-             "--draft-sampling probabilistic": config.draft_sampling != "greedy",
-             "--verify-width": sampling.verify_width, "--trace": trace, "--workers": workers}
+    workers: Annotated[
+        str | None,
+        Option(
+            metavar="N", group=ENGINE, is_setting=False,
+            help="Spread the prompts over N processes, one per GPU, or over a Ray cluster: auto or ray://HOST:PORT, "
+            "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
+        ),
+    ] = None  # fmt: skip
+    show_all: Annotated[
+        bool,
+        Option(
+            flag="--all", group=OUTPUT, is_setting=False,
+            help="Also show the most often rejected tokens, and the figure in each project's definition.",
+        ),
+    ] = False  # fmt: skip
+    trace: Annotated[
+        int,
+        Option(
+            min=0, group=OUTPUT, is_setting=False,
+            help="Also show each step of the first N prompts: accepted, own and rejected tokens.",
+        ),
+    ] = 0  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.num_speculative_tokens == 0:
+            raise UsageError(
+                field="--num-speculative-tokens", found=0, expected="1 or more: without a draft nothing is accepted"
+            )
+        if self.verify_width == 1:
+            raise UsageError(field="--verify-width", found=1, expected="2 or more: 1 verifies no drafted token")
+        if self.mode == "replay":
+            refuse_beside(self, OF_THE_TEXT, "--mode replay, which judges the text of the dump")
+        if self.disaggregated:
+            refuse_beside(self, ("workers",), "--disaggregated, which has two engines of its own")
+
+    def check_outputs(self) -> None:
+        """Refuse to replace a file before anything is measured.
+
+        Raises:
+            UsageError: the output exists, or its parent is not a directory.
+        """
+        from dflash_cli.documents.atomic_file import check_output
+
+        if self.output is not None:
+            hint = "pass --resume to continue it, or --force to replace it"
+            check_output(self.output, force=self.force or self.resume, hint=hint)
+
+
+@verb(EvaluationRequest)
+def evaluate(request: EvaluationRequest) -> "Evaluation":
+    """Measure how many tokens a pair commits per verify step.
+
+    `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval.
+    `Evaluation.failed` lists the prompts that failed, which the result leaves out. Blocks are verified whole.
+
+    Raises:
+        UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
+        HandoffMismatch: the hand-offs of a disaggregated run do not fit.
+    """
+    if request.mode == "replay":
+        return _replay(request)
+    return _run(request)[0]
+
+
+def command(request: EvaluationRequest) -> None:
+    """Measure and print."""
+    if request.trace and console.is_json():
+        raise UsageError(
+            "--json and --trace both write to stdout", id="two-results-on-stdout", field="--trace",
+            hint="--output keeps every step",
         )  # fmt: skip
-        opened = open_replay(draft, replay, config, causality=causality, threads=threads)
-        evaluation = run_replay(
-            dataclasses.replace(opened, confidence=confidence, num_resamples=bootstrap, journal=rows_file, force=force)
-        )
-        _show(evaluation, report, show_all=show_all, as_json=as_json)
-        _check_minimum(evaluation, min_acceptance, gate)
+    request.check_outputs()
+    if request.mode == "replay":
+        evaluation = _replay(request)
+        _show(evaluation, show_all=request.show_all)
+        _check_minimum(evaluation, request)
         return
-    from dflash_cli.generation.prompt_sets import read_prompts
-
-    conditions = asked.conditions(chat_template_kwargs)
-    given = read_prompts(prompts, asked.dataset, asked.dataset_format, count=num_prompts)
-    announce_loading(draft, target, device=config.device)
-    from dflash_cli.acceptance.measure import EvaluationRequest
-    from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.generation.loaded_pair import open_pair
+    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
     from dflash_cli.generation.outputs import show_steps
 
-    pair = open_pair(draft, target, causality=causality, template_options=chat_template_kwargs)
-    choice = choose_prompts(
-        pair, given, chat=chat, count=num_prompts, sample=asked.sample, seed=sampling.seed, conditions=conditions
+    evaluation, tally, pair, max_model_len = _run(request)
+    _show(evaluation, show_all=request.show_all)
+    show_steps(tally.answers, pair.tokenizer, request.trace)
+    note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
+    suggest_diagnosis(evaluation.base.counts, pair.references)
+    if evaluation.failed:
+        _finish_failed(evaluation, is_allowed=request.allow_failed)
+    _check_minimum(evaluation, request)
+
+
+def _replay(request: EvaluationRequest) -> "Evaluation":
+    from dflash_cli.acceptance.replay_options import open_replay, run_replay
+
+    opened = open_replay(
+        request.draft,
+        request,
+        request.engine_config(num_draft_tokens=request.num_speculative_tokens),
+        causality=request.causality,
+        threads=request.threads,
     )
-    request = EvaluationRequest(
+    return run_replay(
+        dataclasses.replace(
+            opened,
+            confidence=request.confidence,
+            num_resamples=request.num_resamples,
+            journal=request.output,
+            force=request.force,
+        )
+    )
+
+
+def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, int]":
+    """The evaluation of a run of the pair, its answers, the pair, and the most tokens of a text."""
+    config = request.engine_config(
+        num_draft_tokens=request.num_speculative_tokens,
+        draft_sampling=request.draft_sampling,
+        max_num_requests=request.concurrency,
+    )
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.prompt_sets import read_prompts
+
+    conditions = request.conditions
+    given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
+    announce_loading(request.draft, request.target, device=config.device)
+    from dflash_cli.acceptance.measure import EvaluationPlan
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.generation.loaded_pair import open_pair
+
+    pair = open_pair(
+        request.draft, request.target, causality=request.causality, template_options=request.template_options
+    )
+    choice = choose_prompts(
+        pair, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
+        conditions=conditions,
+    )  # fmt: skip
+    plan = EvaluationPlan(
         rows=choice.rows,
-        params=params,
+        params=request.sampling_params(request.max_new_tokens),
         source=choice.source,
         chat=choice.chat,
         conditions=conditions,
-        scores=asked.exact_match != "none",
-        confidence=confidence,
-        num_resamples=bootstrap,
-        journal=rows_file,
-        resume=resume,
-        force=force,
+        scores=request.exact_match != "none",
+        confidence=request.confidence,
+        num_resamples=request.num_resamples,
+        journal=request.output,
+        resume=request.resume,
+        force=request.force,
+        lock_sha256=_check_lock(request.lock, pair),
     )
-    locked = _check_lock(lock, pair)
-    with apart.open(pair, config, workers=workers, threads=threads) as answering:
-        evaluation, tally = _measure(answering, request)
+    with request.open_answering(pair, config, workers=request.workers, threads=request.threads) as answering:
+        evaluation, tally = _measure(answering, plan)
         max_model_len = answering.max_model_len
-    evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
-    _show(evaluation, report, show_all=show_all, as_json=as_json)
-    show_steps(tally.answers, pair.tokenizer, trace)
-    note_cut_answers(tally.outputs, params, max_model_len)
-    suggest_diagnosis(evaluation.base.counts, pair.references)
-    if evaluation.failures:
-        _finish_failed(evaluation, is_allowed=allow_failed)
-    _check_minimum(evaluation, min_acceptance, gate)
+    evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
+    return evaluation, tally, pair, max_model_len
 
 
-def _check_drafts(engine: EngineOptions, sampling: SamplingOptions) -> None:
-    """Refuse a run in which nothing is drafted, or nothing of it verified."""
-    if engine.num_speculative_tokens == 0:
-        raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
-    if sampling.verify_width == 1:
-        raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
-
-
-def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_json: bool) -> None:
-    if report is not None:
-        _write_report(evaluation, report)
-    if as_json:
-        console.result_json(evaluation.to_json())
+def _show(evaluation: "Evaluation", *, show_all: bool) -> None:
+    if console.is_json():
+        console.result_json(evaluation)
     else:
         _print(evaluation, show_all=show_all)
 
 
-def _check_minimum(evaluation: "Evaluation", minimum: float | None, gate: str) -> None:
-    """Require the acceptance that was asked for, and that prefilling elsewhere, if that was asked for, took none."""
+def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None:
+    """Require the acceptance length of --min-acceptance, and that a hand-off changed nothing.
+
+    Raises:
+        GateFailed: it is lower, or the hand-off changed text or acceptance.
+    """
     from dflash_cli.acceptance.measure import check_gate
 
-    if minimum is not None:
-        check_gate(evaluation, minimum, use_lower_bound=gate == "lower")
+    if request.min_acceptance is not None:
+        check_gate(evaluation, request.min_acceptance, use_lower_bound=request.gate == "lower")
     if evaluation.disaggregation is not None:
         evaluation.disaggregation.check()
 
 
-def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool, force: bool) -> None:
-    """Refuse outputs before anything is measured."""
-    from dflash_cli.documents.atomic_file import check_output
-
-    if resume and rows_file is None:
-        raise UsageError("--resume needs --rows FILE to resume from")
-    if report is not None:
-        check_output(report, force=force)
-    if rows_file is not None:
-        hint = "pass --resume to go on from it, or --force to replace it"
-        check_output(rows_file, force=force or resume, hint=hint)
-
-
 def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
-    """Require that a pair is the locked one; the hash of the lock file."""
+    """Require that the pair is the locked one; return the hash of the lock file."""
     if lock is None:
         return None
     from dflash_cli.checkpoints.lock import read_lock
@@ -286,14 +255,14 @@ def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
 
 
 def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
-    """Name the prompts that could not be measured, and stop unless that is accepted and something was measured.
+    """Name the prompts that failed. Stop, unless failures are allowed and some prompts were measured.
 
     Raises:
         typer.Exit: with the code of the gravest failure.
     """
-    failures = evaluation.failures
+    failures = evaluation.failed
     say = console.warn if is_allowed else console.error
-    say(f"{len(failures)} of {evaluation.num_prompts} prompts not measured, and not in the result:")
+    say(f"{len(failures)} of {evaluation.num_prompts} prompts failed and are not in the result:")
     for failure in failures[:SHOWN_FAILURES]:
         console.error_text(f"    {failure.error}")
     if len(failures) > SHOWN_FAILURES:
@@ -302,34 +271,34 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
         raise typer.Exit(max(failure.exit_code for failure in failures))
 
 
-def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
+def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluation, Tally]":
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.acceptance.measure import measure
     from dflash_cli.generation.answers import Tally
     from dflash_cli.handoff.disaggregation import hold_against_one_engine
     from dflash_cli.workers.crew import WorkersLost
 
-    answering.check_params(request.params)
-    answering.warm_up(request.params, len(request.rows))
+    answering.check_params(plan.params)
+    answering.warm_up(plan.params, len(plan.rows))
     tally = Tally(answering.num_draft_tokens)
-    with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
+    with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:
         try:
-            evaluation = measure(answering, request, tally=tally, progress=progress)
+            evaluation = measure(answering, plan, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
-            raise Interrupted(progress.text, hint=_how_to_go_on(request)) from error
+            raise Interrupted(progress.text, hint=_how_to_continue(plan)) from error
         except WorkersLost as error:
-            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_go_on(request)) from error
+            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_continue(plan)) from error
     if tally.answers:
         console.status(tally.figures(evaluation.seconds))
     else:
-        console.status(f"nothing left to ask: every answer is in {request.journal}")
-    return hold_against_one_engine(evaluation, answering, request, tally), tally
+        console.status(f"no prompts left to answer: {plan.journal} has every answer")
+    return hold_against_one_engine(evaluation, answering, plan, tally), tally
 
 
-def _how_to_go_on(request: "EvaluationRequest") -> str:
-    if request.journal is None:
-        return "nothing is kept; with --rows FILE answers are, and --resume goes on from them"
-    return f"the answers are kept in {request.journal}; give the same command with --resume to go on"
+def _how_to_continue(plan: "EvaluationPlan") -> str:
+    if plan.journal is None:
+        return "the answers are lost; --output FILE keeps them, and --resume continues from them"
+    return f"the answers are kept in {plan.journal}; run the same command with --resume to continue"
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
@@ -340,17 +309,5 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
-    for match in evaluation.exact_match:
-        console.result("\n" + "\n".join(match.lines))
-    if evaluation.verdict:
-        console.result("\n" + "\n".join(evaluation.verdict))
-    for shape in evaluation.shapes:
-        console.result("\n" + "\n".join(shape.lines))
-
-
-def _write_report(evaluation: "Evaluation", path: Path) -> None:
-    from dflash_cli.acceptance.acceptance_report import to_markdown
-    from dflash_cli.documents.atomic_file import atomic_text
-
-    with atomic_text(path) as stream:
-        stream.write(to_markdown(evaluation))
+    for paragraph in (*evaluation.remarks, *(shape.lines for shape in evaluation.shapes)):
+        console.result("\n" + "\n".join(paragraph))

@@ -2,48 +2,66 @@
 
 import difflib
 import textwrap
+from dataclasses import dataclass
 from typing import Annotated
-
-import typer
 
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import JsonOption
+from dflash_cli.terminal.options import refuse_beside
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78
-RuleArg = Annotated[
-    str | None, typer.Argument(metavar="[ID]", help="Id of a rule, such as C20. Default: list all rules.")
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine", "-e", metavar="NAME,...", help=f"List only the rules about these engines: {known_engines()}."
-    ),
-]
-SeverityOption = Annotated[
-    Severity | None, typer.Option("--severity", help="List only the rules of one severity.", show_default=False)
-]
 
 
-def explain(
-    rule: RuleArg = None, engine: EngineOption = None, severity: SeverityOption = None, as_json: JsonOption = False
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExplanationRequest(Request):
     """Explain a rule that `dflash validate` checks, or list all rules by theme."""
-    if rule is None:
-        names = {item.name for item in parse_engines(engine)}
-        chosen = [
-            item
-            for item in all_rules()
-            if (not names or names & set(item.engines)) and severity in (None, item.severity)
-        ]
-        _list(chosen, as_json=as_json)
+
+    rule: Annotated[str | None, Argument(metavar="ID", help="Id of a rule, such as C20. Default: list all rules.")] = (
+        None
+    )
+    engine: Annotated[
+        tuple[str, ...],
+        Option(
+            short="-e", metavar="NAME,...", group=ESSENTIALS,
+            help=f"List only the rules about these engines: {known_engines()}.",
+        ),
+    ] = ()  # fmt: skip
+    severity: Annotated[Severity | None, Option(group=ESSENTIALS, help="List only the rules of one severity.")] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.rule is not None:
+            refuse_beside(self, ("engine", "severity"), "ID: it filters the list of rules")
+
+
+@verb(ExplanationRequest)
+def explain(request: ExplanationRequest) -> list[Rule]:
+    """The rule of that id, or all rules that match.
+
+    Raises:
+        UsageError: an unknown rule or engine.
+    """
+    if request.rule is not None:
+        return [_find(request.rule)]
+    names = {item.name for item in parse_engines(",".join(request.engine))}
+    return [
+        item
+        for item in all_rules()
+        if (not names or names & set(item.engines)) and request.severity in (None, item.severity)
+    ]
+
+
+def command(request: ExplanationRequest) -> None:
+    """Print one rule in full, or the list."""
+    rules = explain(request)
+    if request.rule is None:
+        _list(rules, as_json=console.is_json())
         return
-    if engine is not None or severity is not None:
-        raise UsageError("--engine and --severity filter the list of rules; leave them out to explain one rule")
-    found = _find(rule)
-    if as_json:
+    (found,) = rules
+    if console.is_json():
         console.result_json(found.to_json())
         return
     console.result(f"{found.id}  {found.title}\n")
@@ -73,7 +91,13 @@ def _find(name: str) -> Rule:
         return rules[name.upper()]
     close = difflib.get_close_matches(name.upper(), rules, n=1)
     guess = f"; did you mean {close[0]}?" if close else ""
-    raise UsageError(f"no rule {name!r}{guess}", hint="dflash explain lists every rule")
+    raise UsageError(
+        f"unknown rule {name!r}{guess}",
+        id="unknown-rule",
+        field="ID",
+        found=name,
+        hint="dflash explain lists every rule",
+    )
 
 
 def _list(rules: list[Rule], *, as_json: bool) -> None:

@@ -1,78 +1,89 @@
-"""`dflash export`: a measured acceptance in the form that another program takes."""
+"""`dflash export`: a measured acceptance in the form of another program."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOption, JsonOption
+from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 
-ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
-ToOption = Annotated[
-    Literal["speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang-length", "tensorrt-llm-length"],
-    typer.Option(
-        "--to",
-        metavar="FORM",
-        help="speculation-profile, which travels with a draft; golden-al, a table of lengths by model; or what makes "
-        "an engine accept as measured: vllm-rates, vllm-length, sglang-length, tensorrt-llm-length.",
-    ),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Write to FILE; golden-al adds to one that is there. Default: stdout."
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="NAME", help="The model's name in golden-al. Default: the target's.", show_default=False
-    ),
-]
-ThinkingOption = Annotated[
-    Literal["on", "off"] | None,
-    typer.Option("--thinking", help="Whether the model was thinking, for golden-al.", show_default=False),
-]
+if TYPE_CHECKING:
+    from dflash_cli.publishing.exports.export_format import Exported
 
 
-def export(
-    result: ResultArg,
-    to: ToOption,
-    output: OutputOption = None,
-    model: ModelOption = None,
-    thinking: ThinkingOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a measured acceptance in the form that another program takes.
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(ForceOptions):
+    """Write a measured acceptance in the form of another program.
 
-    Results of runs that did not verify every drafted token are refused: what the others give is not known.
+    Results of runs that did not verify every draft token are refused: acceptance of the other tokens is unknown.
+    """
+
+    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
+    to: Annotated[
+        Literal[
+            "speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang-length", "tensorrt-llm-length"
+        ],
+        Option(
+            metavar="FORM", group=ESSENTIALS,
+            help="speculation-profile: travels with a draft. golden-al: a table of lengths by model. vllm-rates, "
+            "vllm-length, sglang-length, tensorrt-llm-length: settings by which the engine accepts as measured.",
+        ),
+    ]  # fmt: skip
+    output: Annotated[
+        Path | None,
+        Option(
+            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Write to FILE; golden-al adds to an existing file. Default: stdout.",
+        ),
+    ] = None  # fmt: skip
+    target_name: Annotated[
+        str | None,
+        Option(metavar="NAME", group=ESSENTIALS, help="Name of the target in golden-al. Default: as measured."),
+    ] = None
+    thinking: Annotated[
+        Literal["on", "off"] | None,
+        Option(group=ESSENTIALS, help="For golden-al: whether the target was thinking. Default: as measured."),
+    ] = None
+
+
+@verb(ExportRequest)
+def export(request: ExportRequest) -> "Exported":
+    """Make the other program's form, and write it if `output` is given.
+
+    Raises:
+        CheckpointError, UsageError: a file that is no result, or a result that the form cannot state.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import atomic_text, check_output
-    from dflash_cli.publishing.exports.export_format import ExportRequest, find_export
+    from dflash_cli.publishing.exports.export_format import ExportPlan, find_export
 
-    chosen = find_export(to)
+    chosen, output = find_export(request.to), request.output
     if output is not None:
-        check_output(output, force=force or chosen.merges)
+        check_output(output, force=request.force or chosen.merges)
     has_file = output is not None and chosen.merges and output.is_file()
     exported = chosen.export(
-        ExportRequest(
-            stored=read_evaluations([result])[0],
-            model=model,
-            thinking=thinking,
+        ExportPlan(
+            stored=read_evaluations([request.result])[0],
+            model=request.target_name,
+            thinking=request.thinking,
             existing=output.read_text(encoding="utf-8") if output is not None and has_file else None,
-            force=force,
+            force=request.force,
         )
     )
-    for text in exported.warnings:
-        console.warn(text)
     if output is not None:
         with atomic_text(output) as stream:
             stream.write(exported.text)
-    if as_json:
-        document = {"to": to, "output": str(output) if output is not None else None, "content": exported.text}
+    return exported
+
+
+def command(request: ExportRequest) -> None:
+    """Export and print."""
+    exported, output = export(request), request.output
+    for text in exported.warnings:
+        console.warn(text)
+    if console.is_json():
+        document = {"to": request.to, "output": str(output) if output is not None else None, "content": exported.text}
         console.result_json(document | {"warnings": list(exported.warnings)})
     else:
         console.result(exported.text if output is None else f"{output}\n", end="")

@@ -2,9 +2,9 @@
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -12,32 +12,26 @@ from dflash_cli.handoff.handoff_options import HandoffOptions, open_handing
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
-    CausalityOption,
-    ChatOption,
-    DatasetFormatOption,
-    DatasetOption,
-    DraftOption,
+    DRAFT_HELP,
+    ConcurrencyOptions,
+    DraftingOptions,
     EngineOptions,
-    ForceOption,
-    JsonOption,
-    MaxNewTokensOption,
-    PromptsOption,
-    SamplingOptions,
-    TargetOption,
-    TemplateOption,
-    ThreadsOption,
+    ForceOptions,
+    PairOptions,
+    PromptOptions,
 )
-from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, OUTPUT, Typed
+from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.answers import Event, Tally
+    from dflash_cli.generation.generate_document import GenerateDocument
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
-    from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.handoff.handing import Handing
     from dflash_runtime.lossless import Lossless
@@ -45,162 +39,228 @@ if TYPE_CHECKING:
 
 SHOWN_FAILURES = 20
 
-PromptArg = Annotated[
-    list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
-]
-OutputOption = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-TraceOption = Annotated[
-    bool,
-    typer.Option(
-        "--trace",
-        help="Show each step: the drafted tokens that were accepted, the target's own token, and the drafted token it "
-        "replaced. Adds them to --output and --json too.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-LosslessOption = Annotated[
-    bool,
-    typer.Option(
-        "--check-lossless",
-        help="Compare each token with the target's own choice; exit with 3 if one differs by more than rounding.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-AdaptiveWidthOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--adaptive-width/--no-adaptive-width",
-        help="Choose for each step how many positions of its blocks to verify, or to decode without drafting, by what "
-        "is accepted and how long steps take. The text is the same. Default: on where steps are CUDA graphs, unless "
-        "--verify-width is given.",
-        show_default=False,
-        rich_help_panel=DRAFTING,
-    ),
-]
+Width = int | Literal["auto", "all"]
 
 
-def generate(
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    handoff: HandoffOptions,
-    typed: Typed,
-    prompt: PromptArg = None,
-    draft: DraftOption = None,
-    target: TargetOption = None,
-    prompts: PromptsOption = None,
-    dataset: DatasetOption = None,
-    dataset_format: DatasetFormatOption = None,
-    output: OutputOption = None,
-    max_new_tokens: MaxNewTokensOption = 256,
-    chat: ChatOption = None,
-    chat_template_kwargs: TemplateOption = None,
-    causality: CausalityOption = None,
-    adaptive_width: AdaptiveWidthOption = None,
-    trace: TraceOption = False,
-    check_lossless: LosslessOption = False,
-    threads: ThreadsOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def parse_width(text: str) -> Width:
+    """`auto`, `all`, or a number of rows.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    if text in ("auto", "all"):
+        return cast(Width, text)
+    if (width := int(text)) < 1:
+        raise ValueError(text)
+    return width
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest(
+    HandoffOptions, ConcurrencyOptions, EngineOptions, DraftingOptions, PromptOptions, ForceOptions, PairOptions
+):
     """Generate text with a pair: a target and the draft made for it.
 
     Text goes to stdout as it is generated, one line of statistics to stderr. Without --draft and --target, the bundled
     pair runs.
     """
-    _check_stdout(output, sampling, as_json=as_json, check_lossless=check_lossless)
-    handoff.check(typed)
-    params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.documents.atomic_file import check_output
-    from dflash_cli.generation.announcements import announce_loading
 
-    if output not in (None, "-"):
-        check_output(Path(output), force=force)
-    _note_odd_prompts(prompt or [], has_draft=draft is not None)
-    given = None if handoff.brings_prompts else _gather(prompt or [], prompts, dataset, dataset_format)
-    announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
+    prompt: Annotated[tuple[str, ...], Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")] = ()
+    draft: Annotated[
+        str | None, Option(short="-d", metavar="DRAFT", group=ESSENTIALS, help=f"{DRAFT_HELP} Default: tiny.")
+    ] = None
+    output: Annotated[
+        str | None,
+        Option(
+            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
+        ),
+    ] = None  # fmt: skip
+    verify_width: Annotated[
+        Width | None,
+        Option(
+            metavar="N|all|auto", group=DRAFTING, parse=parse_width, expected="all, auto or a whole number from 1 on",
+            help="Verify the first N positions of a block, the last committed token included, or choose N per step by "
+            "acceptance and step times (auto). The text is the same. Default: auto with CUDA graphs, otherwise all.",
+        ),
+    ] = None  # fmt: skip
+    trace: Annotated[
+        int,
+        Option(
+            min=0, group=OUTPUT, is_setting=False,
+            help="Show each step of the first N prompts: accepted tokens, the target's own token, the rejected one. "
+            "--output and --json contain these steps too.",
+        ),
+    ] = 0  # fmt: skip
+    check_lossless: Annotated[
+        bool,
+        Option(
+            group=OUTPUT, is_setting=False,
+            help="Compare each token with the target's own choice; exit with 3 if one differs by more than rounding.",
+        ),
+    ] = False  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.check_lossless and self.temperature > 0:
+            raise UsageError(
+                field="--check-lossless", found=f"--temperature {self.temperature:g}",
+                expected="--temperature 0: a sampled token has no single right value",
+            )  # fmt: skip
+        if len(self.thinking) > 1:
+            raise UsageError(
+                field="--thinking", found=list(self.thinking), expected="one value",
+                hint="dflash eval-acceptance measures several side by side",
+            )  # fmt: skip
+
+    @property
+    def verified_rows(self) -> int | None:
+        return self.verify_width if isinstance(self.verify_width, int) else None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(Shown):
+    """The answers of a run. `lossless` is set by check_lossless."""
+
+    session: "PairSession"
+    tally: "Tally"
+    seconds: float
+    lossless: "Lossless | None" = None
+    handoffs: "Handing"
+    num_answers: int
+    is_interrupted: bool = False
+    num_traced: int = 0
+
+    @property
+    def texts(self) -> "list[str | None]":
+        """The text of each answer, in the order of the prompts; None without a tokenizer."""
+        return [item.text for item in sorted(self.tally.answers, key=lambda item: (item.row.index, item.turn))]
+
+    @property
+    def document(self) -> "GenerateDocument":
+        from dflash_cli.generation.generate_document import generate_document
+
+        return generate_document(
+            self.tally, self.session, self.seconds, num_traced=self.num_traced, lossless=self.lossless,
+            handoffs=self.handoffs.facts,
+        )  # fmt: skip
+
+    def summary(self) -> list[str]:
+        return [self.tally.figures(self.seconds)]
+
+
+def run(
+    request: GenerationRequest, open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]"
+) -> Generation:
+    """Answer the prompts, or hand them off; every event goes to the sinks too."""
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.prompt_sets import gather_prompts
+
+    named = None if request.brings_prompts else gather_prompts(
+        request.prompt, request.prompts, request.dataset, request.dataset_format, count=request.num_prompts
+    )  # fmt: skip
+    announce_loading(request.draft, request.target, plain=request.num_speculative_tokens == 0, device=request.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.generation.conditions import make_conditions
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_runtime.device.settings import can_adapt
 
-    handing = open_handing(handoff, given, force=force, check_lossless=check_lossless)
-    if adaptive_width is None:
-        adaptive_width = sampling.verify_width is None and can_adapt(config)
-    config = replace(config, adaptive_width=adaptive_width)
-    session = open_session(
-        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
+    handing = open_handing(request, named, force=request.force, check_lossless=request.check_lossless)
+    config = request.engine_config(
+        num_draft_tokens=request.num_speculative_tokens,
+        draft_sampling=request.draft_sampling,
+        max_num_requests=request.concurrency,
     )
+    is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
+    session = open_session(
+        request.draft, request.target, replace(config, adaptive_width=is_adaptive), causality=request.causality,
+        template_options=request.template_options, threads=request.threads,
+    )  # fmt: skip
+    params = request.sampling_params(request.max_new_tokens)
     session.check_params(params)
-    choice = choose_prompts(session, given or handing.prompts, chat=chat, seed=sampling.seed)
+    conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
+    choice = choose_prompts(
+        session, named or handing.prompts, chat=request.chat, count=request.num_prompts, sample=request.sample,
+        seed=request.seed, conditions=conditions,
+    )  # fmt: skip
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))
-    tally, seconds, interrupted = _answer(session, choice, params, handing, output, trace=trace, as_json=as_json)
-    lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
-    if as_json:
-        document = tally.to_json(session, seconds, with_trace=trace, lossless=lossless)
-        console.result_json(document | {"handoffs": handing.to_json()})
-    elif handing.is_sending:
-        console.result(f"{handing.place}")
-    console.status(tally.figures(seconds))
-    _tell(session, tally, params, handing)
-    if interrupted:
-        _stop(tally, sum(row.num_turns for row in choice.rows), handing.kept_in or output)
-    _finish(tally, lossless)
+    tally, seconds, is_interrupted = _answer(session, choice, params, handing, open_sinks)
+    is_checked = request.check_lossless and not is_interrupted
+    lossless = session.llm.check_lossless(tally.outputs) if is_checked else None
+    return Generation(
+        session=session,
+        tally=tally,
+        seconds=seconds,
+        lossless=lossless,
+        handoffs=handing,
+        num_answers=sum(row.num_turns for row in choice.rows),
+        is_interrupted=is_interrupted,
+        num_traced=request.trace,
+    )
 
 
-def _check_stdout(output: str | None, sampling: SamplingOptions, *, as_json: bool, check_lossless: bool) -> None:
-    if as_json and output == "-":
-        raise UsageError("--json and --output - both write to stdout")
-    if check_lossless and sampling.temperature > 0:
-        raise UsageError("--check-lossless needs --temperature 0: a sampled token has no single right value")
+@verb(GenerationRequest)
+def generate(request: GenerationRequest) -> Generation:
+    """Answer prompts with a pair, and return the answers with their steps and figures.
+
+    Raises:
+        UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
+    """
+    return run(request, lambda session, rows, stack: iter(()))
 
 
-def _gather(prompt: "Sequence[str]", prompts: str | None, dataset: str | None, form: str | None) -> "PromptSet":
-    from dflash_cli.generation.prompt_sets import gather_prompts
+def command(request: GenerationRequest) -> None:
+    """Answer and print."""
+    if console.is_json() and request.output == "-":
+        raise UsageError("--json and --output - both write to stdout", id="two-results-on-stdout", field="--output")
+    from dflash_cli.documents.atomic_file import check_output
 
-    return gather_prompts(prompt, prompts, dataset, form)
+    if request.output not in (None, "-"):
+        check_output(Path(str(request.output)), force=request.force)
+    _note_odd_prompts(request.prompt, has_draft=request.draft is not None)
+    found = run(request, lambda session, rows, stack: _open_sinks(request, session, rows, stack))
+    if console.is_json():
+        console.result_json(found.document)
+    elif found.handoffs.is_sending:
+        console.result(f"{found.handoffs.place}")
+    console.status(found.tally.figures(found.seconds))
+    _tell(found, request)
+    if found.is_interrupted:
+        _stop(found, found.handoffs.kept_in or request.output)
+    _finish(found.tally, found.lossless)
 
 
 def _answer(
-    session: "PairSession", choice: "PromptChoice", params: "SamplingParams", handing: "Handing", output: str | None,
-    *, trace: bool, as_json: bool,
+    session: "PairSession", choice: "PromptChoice", params: "SamplingParams", handing: "Handing",
+    open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]",
 ) -> "tuple[Tally, float, bool]":  # fmt: skip
     """Answer the prompts, or hand them off; the counts, the seconds, and whether that was interrupted."""
-    from dflash_cli.generation.answers import Tally, answer_rows
+    from dflash_cli.generation.answers import Tally
 
     tally = Tally(session.llm.num_draft_tokens)
     with ExitStack() as stack:
         stream = stack.enter_context(handing.opened(session.llm))
-        is_silent = as_json or handing.is_sending
-        sinks = [tally.add, *_open_sinks(session, choice.rows, output, stack, trace=trace, is_silent=is_silent)]
+        sinks = [tally.add, *open_sinks(session, choice.rows, stack)]
         started = time.perf_counter()
-        events = answer_rows(session, choice.rows, lambda row: params, chat=choice.chat, stream=stream)
+        events = session.answer(choice.rows, params, chat=choice.chat, stream=stream)
         interrupted = _drain(events, sinks)
         return tally, time.perf_counter() - started, interrupted
 
 
 def _open_sinks(
-    session: "PairSession", rows: "Sequence[PromptRow]", output: str | None, stack: ExitStack, *, trace: bool,
-    is_silent: bool,
-) -> "Iterator[Sink]":  # fmt: skip
-    """Where the events go: rows to a file, with a meter; a trace; or text."""
+    request: GenerationRequest, session: "PairSession", rows: "Sequence[PromptRow]", stack: ExitStack
+) -> "Iterator[Sink]":
+    """The sinks of the command: rows to a file with a meter; or steps; or text."""
     from dflash_cli.generation.outputs import ProgressSink, TextSink, TraceSink, open_row_sink
 
-    if output is not None:
-        yield open_row_sink(rows, output, stack, session.llm.num_draft_tokens, with_trace=trace)
-    if output is not None or is_silent:
+    if request.output is not None:
+        yield open_row_sink(rows, request.output, stack, session.llm.num_draft_tokens, num_traced=request.trace)
+    if request.output is not None or console.is_json() or request.handoff_out is not None:
         yield ProgressSink(sum(row.num_turns for row in rows), stack)
-    elif trace:
-        yield TraceSink(rows, session.tokenizer)
+    elif request.trace:
+        yield TraceSink(rows, session.tokenizer, request.trace)
     else:
         text = TextSink(rows)
         stack.callback(text.end_line)
@@ -218,15 +278,17 @@ def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
     return False
 
 
-def _tell(session: "PairSession", tally: "Tally", params: "SamplingParams", handing: "Handing") -> None:
-    """What is worth knowing of a run beside its figures."""
+def _tell(found: Generation, request: GenerationRequest) -> None:
+    """Print notes on a run beside its figures."""
     from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
 
+    handing, tally = found.handoffs, found.tally
     handing.tell(tally)
     if not handing.is_sending:
-        note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    if not handing.counts.problems:  # by which low acceptance is explained
-        suggest_diagnosis(tally.counts, session.references)
+        params = handing.params or request.sampling_params(request.max_new_tokens)
+        note_cut_answers(tally.outputs, params, found.session.llm.limits.max_model_len)
+    if not handing.counts.problems:  # which explain low acceptance
+        suggest_diagnosis(tally.counts, found.session.references)
 
 
 def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:
@@ -242,9 +304,9 @@ def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:
         )
 
 
-def _stop(tally: "Tally", num_answers: int, output: str | None) -> NoReturn:
-    """Say what is kept of an interrupted run."""
-    finished = f"{len(tally.answers)} of {num_answers} answered"
+def _stop(found: Generation, output: str | None) -> NoReturn:
+    """Say which answers of an interrupted run are kept."""
+    finished = f"{len(found.tally.answers)} of {found.num_answers} answered"
     raise Interrupted(finished if output in (None, "-") else f"{finished}, which {output} holds")
 
 

@@ -1,53 +1,69 @@
-"""`dflash lock`: write down which draft and target are meant, by revision and hash."""
+"""`dflash lock`: pin a draft and its target by revision and hash."""
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOption, JsonOption, OptionalDraftArg, TargetOption
+from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, TargetOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.version import __version__
 
-OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the lock.")]
+if TYPE_CHECKING:
+    from dflash_cli.checkpoints.lock import LockDocument
 
 
-def lock(
-    draft: OptionalDraftArg = None,
-    target: TargetOption = None,
-    output: OutputOption = Path("dflash.lock"),
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the revisions of a draft and its target and the SHA-256 of their files, for --lock of other commands.
+@dataclass(frozen=True, kw_only=True)
+class LockRequest(ForceOptions, TargetOptions):
+    """Pin a draft and its target by revision and SHA-256, for --lock of other commands.
 
-    Every byte of the weights is read; what is on the hub is downloaded.
+    Reads every byte of the weights; hub repositories are downloaded.
     """
-    from dflash_cli.checkpoints.lock import lock_checkpoint, to_json
+
+    draft: Annotated[
+        str | None, Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")
+    ] = None
+    output: Annotated[
+        Path,
+        Option(short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False, help="File to write the lock to."),
+    ] = Path("dflash.lock")
+
+
+@verb(LockRequest)
+def lock(request: LockRequest) -> "LockDocument":
+    """Hash a pair and write the lock.
+
+    Raises:
+        CheckpointNotFound: the draft or the target is absent.
+        UsageError: the output exists.
+    """
+    from dflash_cli.checkpoints.lock import LockDocument, lock_checkpoint
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.documents.atomic_file import atomic_text, check_output
 
-    check_output(output, force=force)
-    pair = complete_pair(draft, target, find=fetch_directory)
+    check_output(request.output, force=request.force)
+    pair = complete_pair(request.draft, request.target, find=fetch_directory)
     assert pair.draft_location is not None
     if pair.note is not None:
         console.note(pair.note)
     places = {"draft": (pair.draft_location, pair.draft), "target": (pair.find_target(fetch_directory), pair.target)}
     with console.working("hashing"):
         locked = {role: lock_checkpoint(path, reference or "") for role, (path, reference) in places.items()}
-    document: dict[str, Any] = {
-        "dflash": __version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **to_json(locked),
-    }
-    with atomic_text(output) as stream:
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    document = LockDocument(dflash=__version__, date=date, draft=locked["draft"], target=locked["target"])
+    with atomic_text(request.output) as stream:
         stream.write(console.json_document(document, indent=2) + "\n")
-    if as_json:
-        console.result_json(document)
+    return document
+
+
+def command(request: LockRequest) -> None:
+    """Write the lock and print its entries."""
+    found = lock(request)
+    if console.is_json():
+        console.result_json(found)
         return
-    for role, item in locked.items():
-        where = f"commit {item.commit}" if item.commit is not None else "no commit"
-        console.result(f"{role:7} {item.name}: {where}, {len(item.sha256)} files")
-    console.result(str(output))
+    for line in found.summary():
+        console.result(line)
+    console.result(str(request.output))

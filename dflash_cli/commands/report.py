@@ -1,62 +1,93 @@
 """`dflash report`: results of eval-acceptance as a page, a picture, Markdown or a table."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Annotated, Any, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOption, JsonOption
+from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import UsageError
 
-ResultsArg = Annotated[
-    list[Path], typer.Argument(metavar="RESULT...", help="Files that eval-acceptance --json has written.")
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write to FILE: .html, .png, .md or .csv. Default: stdout."),
-]
-FormatOption = Annotated[
-    Literal["html", "png", "md", "csv"] | None,
-    typer.Option(
-        "--format", help="The form of the report. Default: by the end of FILE, md on stdout.", show_default=False
-    ),
-]
 
-
-def report(
-    results: ResultsArg,
-    output: OutputOption = None,
-    format: FormatOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest(ForceOptions):
     """Write a report on measured acceptance; several results stand side by side.
 
-    A page is one file: no network, no script. A PNG takes matplotlib (extra: plot).
+    A page is one file without scripts that needs no network. A PNG needs matplotlib (extra: plot).
     """
-    if output is None and as_json:
-        raise UsageError("--json and the report both write to stdout", hint="name a file with -o")
-    if output is None and format == "png" and sys.stdout.isatty():
-        raise UsageError("a PNG is not written to a terminal", hint="name a file with -o")
+
+    results: Annotated[
+        tuple[Path, ...], Argument(metavar="RESULT", help="Files that eval-acceptance --json has written.")
+    ]
+    output: Annotated[
+        Path | None,
+        Option(
+            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Write to FILE: .html, .png, .md or .csv. Default: stdout.",
+        ),
+    ] = None  # fmt: skip
+    format: Annotated[
+        Literal["html", "png", "md", "csv"] | None,
+        Option(group=ESSENTIALS, help="The form of the report. Default: by the end of FILE; md on stdout."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A written report: its form, its bytes, and (name, acceptance length) of each result."""
+
+    format: str
+    content: bytes
+    results: tuple[tuple[str, float | None], ...]
+
+    def to_json(self, output: Path | None) -> dict[str, Any]:
+        """The document of `dflash report --json`."""
+        lengths = [{"name": name, "acceptance_len": length} for name, length in self.results]
+        return {"output": None if output is None else str(output), "format": self.format, "results": lengths}
+
+    def __repr__(self) -> str:
+        return f"Report({self.format}, {len(self.content)} bytes, {len(self.results)} results)"
+
+
+@verb(ReportRequest)
+def report(request: ReportRequest) -> Report:
+    """Make a report, and write it if `output` is given.
+
+    Raises:
+        CheckpointError, UsageError: a file that is no result, or an output that exists.
+    """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole
     from dflash_cli.publishing.report_format import choose_format, write_report
 
-    chosen = choose_format(output, format)
-    if output is not None:
-        check_output(output, force=force)
-    stored = read_evaluations(results)
+    chosen = choose_format(request.output, request.format)
+    if request.output is not None:
+        check_output(request.output, force=request.force)
+    stored = read_evaluations(request.results)
     content = write_report(stored, chosen)
-    if output is None:
-        console.result_bytes(content)
-        return
-    write_whole(output, content)
-    if as_json:
-        lengths = [
-            {"name": item.name, "acceptance_len": item.evaluation.total.counts.acceptance_len} for item in stored
-        ]
-        console.result_json({"output": str(output), "format": chosen, "results": lengths})
+    if request.output is not None:
+        write_whole(request.output, content)
+    lengths = tuple((item.name, item.evaluation.total.counts.acceptance_len) for item in stored)
+    return Report(format=chosen, content=content, results=lengths)
+
+
+def command(request: ReportRequest) -> None:
+    """Write the report and print its name, or print the report."""
+    if request.output is None and console.is_json():
+        raise UsageError(
+            "--json and the report both write to stdout", id="two-results-on-stdout", field="--output",
+            hint="name a file with -o",
+        )  # fmt: skip
+    if request.output is None and request.format == "png" and sys.stdout.isatty():
+        raise UsageError(
+            "a terminal cannot show a PNG", id="picture-on-terminal", field="--output", hint="name a file with -o"
+        )
+    made = report(request)
+    if request.output is None:
+        console.result_bytes(made.content)
+    elif console.is_json():
+        console.result_json(made.to_json(request.output))
     else:
-        console.result(str(output))
+        console.result(str(request.output))

@@ -2,29 +2,38 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from dflash_cli.documents.kinds import KINDS
+from dflash_cli.documents.kinds import read_schema as read_generated
 from dflash_cli.terminal import console
+from dflash_cli.terminal.requests import Argument, Request
 from dflash_runtime.errors import UsageError
 
 COMMON = "common"
-KindArg = Annotated[
-    str | None, typer.Argument(metavar="[KIND]", help="The kind that a document states. Default: list all kinds.")
-]
 
 
-def schema(kind: KindArg = None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SchemaRequest(Request):
     """Print the JSON Schema of a kind of document, as --json of the commands prints and files hold it."""
+
+    kind: Annotated[
+        str | None, Argument(metavar="KIND", help="The kind that a document states. Default: list all kinds.")
+    ] = None
+
+
+def command(request: SchemaRequest) -> None:
+    """Print the schema of a kind, or all kinds."""
+    kind = request.kind
     if kind is None:
         for name in kinds():
             console.result(f"{name:16} {read_schema(name)['title']}")
         return
     if kind not in kinds():
-        raise UsageError(f"no kind {kind!r}, expected one of {', '.join(kinds())}")
+        raise UsageError(field="KIND", found=kind, expected=f"one of {', '.join(kinds())}")
     console.result(json.dumps(read_schema(kind), indent=2, ensure_ascii=False))
 
 
@@ -35,6 +44,8 @@ def kinds() -> list[str]:
 
 def read_schema(kind: str) -> dict[str, Any]:
     """The schema of a kind, complete in itself: with every definition that it refers to."""
+    if kind in KINDS:
+        return read_generated(kind)
     found: dict[str, Any] = json.loads((_folder() / f"{kind}.json").read_text(encoding="utf-8"))
     common = json.loads((_folder() / f"{COMMON}.json").read_text(encoding="utf-8"))["$defs"]
     common |= found.pop("$defs", {})

@@ -1,9 +1,8 @@
 """`dflash serve-command`: print the command that starts an engine with a pair. Nothing is run."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
@@ -12,45 +11,69 @@ from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.verdict import Verdict
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DraftArg, JsonOption, TargetOption
-from dflash_runtime.errors import UsageError
-
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        "--engine", "-e", metavar="NAME[@RELEASE],...", help=f"Engines to print the command for: {known_engines()}."
-    ),
-]
-TokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        "-k",
-        min=1,
-        metavar="K",
-        help="Tokens to draft in each step. Default: the draft's block size minus one.",
-    ),
-]
+from dflash_cli.terminal.options import DraftOptions, TargetOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_runtime.errors import DFlashError, UsageError
 
 
-def serve_command(
-    engine: EngineOption,
-    draft: DraftArg,
-    target: TargetOption = None,
-    num_speculative_tokens: TokensOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeCommandRequest(TargetOptions, DraftOptions):
     """Print the command that serves a pair with an engine. Nothing is run.
 
-    Engines count drafted tokens differently; each command has the number that its engine expects.
+    Engines count draft tokens differently; each command has the number that its engine expects.
     """
-    engines = parse_engines(engine)
-    if not engines:
-        raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
-    pair = complete_pair(draft, target, find=find_checkpoint)
+
+    engine: Annotated[
+        tuple[str, ...],
+        Option(
+            short="-e", metavar="NAME[@RELEASE],...", group=ESSENTIALS,
+            help=f"Engines to print the command for: {known_engines()}.",
+        ),
+    ]  # fmt: skip
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", min=1, metavar="K", group=ESSENTIALS,
+            help="Tokens to draft per step. Default: the draft's block size minus one.",
+        ),
+    ] = None  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if not self.engine:
+            raise UsageError(field="--engine", found=[], expected=f"an engine: {known_engines()}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommands:
+    """The command of each engine that serves the pair; `refusals` says why the others do not."""
+
+    commands: dict[ServingEngine, ServeCommand]
+    refusals: dict[str, DFlashError | None]
+    report: Report
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `dflash serve-command --json`."""
+        verdicts = {verdict.engine.name: verdict for verdict in self.report.verdicts}
+        found = [_document(engine, item, verdicts[engine.name]) for engine, item in self.commands.items()]
+        return {"serve_commands": found}
+
+    def __repr__(self) -> str:
+        return "\n".join(command.text for command in self.commands.values())
+
+
+@verb(ServeCommandRequest)
+def serve_command(request: ServeCommandRequest) -> ServeCommands:
+    """The commands that serve a pair.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UnsupportedError: the pair is absent, or no engine serves it.
+    """
+    engines = parse_engines(",".join(request.engine))
+    pair = complete_pair(request.draft, request.target, find=find_checkpoint)
     if pair.note is not None:
         console.note(pair.note)
-    judged = judge_pair(pair, engines, num_speculative_tokens)
+    judged = judge_pair(pair, engines, request.num_speculative_tokens)
     first = judged.first_refusal
     if first is not None and None not in judged.refusals.values():
         raise first
@@ -58,25 +81,25 @@ def serve_command(
     for item in judged.locations:
         if not isinstance(item, Path):
             console.status(f"{item.path}: {item.traffic.text}")
-    for finding in judged.report.findings:
+    commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
+    return ServeCommands(commands=commands, refusals=dict(judged.refusals), report=judged.report)
+
+
+def command(request: ServeCommandRequest) -> None:
+    """Print the commands; an engine that does not serve the pair is an error after them."""
+    found = serve_command(request)
+    for finding in found.report.findings:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
-    commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
-    _print(commands, judged.report, as_json=as_json)
-    if first is not None:
-        raise first
-
-
-def _print(commands: dict[ServingEngine, ServeCommand], report: Report, *, as_json: bool) -> None:
-    """The commands; under the engine's name, as a comment of the shell, where there are several."""
-    verdicts = {verdict.engine.name: verdict for verdict in report.verdicts}
-    if as_json:
-        found = [_document(engine, command, verdicts[engine.name]) for engine, command in commands.items()]
-        console.result_json({"serve_commands": found})
-        return
-    for engine, command in commands.items():
-        label = f"# {engine}\n" if len(verdicts) > 1 else ""
-        console.result(label + command.text)
+    if console.is_json():
+        console.result_json(found.to_json())
+    else:
+        for engine, item in found.commands.items():
+            label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
+            console.result(label + item.text)
+    refusal = next((item for item in found.refusals.values() if item is not None), None)
+    if refusal is not None:
+        raise refusal
 
 
 def _document(engine: ServingEngine, command: ServeCommand, verdict: Verdict) -> dict[str, Any]:

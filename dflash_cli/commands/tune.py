@@ -2,216 +2,175 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from dflash_cli.commands.eval_acceptance import BootstrapOption, ConfidenceOption, NumPromptsOption
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
-    CausalityOption,
-    ChatOption,
-    DatasetFormatOption,
-    DatasetOption,
     EngineOptions,
-    ForceOption,
-    JsonOption,
-    MaxNewTokensOption,
-    OptionalDraftArg,
-    PromptsOption,
+    ForceOptions,
+    IntervalOptions,
+    PairOptions,
+    PromptOptions,
     SamplingOptions,
-    TargetOption,
-    TemplateOption,
-    ThreadsOption,
 )
-from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, MEASURING
+from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.tuning.tuner import Tuning, TuningRequest
-
-NumbersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--num-speculative-tokens-list",
-        metavar="K,...",
-        help="Numbers of drafted tokens to try. Default: 1, 3, 7, ... and what the draft was trained for, which is "
-        "measured in any case.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-BatchSizesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--batch-sizes",
-        metavar="B,...",
-        help="Batch sizes to choose for. Default: 1,8,32, or those of --step-times.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-StepTimesOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--step-times",
-        metavar="FILE",
-        help="Milliseconds of steps by K and batch size, as measured elsewhere; docs/tuning.md has the form. Default: "
-        "measure them here.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-WhatIfOption = Annotated[
-    str | None,
-    typer.Option(
-        "--what-if",
-        metavar="PART=FORMAT,...",
-        help="Also measure acceptance with draft, kv or target rounded to another number format, such as draft=fp8; + "
-        "joins several parts, and all is every format of each.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-EnginesOption = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        "-e",
-        metavar="NAME[@RELEASE],...",
-        help="Engines to print the settings for; tensorrt-llm is known here too.",
-        rich_help_panel=DRAFTING,
-    ),
-]
-TimedRoundsOption = Annotated[
-    int,
-    typer.Option(
-        "--rounds",
-        min=2,
-        metavar="N",
-        help="Rounds to time of each K at each batch size, one more of which comes first.",
-        rich_help_panel=MEASURING,
-    ),
-]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--rows",
-        metavar="FOLDER",
-        help="Keep each answer as it ends, and the step times, in files of FOLDER.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-ResumeOption = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Continue an interrupted run: measure only what the --rows folder lacks.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
+    from dflash_cli.tuning.tuned_engines import EngineSettings
+    from dflash_cli.tuning.tuner import Tuning, TuningPlan
 
 
-def tune(
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    draft: OptionalDraftArg = None,
-    target: TargetOption = None,
-    prompts: PromptsOption = None,
-    dataset: DatasetOption = None,
-    dataset_format: DatasetFormatOption = None,
-    num_prompts: NumPromptsOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
-    chat: ChatOption = None,
-    numbers: NumbersOption = None,
-    batch_sizes: BatchSizesOption = None,
-    step_times: StepTimesOption = None,
-    what_if: WhatIfOption = None,
-    engines: EnginesOption = "vllm,sglang,llama.cpp,tensorrt-llm",
-    folder: FolderOption = None,
-    resume: ResumeOption = False,
-    rounds: TimedRoundsOption = 4,
-    confidence: ConfidenceOption = 0.95,
-    bootstrap: BootstrapOption = 10_000,
-    chat_template_kwargs: TemplateOption = None,
-    causality: CausalityOption = None,
-    threads: ThreadsOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ForceOptions, PairOptions):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
-    The best number depends on the text: give --prompts like those the draft is to serve.
+    The best number depends on the text: give --prompts like those of your users.
     """
-    if engine.num_speculative_tokens is not None or sampling.verify_width is not None:
-        raise UsageError("-k and --verify-width are what is tried here", hint="--num-speculative-tokens-list 1,3,7")
-    if not 0 < confidence < 1:
-        raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
-    if resume and folder is None:
-        raise UsageError("--resume needs --rows FOLDER to resume from")
-    numbers_to_try = _parse(numbers, "--num-speculative-tokens-list")
-    batches = _parse(batch_sizes, "--batch-sizes")
-    _check_engines(engines)
+
+    num_speculative_tokens: Annotated[
+        tuple[int, ...],
+        Option(
+            short="-k", metavar="K,...", min=1, group=ESSENTIALS,
+            help="Numbers of draft tokens to try. The trained number is always tried. Default: 1, 3, 7, ... and the "
+            "trained number.",
+        ),
+    ] = ()  # fmt: skip
+    concurrency: Annotated[
+        tuple[int, ...],
+        Option(
+            min=1, group=ESSENTIALS,
+            help="Numbers of requests at once to choose for. Default: 1,8,32, or those of --step-times.",
+        ),
+    ] = ()  # fmt: skip
+    step_times: Annotated[
+        Path | None,
+        Option(
+            group=ESSENTIALS, is_setting=False,
+            help="Milliseconds per step by K and batch size, measured elsewhere; see dflash docs tuning. Default: "
+            "measure them here.",
+        ),
+    ] = None  # fmt: skip
+    what_if: Annotated[
+        str | None,
+        Option(
+            metavar="PART=FORMAT,...", group=ESSENTIALS,
+            help="Also measure acceptance with draft, kv or target rounded to another number format, such as "
+            "draft=fp8. + joins parts, all is every format of each part.",
+        ),
+    ] = None  # fmt: skip
+    engine: Annotated[
+        tuple[str, ...],
+        Option(
+            short="-e", metavar="NAME[@RELEASE],...", group=DRAFTING, is_setting=False,
+            help="Engines to print settings for; tensorrt-llm is possible here too.",
+        ),
+    ] = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")  # fmt: skip
+    rounds: Annotated[
+        int,
+        Option(
+            min=2, group=MEASURING,
+            help="Rounds to time for each K and batch size, plus one untimed warm-up round.",
+        ),
+    ] = 4  # fmt: skip
+    output: Annotated[
+        Path | None,
+        Option(
+            short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
+            help="Keep each answer when it ends, and the step times, in files of DIR.",
+        ),
+    ] = None  # fmt: skip
+    resume: Annotated[
+        bool,
+        Option(
+            group=ESSENTIALS, is_setting=False,
+            help="Continue an interrupted run: measure only what --output lacks.",
+        ),
+    ] = False  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and self.output is None:
+            raise UsageError(
+                "--resume needs --output, the folder to continue", id="resume-without-output", field="--resume"
+            )
+        _check_engines(self.engine)
+
+
+@verb(TuningRequest)
+def tune(request: TuningRequest) -> "Tuning":
+    """Measure acceptance and step times, and choose K for each batch size.
+
+    `Tuning.choices` has every candidate's speed-up per batch size, the best first, and whether drafting pays.
+
+    Raises:
+        UsageError, RequestError: numbers that do not fit the pair, or prompts that cannot be served; and errors of
+            loading.
+    """
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
 
-    given, config = read_prompts(prompts, dataset, dataset_format, count=num_prompts), engine.config()
-    announce_loading(draft, target, device=config.device)
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
+    config = request.engine_config()
+    announce_loading(request.draft, request.target, device=config.device)
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_cli.tuning.speed import smallest
-    from dflash_cli.tuning.tuner import TuningRequest
+    from dflash_cli.tuning.tuner import TuningPlan
     from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = open_session(
-        draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
+        request.draft, request.target, smallest(config), causality=request.causality,
+        template_options=request.template_options, threads=request.threads,
+    )  # fmt: skip
+    choice = choose_prompts(
+        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
     )
-    choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=sampling.seed)
-    request = TuningRequest(
-        evaluation=EvaluationRequest(
+    plan = TuningPlan(
+        evaluation=EvaluationPlan(
             rows=choice.rows,
-            params=sampling.params(max_new_tokens),
+            params=request.sampling_params(request.max_new_tokens),
             source=choice.source,
             chat=choice.chat,
-            confidence=confidence,
-            num_resamples=bootstrap,
-            resume=resume,
-            force=force,
+            confidence=request.confidence,
+            num_resamples=request.num_resamples,
+            resume=request.resume,
+            force=request.force,
         ),
         config=config,
-        numbers=numbers_to_try,
-        batches=batches,
-        num_rounds=rounds,
-        step_times=step_times,
-        what_ifs=parse_what_ifs(what_if) if what_if is not None else (),
-        folder=folder,
+        numbers=sorted(set(request.num_speculative_tokens)) or None,
+        batches=sorted(set(request.concurrency)) or None,
+        num_rounds=request.rounds,
+        step_times=request.step_times,
+        what_ifs=parse_what_ifs(request.what_if) if request.what_if is not None else (),
+        folder=request.output,
     )
-    tuning = _measure(session, request)
-    settings = _engine_settings(tuning, engines)
-    if as_json:
-        from dflash_cli.tuning.tuning_report import to_json
+    return _measure(session, plan)
 
-        console.result_json({**to_json(tuning), "engines": settings})
+
+def command(request: TuningRequest) -> None:
+    """Measure, choose and print."""
+    tuning = tune(request)
+    settings = _engine_settings(tuning, request.engine)
+    if console.is_json():
+        from dflash_cli.tuning.tuning_report import tune_document
+
+        console.result_json(tune_document(tuning, settings))
     else:
         _print(tuning, settings)
 
 
-def _parse(text: str | None, option: str) -> list[int] | None:
-    """`1,3,7`, in rising order."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{option} {text}: expected whole numbers from 1 on, such as 1,3,7")
-    return sorted({int(part) for part in parts})
-
-
-def _check_engines(text: str) -> None:
+def _check_engines(names: tuple[str, ...]) -> None:
     from dflash_cli.engines.serving_engine import parse_engines
     from dflash_cli.tuning.tensorrt_llm import without
 
-    parse_engines(without(text))
+    parse_engines(without(",".join(names)))
 
 
 class _Shown:
@@ -231,23 +190,25 @@ class _Shown:
             yield meter.update
 
 
-def _measure(session: "PairSession", request: "TuningRequest") -> "Tuning":
-    from dflash_cli.tuning.tuner import tune
+def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
+    from dflash_cli.tuning.tuner import tune as run
 
     if request.folder is not None:
         try:
             request.folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--rows {request.folder}: cannot be made: {error.strerror}") from error
+            raise UsageError(
+                field="--output", found=str(request.folder), expected=f"a folder that can be made: {error.strerror}"
+            ) from error
     try:
-        return tune(session, request, _Shown())
+        return run(session, request, _Shown())
     except KeyboardInterrupt as error:
         is_kept = request.folder is not None
-        kept = f"answers are kept in {request.folder}; give the same command with --resume to go on"
-        raise Interrupted(hint=kept if is_kept else "with --rows FOLDER answers are kept") from error
+        kept = f"answers are kept in {request.folder}; run the same command with --resume to continue"
+        raise Interrupted(hint=kept if is_kept else "--output DIR keeps answers") from error
 
 
-def _engine_settings(tuning: "Tuning", engines: str) -> list[dict[str, Any]]:
+def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[EngineSettings]":
     """What each engine is told, or why it is told nothing; none where drafting pays nowhere."""
     from dflash_cli.tuning.tuned_engines import tuned_engines
 
@@ -255,15 +216,15 @@ def _engine_settings(tuning: "Tuning", engines: str) -> list[dict[str, Any]]:
         return []
     references = tuning.session.references
     return tuned_engines(
-        engines,
+        ",".join(engines),
         references["draft"] or "",
         references["target"] or "",
-        tuning.overall.num_draft_tokens,
+        tuning.overall.num_speculative_tokens,
         tuple(tuning.schedule),
     )
 
 
-def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
+def _print(tuning: "Tuning", settings: "list[EngineSettings]") -> None:
     from dflash_cli.tuning.tuning_report import advice, settings_line, tables
 
     for line in advice(tuning.choices):
@@ -274,5 +235,5 @@ def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
     if settings:
         console.result(f"\n{settings_line(tuning)}")
     for item in settings:
-        console.result(f"# {item['engine']}")
-        console.result(item["text"] or f"# {item['refusal']}")
+        console.result(f"# {item.engine}")
+        console.result(item.text or f"# {item.refusal}")

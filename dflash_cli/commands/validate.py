@@ -3,7 +3,7 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,174 +13,140 @@ import typer
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
-from dflash_cli.engines.serving_engine import ServingEngine, known_engines, parse_engines
+from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
+from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.rule import LEVELS, Finding, Level, RuleLevel, ignored_ids
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.rule import Finding, Level, ignored_ids
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import (
-    DRAFT_HELP,
-    DeviceMapOption,
-    ForceOption,
-    JsonOption,
-    LockOption,
-    PromptsOption,
-    TargetOption,
-    TargetRuntimeOption,
-    ThreadsOption,
-)
+from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
+from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
     from dflash_cli.diagnosis.readings import ReadingSearch
-    from dflash_cli.handoff.two_servers.transfer_report import TransferReport
 
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
 SHOWN_READINGS = 8
-"""Of the alternative readings, the best first; --json has all."""
-OptionalDraft = Annotated[str | None, typer.Argument(metavar="DRAFT", help=f"{DRAFT_HELP} Not with --kv-transfer.")]
-TransferOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(
-        "--kv-transfer",
-        metavar="PREFILL DECODE",
-        help="Instead of DRAFT, two files that say how the server that runs prompts and the one that decodes are "
-        "started: a JSON object of the engine's arguments, or the serve command. Says whether the draft's context "
-        "arrives. Needs one --engine: vllm or sglang.",
-    ),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        "-e",
-        metavar="NAME[@RELEASE],...",
-        help=f"Engines that must be able to serve the draft: {known_engines()}.",
-    ),
-]
-LevelOption = Annotated[
-    Level,
-    typer.Option(
-        "--level",
-        help="headers reads configs and tensor headers; weights also reads every weight; run also runs the pair, with "
-        "the draft's config as it is and with one setting changed at a time.",
-    ),
-]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 3 on warnings too.")]
-IgnoreOption = Annotated[
-    list[str] | None, typer.Option("--ignore", metavar="ID", help="Skip the rule of this id; may be repeated.")
-]
-FixOption = Annotated[
-    Path | None,
-    typer.Option("--fix-out", metavar="DIR", help="Write a corrected copy to DIR, and list what it could not correct."),
-]
-TokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        "-k",
-        min=1,
-        metavar="K",
-        help="Tokens that the engine will be told to draft in each step.",
-    ),
-]
-DeviceOption = Annotated[
-    str, typer.Option(metavar="DEVICE", help="For --level run: device to run on: auto, cpu, cuda or cuda:N.")
-]
-NumPromptsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompts",
-        min=4,
-        metavar="N",
-        help="For --level run: prompts to make up, or to draw from --prompts; a cause is tested on new ones. Default: "
-        "32, or the whole file.",
-    ),
-]
-MaxNewOption = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", min=8, help="For --level run: tokens to generate for each prompt.")
-]
+"""The alternative readings that are printed, the best first; --json has all."""
+OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
+"""The fields that only the run level uses."""
 
 
-def validate(
-    draft: OptionalDraft = None,
-    target: TargetOption = None,
-    engine: EngineOption = None,
-    kv_transfer: TransferOption = None,
-    level: LevelOption = "headers",
-    strict: StrictOption = False,
-    ignore: IgnoreOption = None,
-    fix_out: FixOption = None,
-    force: ForceOption = False,
-    num_speculative_tokens: TokensOption = None,
-    prompts: PromptsOption = None,
-    num_prompts: NumPromptsOption = None,
-    max_new_tokens: MaxNewOption = 96,
-    device: DeviceOption = "auto",
-    target_runtime: TargetRuntimeOption = "auto",
-    device_map: DeviceMapOption = None,
-    threads: ThreadsOption = None,
-    lock: LockOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is no DFlash draft."""
-    engines = parse_engines(engine)
-    if kv_transfer is not None:
-        given = {"DRAFT": draft, "--target": target, "--fix-out": fix_out, "--lock": lock, "--prompts": prompts}
-        _refuse_beside_transfer({**given, "--num-speculative-tokens": num_speculative_tokens}, level)
-        _validate_transfer(kv_transfer, engines, _ignored(ignore, ("kv-transfer",)), strict=strict, as_json=as_json)
-        return
-    draft = _required(draft)
-    if prompts is not None and level != "run":
-        raise UsageError("--prompts needs --level run")
-    pair, location, target_location = _find_pair(draft, target, level, needs_weights=fix_out is not None)
-    _check_lock(lock, location, target_location)
-    request = ValidationRequest(
-        draft=location,
-        draft_reference=draft,
-        target=target_location,
-        target_reference=pair.target if target_location is not None else None,
-        engines=engines,
-        level="headers" if level == "headers" else "weights",
-        ignored=_ignored(ignore, LEVELS),
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    if level == "run":
-        report = _run(request, prompts, (num_prompts, max_new_tokens), (device, target_runtime, device_map), threads)
-    else:
-        report = validate_draft(request)
-    _tell_traffic(location, target_location)
-    fails = report.fails(strict=strict)
+@dataclass(frozen=True, kw_only=True)
+class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptions, DraftOptions):
+    """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
+
+    engine: Annotated[
+        tuple[str, ...],
+        Option(
+            short="-e", metavar="NAME[@RELEASE],...", group=ESSENTIALS,
+            help=f"Engines that must be able to serve the draft: {known_engines()}.",
+        ),
+    ] = ()  # fmt: skip
+    level: Annotated[
+        Level,
+        Option(
+            group=ESSENTIALS,
+            help="headers reads configs and tensor headers; weights also reads every weight; run also runs the pair, "
+            "with the draft's config as it is and with one setting changed at a time.",
+        ),
+    ] = "headers"
+    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
+    ignore: Annotated[
+        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
+    ] = ()
+    fix_out: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR", group=ESSENTIALS, is_setting=False,
+            help="Write a corrected copy to DIR, and list what could not be corrected.",
+        ),
+    ] = None  # fmt: skip
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", min=1, metavar="K", group=ESSENTIALS, help="Draft tokens per step that engines are told to use."
+        ),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.level != "run":
+            refuse_beside(self, OF_RUNS, f"--level {self.level}: only --level run generates")
+        parse_engines(",".join(self.engine))
+
+
+@verb(ValidationRequest)
+def validate(request: ValidationRequest) -> Report:
+    """Check a draft, and return every finding.
+
+    `Report.fails()` says whether the draft fails, `Report.fails(strict=True)` whether warnings count too.
+
+    Raises:
+        CheckpointNotFound: the draft or the target is absent.
+        CheckpointError, UnsupportedError: the target cannot be read, or not be run.
+        UsageError: the run level without a target, an unknown engine or an unknown rule.
+    """
+    return _validate(request)[1]
+
+
+def command(request: ValidationRequest) -> None:
+    """Check, correct and print."""
+    plan, report, pair = _validate(request)
+    fails = report.fails(strict=request.strict)
     document = {**report.to_json(), "passed": not fails}
-    if not as_json:
+    if not console.is_json():
         _print(report, is_target_missing=pair.target is None)
-    if fix_out is not None:
+    if request.fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
 
-        repaired = repair_draft(request, report, fix_out, force=force)
+        repaired = repair_draft(plan, report, request.fix_out, force=request.force)
         document["repaired"] = repaired.to_json() if repaired else None
-        fails = (repaired.after if repaired else report).fails(strict=strict)
-        if not as_json:
-            _print_repaired(fix_out, repaired)
-    if as_json:
+        fails = (repaired.after if repaired else report).fails(strict=request.strict)
+        if not console.is_json():
+            _print_repaired(request.fix_out, repaired)
+    if console.is_json():
         console.result_json(document)
     if fails:
         is_other_kind = any(item.stage == "identity" and item.severity == "error" for item in report.findings)
         raise typer.Exit(UnsupportedError.exit_code if is_other_kind else FAILED)
 
 
-def _ignored(typed: list[str] | None, levels: Sequence[RuleLevel]) -> frozenset[str]:
-    """The rules to skip, of `--ignore S09,C20 --ignore P07`."""
-    return ignored_ids([part for item in typed or [] for part in item.split(",")], levels)
+def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, PairReferences[Location]]":
+    """What was checked, its report, and the pair by its names."""
+    pair, location, target_location = _find_pair(
+        request.draft, request.target, request.level, needs_weights=request.fix_out is not None
+    )
+    _check_lock(request.lock, location, target_location)
+    plan = ValidationPlan(
+        draft=location,
+        draft_reference=request.draft,
+        target=target_location,
+        target_reference=pair.target if target_location is not None else None,
+        engines=parse_engines(",".join(request.engine)),
+        level="headers" if request.level == "headers" else "weights",
+        ignored=ignored_ids(request.ignore),
+        num_speculative_tokens=request.num_speculative_tokens,
+    )
+    report = validate_draft(plan) if request.level != "run" else _run(request, plan)
+    _tell_traffic(location, target_location)
+    return plan, report, pair
 
 
-def _required(draft: str | None) -> str:
-    if draft is None:
-        raise UsageError("DRAFT is missing, expected a draft, or --kv-transfer with two files")
-    return draft
+def _run(request: ValidationRequest, plan: ValidationPlan) -> Report:
+    """The report of the run level, with progress."""
+    if not isinstance(plan.target, Path):
+        raise UsageError(
+            "--level run needs a target", id="run-without-target", field="--target", hint="add --target TARGET"
+        )
+    from dflash_cli.diagnosis.pair_validation import run_validation
+
+    return run_validation(request, plan)
 
 
 def _find_pair(
@@ -197,80 +163,6 @@ def _find_pair(
     if note is not None:
         console.note(note)
     return pair, pair.draft_location, target_location
-
-
-def _refuse_beside_transfer(given: Mapping[str, object], level: Level) -> None:
-    """Refuse what says something of a draft, which the two files say."""
-    options = {**given, "--level": None if level == "headers" else level}
-    first = next((name for name, value in options.items() if value is not None), None)
-    if first is not None:
-        raise UsageError(f"{first} does not go with --kv-transfer, whose files name draft and target")
-
-
-def _validate_transfer(
-    files: tuple[Path, Path], engines: Sequence[ServingEngine], ignored: Collection[str], *, strict: bool, as_json: bool
-) -> None:
-    """Judge two servers, and end with 3 where the draft's context does not arrive."""
-    from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
-
-    if len(engines) != 1:
-        raise UsageError("--kv-transfer needs one engine", hint="add --engine vllm or --engine sglang")
-    report = validate_transfer(*files, engines[0], ignored=ignored)
-    fails = report.fails(strict=strict)
-    if as_json:
-        console.result_json({**report.to_json(), "passed": not fails})
-    else:
-        _print_transfer(report)
-    if fails:
-        raise typer.Exit(FAILED)
-
-
-def _print_transfer(report: "TransferReport") -> None:
-    for finding in report.findings:
-        print_finding(finding)
-    console.result(report.verdict.text)
-    prefill, decode = (server.launch.path for server in report.transfer.servers)
-    errors, warnings = report.count("error"), report.count("warning")
-    console.result(
-        f"{prefill} to {decode}: {report.num_rules} rules checked: "
-        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
-    )
-    for note in report.notes:
-        console.note(note)
-
-
-def _run(
-    request: ValidationRequest,
-    prompts: str | None,
-    sizes: tuple[int | None, int],
-    engine: tuple[str, str, str | None],
-    threads: int | None,
-) -> Report:
-    """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each,
-    `engine` the device, the target's runtime and its device map.
-    """
-    from dflash_cli.diagnosis.pair_validation import validate_running
-    from dflash_cli.diagnosis.reading_progress import ReadingProgress
-    from dflash_cli.diagnosis.run_settings import run_settings
-    from dflash_cli.generation.announcements import announce_loading
-    from dflash_cli.generation.threads import use_threads
-
-    if not isinstance(request.target, Path):
-        raise UsageError("--level run needs a target", hint="add --target TARGET")
-    announce_loading(request.draft_reference, request.target_reference, device=engine[0])
-    use_threads(threads, engine[0], [open_checkpoint(request.target), open_checkpoint(request.draft)])
-    with ReadingProgress() as progress:
-        run = run_settings(
-            request.target,
-            prompts=prompts,
-            num_prompts=sizes[0],
-            max_new_tokens=sizes[1],
-            device=engine[0],
-            observe=progress,
-            target_runtime=engine[1],
-            device_map=engine[2],
-        )
-        return validate_running(request, run)
 
 
 def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
@@ -312,7 +204,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
-        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:
         console.warn(note)
@@ -369,7 +261,3 @@ def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     for finding in repaired.after.findings:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dflash_cli.formats.dialect import Format
 
@@ -31,20 +31,18 @@ WHY_DROPPED = {
     "mrope_section": "the draft's positions have one dimension",
     "mrope_interleaved": "the draft's positions have one dimension",
 }
+FOLLOWS_FROM = {"num_draft_tokens": "block_size"}
+"""A field that only some dialects state -> the canonical field that determines it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key, tensor or file. `source` is None if only the result has it, `result` if only the source had it."""
+    """What becomes of one key, tensor or file."""
 
-    source: str | None
-    result: str | None
-    kind: ChangeKind
+    from_: Annotated[str | None, "null if only the result has it"]
+    to: Annotated[str | None, "null if only the source has it"]
+    change: ChangeKind
     why: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON, under the manifest's names."""
-        return {"from": self.source, "to": self.result, "change": self.kind, "why": self.why}
 
 
 def flatten(config: Mapping[str, Any], containers: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -63,35 +61,42 @@ def key_changes(
 ) -> list[Change]:
     """What became of every key of the source, and the origin of every key that is new in the result."""
     before, after = flatten(source, source_format.containers), flatten(result, result_format.containers)
-    fields = {key: field for field, keys in source_format.homes.items() for key in keys}
+    fields = _fields(source_format)
     changes = [_change(key, value, fields.get(key), after, result_format) for key, value in before.items()]
-    reached = {change.result for change in changes}
+    reached = {change.to for change in changes}
     return [*changes, *_new_keys(after, reached, result_format)]
 
 
 def _change(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Change:
     leaf = _leaf(key)
-    homes = [home for home in result_format.homes.get(field or "", ()) if home in after]
-    candidates = [key, *homes, *(other for other in after if _leaf(other) == leaf)]
+    stating = [other for other in result_format.keys.get(field or "", ()) if other in after]
+    candidates = [key, *stating, *(other for other in after if _leaf(other) == leaf)]
     for candidate in candidates:
         if candidate in after and _is_same(after[candidate], value):
             if candidate == key:
                 return Change(key, key, "kept")
             return Change(key, candidate, "moved" if _leaf(candidate) == leaf else "renamed")
-    if homes:
-        return Change(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in the form of the new dialect"))
+    if stating:
+        return Change(
+            key, stating[0], "derived", WHY_DERIVED.get(field or "", "written in the form of the new dialect")
+        )
     if key in after:
         return Change(key, key, "derived", "written anew for the new dialect")
     return Change(key, None, "dropped", WHY_DROPPED.get(leaf, f"{result_format.title} has no key for it"))
 
 
 def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format: Format) -> Iterator[Change]:
-    fields = {key: field for field, keys in result_format.homes.items() for key in keys}
+    fields = _fields(result_format)
     for key in after:
         if key not in reached:
             yield Change(
                 None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "added for readers that look for it here")
             )
+
+
+def _fields(dialect: Format) -> dict[str, str]:
+    """Dotted key -> the field it states."""
+    return {key: FOLLOWS_FROM.get(field, field) for field, keys in dialect.keys.items() for key in keys}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,8 +4,7 @@ The conversion itself corrects whatever it writes anew, such as a key that must 
 and windows without effect. What only the trainer can know is left as it is and listed.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.conversion.destination import check_destination
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
-from dflash_cli.formats.dialect import Format
-from dflash_cli.formats.native import Native
+from dflash_cli.formats.dialect import COMMON, Format
+from dflash_cli.formats.fields import with_keys
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.rule import REMOVED, Finding
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 
@@ -43,9 +41,7 @@ class Repaired:
         }
 
 
-def repair_draft(
-    request: ValidationRequest, before: Report, destination: Path, *, force: bool = False
-) -> Repaired | None:
+def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
     """Write the copy and validate it as the original was; None, with nothing written, where no finding asks for one.
 
     Raises:
@@ -60,7 +56,8 @@ def repair_draft(
         return None
     check_destination(destination, force=force)
     checkpoint = open_checkpoint(request.draft)
-    checkpoint.config = mend(checkpoint.config, before.findings)
+    repairs = {key: value for finding in before.findings for key, value in finding.repair.items()}
+    checkpoint.config = with_keys(checkpoint.config, repairs)
     try:
         draft = open_draft(checkpoint)
     except (CheckpointError, UnsupportedError) as error:
@@ -68,7 +65,7 @@ def repair_draft(
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
-    conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
+    conversion = ConversionSpec(to=dialect, target=target, target_reference=request.target_reference)
     convert_draft(plan_conversion(draft, conversion), destination, force=force)
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination)))
     left = {item.id for item in after.findings}
@@ -76,30 +73,12 @@ def repair_draft(
     return Repaired(destination, dialect, tuple(fixed), after)
 
 
-def mend(config: Mapping[str, Any], findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """The config with every repair that the findings carry."""
-    mended = copy.deepcopy(dict(config))
-    for finding in findings:
-        for dotted, value in finding.repair.items():
-            *parents, key = dotted.split(".")
-            container: Any = mended
-            for parent in parents:
-                container = container.setdefault(parent, {}) if isinstance(container, dict) else None
-            if not isinstance(container, dict):
-                continue
-            if value is REMOVED:
-                container.pop(key, None)
-            else:
-                container[key] = value
-    return mended
-
-
 def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
     """The dialect that suits every engine that is named, which is that of the strictest; otherwise the draft's own."""
     strictest = max(engines, key=lambda engine: engine.strictness, default=None)
     if strictest is not None and own.name not in strictest.serves_as_is:
         return strictest.dialect
-    return own.name if own.writable else Native.name
+    return own.name if own.writable else COMMON
 
 
 def type_of(error: CheckpointError | UnsupportedError) -> type[CheckpointError] | type[UnsupportedError]:

@@ -10,7 +10,7 @@ Verification = Literal["none", "roundtrip", "logits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionRequest:
+class ConversionSpec:
     """The dialect to write, and how.
 
     to                  name of the dialect

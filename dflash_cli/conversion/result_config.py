@@ -7,23 +7,23 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
-from dflash_cli.formats.native_fields import SCALES
+from dflash_cli.formats.fields import SCALES
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, Verifier
 
 
 def result_config(
-    draft: DraftCheckpoint, request: ConversionRequest, result: Format, dropped: Sequence[Change]
+    draft: DraftCheckpoint, request: ConversionSpec, result: Format, dropped: Sequence[Change]
 ) -> tuple[DraftConfig, list[str]]:
     """The canonical config of the result, and warnings for the user."""
     config = draft.config
     warnings: list[str] = []
     if request.target is not None and config.num_target_layers is None:
         config = replace(config, num_target_layers=request.target.facts.num_layers)
-    if any(change.source == HEAD for change in dropped):
+    if any(change.from_ == HEAD for change in dropped):
         config = replace(config, draft_vocab_size=config.vocab_size)
     if "verifier" in result.unstated:
         config = replace(config, verifier=None)
@@ -51,8 +51,8 @@ def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> t
     ]
 
 
-def _verifier(config: DraftConfig, request: ConversionRequest) -> tuple[Verifier | None, list[str]]:
-    """--verifier, else the name the source carries, else the hub id, else a local directory's name with a warning."""
+def _verifier(config: DraftConfig, request: ConversionSpec) -> tuple[Verifier | None, list[str]]:
+    """--target-name, else the name in the source, else the hub id, else a local directory's name with a warning."""
     target = request.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
@@ -76,7 +76,7 @@ def _target_name(reference: str, directory: str) -> tuple[str, list[str]]:
     if is_hub_id(reference):
         return reference.partition("@")[0], []
     return directory, [
-        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --verifier ORG/REPO"
+        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --target-name ORG/REPO"
     ]
 
 

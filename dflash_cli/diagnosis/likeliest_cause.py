@@ -48,11 +48,12 @@ def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tok
 
 
 def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> Diagnosis:
-    found = next((item for item in findings if item.message.startswith(f"with {best.reading.name} ")), None)
+    found = next((item for item in findings if item.level == "run"), None)
     where = found.location if found is not None else "the config"
+    correction = found.correction if found is not None and found.correction else f"correct {where}"
     interval = best.interval
     assert interval is not None
-    step = f"correct {where} and run {again} again"
+    step = f"{correction} and run {again} again"
     sentence = (
         f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
         f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.references import open_checkpoint
+from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
 from dflash_cli.diagnosis.run_level import run_subject
-from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, rules_of
 from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationRequest, apply_rules, find_up_to, open_requested, report_of
+from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, open_requested, report_of
 from dflash_runtime.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport(Report):
     """A report of the run level. `search` is None if errors kept the pair from running; `notes` then say which."""
 
@@ -26,7 +29,7 @@ class RunReport(Report):
         return {**super(RunReport, self).to_json(), "search": found}
 
 
-def validate_running(request: ValidationRequest, settings: RunSettings) -> RunReport:
+def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:
     """Run every rule on headers and weights, then the pair, then the rules on how it accepts.
 
     Raises:
@@ -51,6 +54,23 @@ def validate_running(request: ValidationRequest, settings: RunSettings) -> RunRe
     report = report_of(subject, request, findings, num_rules)
     values = {item.name: getattr(report, item.name) for item in fields(report)}
     return RunReport(**{**values, "level": "run", "notes": notes}, search=search)
+
+
+def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport:
+    """The report of the run level, with progress.
+
+    Raises:
+        UsageError: the plan has no target, or too few prompts.
+    """
+    from dflash_cli.diagnosis.reading_progress import ReadingProgress
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.threads import use_threads
+
+    assert isinstance(plan.target, Path)
+    announce_loading(plan.draft_reference, plan.target_reference, device=request.device)
+    use_threads(request.threads, request.device, [open_checkpoint(plan.target), open_checkpoint(plan.draft)])
+    with ReadingProgress() as progress:
+        return validate_running(plan, run_settings(plan.target, request, observe=progress))
 
 
 def _reasons_not_to_run(subject: Subject, findings: Sequence[Finding]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ gains most there, if that is enough to matter, is tested on new prompts. What wa
 the test is that of a single reading at 5%, however many were tried and however alike they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from dflash_cli.acceptance.intervals.statistics import (
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
+from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -67,24 +69,6 @@ MIN_BLOCK_SHARE = 1 / 8
 
 SIGNIFICANCE = 0.05
 
-Observe = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchBudget:
-    """How much to run. Prompts are made of random ids, or further ones of given prompts, and `lead_len` sampled tokens.
-
-    `factors` names the settings to change (`AlternativeReading.factor`); None changes each of them.
-    """
-
-    num_prompts: int = 32
-    max_new_tokens: int = 96
-    start_len: int = 8
-    lead_len: int = 48
-    num_resamples: int = 4000
-    seed: int = 0
-    factors: frozenset[str] | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class ReadingResult:
@@ -123,7 +107,7 @@ class ReadingResult:
             "reading": self.reading.name,
             "acceptance_len": self.acceptance_len,
             "difference": self.difference,
-            "interval": self.interval.to_json() if self.interval is not None else None,
+            "interval": to_json(self.interval),
             "num_prompts": self.num_prompts,
             "is_estimate": not self.num_prompts,
             "explains": self.explains,

@@ -1,6 +1,6 @@
-"""llama.cpp: how it attends, its rules, and the commands that convert a pair to GGUF and serve it.
+"""llama.cpp: its causality, its rules, and the commands that convert a pair to GGUF and serve it.
 
-llama.cpp numbers its builds, and the rules follow its converter and loader as of August 2026.
+llama.cpp has build numbers instead of releases. The rules follow its converter and loader of August 2026.
 """
 
 import shlex
@@ -19,8 +19,12 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
+from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
+from dflash_runtime.json_values import as_object
 
 NAME = "llama.cpp"
 ENGINE = (NAME,)
@@ -29,9 +33,10 @@ CONVERTER = "ggml-org/llama.cpp conversion/qwen.py, src/models/dflash.cpp"
 
 @ENGINES.register(NAME)
 class LlamaCpp(ServingEngine):
-    """llama.cpp, whose converter reads native drafts."""
+    """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True
@@ -48,17 +53,15 @@ class LlamaCpp(ServingEngine):
         "mask-safetensors": "drops",
         "nested-style": "drops",
     }
-    """Read in conversion/qwen.py, which puts `model.` before layers and the last norm and finds the rest by name."""
+    """Source: conversion/qwen.py, which puts `model.` before layers and the last norm, and finds the rest by name."""
 
-    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """One flag for all layers, false where nothing is stated."""
-        if subject.is_speculators:
-            return None
-        top, nested = subject.config.get("is_causal"), subject.nested.get("causal")
-        return (top is True or (top is None and nested is True),) * len(subject.layer_types)
+    def causality(self, subject: Subject) -> tuple[bool, ...]:
+        """One flag for all layers, false if none is stated."""
+        top, nested = subject.config.get("is_causal"), as_object(subject.config.get("dflash_config")).get("causal")
+        return (top is True or (top is None and nested is True),) * len(subject.stated.layer_types)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """Both are converted first; the converter takes directories, and the draft has no tokenizer of its own.
+        """Two conversions to GGUF, then the server. The converter takes directories, and reads the target's tokenizer.
 
         --spec-draft-n-max is block_size - 1.
         """
@@ -73,11 +76,11 @@ class LlamaCpp(ServingEngine):
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 
 
-@check("S15", effect="llama.cpp has no tensor for the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
+@check("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
 def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
     """attention_bias is false, because llama.cpp creates no bias tensors for DFlash."""
-    if subject.body.get("attention_bias") is True:
-        yield Problem(subject.body_location("attention_bias"), "true, expected false")
+    if subject.stated.body.get("attention_bias") is True:
+        yield Problem(subject.body_at("attention_bias"), "true, expected false")
 
 
 @check(
@@ -92,24 +95,24 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
     """All layers share one causality, and it is stated."""
     problem = problem_of_causality(NAME, subject)
     if problem is not None:
-        key = "layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal"
-        yield replace(problem, location=subject.body_location(key))
+        is_mixed = set(subject.stated.layer_types) == set(LAYER_KINDS)
+        yield replace(problem, location=subject.body_at("layer_types")) if is_mixed else problem
 
 
 @check(
     "S26",
     "warning",
-    effect="converters of July 2026 and before write a block size of 16, whatever it is",
+    effect="converters of July 2026 and earlier always write a block size of 16",
     fix="dflash validate {draft} --engine llama.cpp --fix-out {out}",
     source=CONVERTER,
     engines=ENGINE,
 )
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
-    """block_size stands at the top level, where llama.cpp's converter looks."""
-    is_nested = subject.config.get("block_size") is None and subject.block_size not in (None, 16)
-    if not subject.is_speculators and is_nested:
-        message = f"missing at the top level, {subject.block_size} in dflash_config"
-        yield Problem(subject.location("block_size"), message)
+    """block_size is at the top level, where llama.cpp's converter reads it."""
+    is_nested = subject.config.get("block_size") is None and subject.stated.block_size not in (None, 16)
+    if isinstance(subject.format, Native) and is_nested:
+        message = f"missing at the top level, {subject.stated.block_size} in dflash_config"
+        yield Problem(subject.expected_at("block_size"), message)
 
 
 @check(
@@ -121,10 +124,8 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """input_embedding_scale is 1 or absent, because llama.cpp has no key for it."""
-    value = subject.stated("input_embedding_scale")
-    if value not in (None, 1):
-        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"found {value}, expected 1 or none")
+    """input_embedding_scale is 1 or absent, because llama.cpp does not apply it."""
+    yield from stated_scales(subject, ("input_embedding_scale",))
 
 
 def _gguf(reference: str) -> str:

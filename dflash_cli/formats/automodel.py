@@ -1,7 +1,7 @@
-"""NeMo Automodel's form of the native dialect. Source: NVIDIA-NeMo/Automodel recipes/llm/train_dflash.py at 36044ad3.
+"""NeMo Automodel's native dialect. Source: NVIDIA-NeMo/Automodel recipes/llm/train_dflash.py at 36044ad3.
 
-It has an architecture name of its own, which vLLM does not know. The JetSpec recipe trains causal layers and writes
-`dflash_config.causal: true` beside `is_causal: false`, of which engines take the latter.
+It has its own architecture name, which vLLM does not know. The JetSpec recipe trains causal layers and writes both
+`dflash_config.causal: true` and `is_causal: false`; engines use `is_causal`.
 """
 
 from collections.abc import Mapping

@@ -1,16 +1,18 @@
-"""The decoder body that both dialects describe with the same Hugging Face keys: dimensions, rope, windows."""
+"""The decoder body, which the dialects describe with Hugging Face's keys: dimensions, rope, windows."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.dialect import Homes, Json, all_formats
+from dflash_cli.formats.dialect import Json, all_formats
+from dflash_cli.formats.fields import Keys
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.notices import Notice
 
-BODY_HOMES: Homes = {
+BODY_FIELDS: Keys = {
     "hidden_size": ("hidden_size",),
     "intermediate_size": ("intermediate_size",),
     "num_layers": ("num_hidden_layers",),
@@ -29,34 +31,37 @@ BODY_HOMES: Homes = {
 }
 """Canonical field -> the keys that state it in a decoder config."""
 
-BODY_KEYS = frozenset(key for keys in BODY_HOMES.values() for key in keys) | {"tie_word_embeddings"}
+BODY_KEYS = frozenset(key for keys in BODY_FIELDS.values() for key in keys) | {"tie_word_embeddings"}
 
 NEVER_CARRIED = frozenset({"auto_map", "_name_or_path", "architectures", "is_causal"})
-"""Keys that say where a file came from, name code that is not copied, or are written anew by `write_config`."""
+"""Keys that name the origin of a file or code that is not copied, and keys that `write_config` writes anew."""
 
 NESTED = "dflash_config."
-"""Prefix of carried keys that were found in the native `dflash_config` object."""
+"""Prefix of carried keys from the native `dflash_config` object."""
 
 LAYER_KINDS = (FULL, SLIDING)
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""The objects in which a config states its rope; Hugging Face's newer spelling first."""
+"""The objects that state rope; Hugging Face's newer key first."""
 
 STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-"""What a config calls an element type -> what safetensors calls it."""
+"""Name of an element type in a config -> its name in safetensors."""
 
 ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
 
 
 def write_body(config: DraftConfig) -> Json:
-    """The decoder keys of a draft, rope and windows in every spelling that readers look for.
+    """The decoder keys of a draft, with rope and windows under every key that some reader reads.
 
     Raises:
-        LossyConversion: layers with different windows, which one `sliding_window` cannot say.
+        LossyConversion: the layers have windows of different sizes.
     """
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
         raise LossyConversion(
-            f"windows {sizes}: the layers have different ones, but a config states one sliding_window"
+            f"windows of sizes {sizes}: a config states one sliding_window for all layers",
+            id="several-windows",
+            field="sliding_window",
+            found=sizes,
         )
     return {
         "model_type": config.model_type,
@@ -80,11 +85,11 @@ def write_body(config: DraftConfig) -> Json:
     }
 
 
-def partial_rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """A note where a config asks for rope over a part of each head, as trainers copy it from the target's.
+def partial_rope_notes(config: Mapping[str, Any]) -> list[Notice]:
+    """A note if a config asks for rope over a part of each head.
 
-    Their drafts rotate every dimension all the same: transformers' Qwen3 does not read the key. Source:
-    NVIDIA/Model-Optimizer dflash.md; z-lab/dflash#170.
+    Trainers copy the key from the target's config, and the draft rotates every dimension, because transformers' Qwen3
+    does not read the key. Source: NVIDIA/Model-Optimizer dflash.md; z-lab/dflash#170.
     """
     stated = [
         item.get("partial_rotary_factor") for item in (config, *(as_object(config.get(key)) for key in ROPE_KEYS))
@@ -92,11 +97,12 @@ def partial_rope_notes(config: Mapping[str, Any]) -> list[str]:
     found = next((value for value in stated if value not in (None, 1)), None)
     if found is None:
         return []
-    return [f"partial_rotary_factor {found} is taken for the target's: the draft rotates every dimension of a head"]
+    text = f"partial_rotary_factor {found} is ignored as the target's: the draft rotates every dimension of a head"
+    return [Notice(text, id="partial-rope")]
 
 
 def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str = "") -> Json:
-    """The keys of an object that the reader does not use, prefixed with the name of their container."""
+    """The keys of an object that the reader does not consume, with the prefix of their container."""
     skipped = {*consumed, *NEVER_CARRIED}
     return {prefix + key: value for key, value in config.items() if key not in skipped}
 
@@ -113,14 +119,22 @@ def prefixed_keys(carried: Mapping[str, Any], prefix: str) -> Json:
 
 
 def require_object(value: Any, key: str, path: Path) -> Mapping[str, Any]:
-    """A JSON object that must be one."""
+    """The value of a key as a JSON object.
+
+    Raises:
+        InvalidConfig: it is not an object.
+    """
     if not isinstance(value, dict):
         raise InvalidConfig(key, value, "an object", path=path)
     return value
 
 
 def layer_list(value: Any, key: str, path: Path) -> tuple[int, ...]:
-    """A list of layer numbers."""
+    """The value of a key as layer numbers.
+
+    Raises:
+        InvalidConfig: it is not a list of integers.
+    """
     if not isinstance(value, list) or not all(is_int(item) for item in value):
         raise InvalidConfig(key, value, "a list of integers", path=path)
     return tuple(value)

@@ -1,50 +1,54 @@
-"""What a checkpoint dialect is, and the registry that finds them.
+"""Checkpoint dialects, their registry, and detection.
 
-A dialect is one file in this package with one class decorated `@FORMATS.register(name)`. It reads its own config into
-the canonical `DraftConfig` and writes that back; the convention by which a dialect numbers layers, places causality or
-spells rope is known in that file and nowhere else. Whatever a command wants to know of a dialect is an attribute or a
-method of its class.
+A dialect is one file in this package with one class decorated `@FORMATS.register(name)`. The class reads its own config
+into the canonical `DraftConfig`, writes that config back, and locates each field. How a dialect numbers layers, states
+causality or spells rope is known in that file and nowhere else: every other module asks the class.
 
-Detection asks every dialect in ascending `priority` and takes the first that recognises the checkpoint; relatives of
-DFlash come before DFlash itself, since several of them carry its architecture string.
+Detection asks the dialects in ascending `priority` and takes the first that recognises the checkpoint. Relatives of
+DFlash come before DFlash itself, because several of them carry its architecture name.
 """
 
 import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dflash_cli.formats.fields import AS_IT_IS, SCALES, Keys, Spelling, look_up, scales_in_use
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import LossyConversion, UnknownFormat, UsageError
+from dflash_runtime.errors import MISSING, LossyConversion, UnknownFormat, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
-Homes = Mapping[str, tuple[str, ...]]
+
+COMMON = "native"
+"""The dialect that every engine reads. Corrected copies are written in it unless an engine needs another."""
 
 STYLE_FLAGS: Mapping[str, bool] = {"use_gemma_norm": True, "is_neox_style": False, "rope_is_neox_style": False}
-"""Key -> the value that changes what the weights mean: norms of one plus their weight, rope of neighbouring pairs."""
+"""Key -> the value that changes what the weights mean: norms of one plus the weight, rope of neighbouring pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedConfig:
-    """A config read into canonical form.
+    """A config in canonical form.
 
-    `carried` holds keys that no canonical field stands for; a conversion reports them, and copies them if the other
-    dialect has a place for them. Keys of the decoder body are plain, others are prefixed with the container they
-    were found in (`Format.own_prefix`). `notes` are sentences a user should see. `unserved` are keys by which the
-    draft is another model than the canonical form says, with what they ask for: such a draft can only be described.
+    carried     keys without a canonical field. A conversion reports them, and copies them if the other dialect takes
+                them. A key of the decoder is plain, any other key has the prefix of its container (`own_prefix`).
+    notes       sentences for the user.
+    unserved    key -> the computation it asks for that DFlash does not have. `dflash inspect` describes such a draft.
+                No command converts or runs it.
     """
 
     config: DraftConfig
     carried: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
     has_doubtful_causality: bool = False
     unserved: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,129 +56,219 @@ class ParsedConfig:
 class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
+    The dialect itself:
     name                the word after `--to`
     title               its name in messages
     priority            its turn in detection, ascending
     writable            whether `write_config` exists for it
-    homes               canonical field -> the dotted keys that state it here
-    unstated            canonical fields that no key states
-    containers          keys that hold an object of this dialect's own keys
-    own_prefix          prefix of carried keys that only this dialect has, or nothing
-    keeps_head          whether its readers use a head, an embedding and an id map from the file
-    sorts_taps          whether its readers put taps in ascending order, once each, whatever the file says
-    keeps_mask          whether some of its readers take a learned mask embedding from mask_embedding.pt, and the others
-                        do not stop at the file
-    derives_inverse     whether its readers ask for t2d, the inverse of the id map d2t
-    style_flags         keys on norms and rope that all its readers take as they are meant (see STYLE_FLAGS)
-    allows_packed       whether packed weights of another dialect can be written in it
-    engine              the serving engine it is written for, None where it is written for all
+    engine              the serving engine it is written for, None if it is written for all
     family              the draft family of the runtime that runs it
+    difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
+
+    Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
+    keys                field -> the dotted keys that state it; readers prefer the first
+    added               field -> the dotted key to add if none states it, unless it is the first of `keys`
+    spellings           field -> how its value is spelled, unless the config holds the canonical value
+    body                prefix of the decoder keys, which have Hugging Face's names: `decoder.`, or empty
+    settings            prefixes of keys without a field; readers prefer the first
+    unstated            fields that no key states
+    containers          keys of the objects that hold this dialect's own keys
+    own_prefix          prefix of carried keys that only this dialect has, or empty
+    window_keys         dotted keys that give every layer a window, whatever `layer_types` says
+    signs               top-level keys that only drafts of this dialect have; messages name the first
+    kind                the key that names the kind of draft, with its value for DFlash
+
+    Its readers:
+    architecture        the entry of `architectures` by which engines find its model; None if they do not look there
+    guesses_taps        whether they guess the tapped layers of a config that lists none
+    needed              fields that some of them need, although `read_config` does not
+    keeps_head          whether they use a head, an embedding and an id map from the file
+    sorts_taps          whether they sort the tapped layers and drop repeats
+    keeps_mask          whether some of them read a learned mask embedding from mask_embedding.pt, and none stops at it
+    derives_inverse     whether they ask for t2d, the inverse of the id map d2t
+    style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
+    allows_packed       whether packed weights of another dialect can be written in it
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     priority: ClassVar[int]
     writable: ClassVar[bool] = False
-    homes: ClassVar[Homes] = {}
+    engine: ClassVar[str | None] = None
+    family: ClassVar[str] = "dflash"
+    difference: ClassVar[str] = ""
+
+    keys: ClassVar[Keys] = {}
+    added: ClassVar[Mapping[str, str]] = {}
+    spellings: ClassVar[Mapping[str, Spelling]] = {}
+    body: ClassVar[str] = ""
+    settings: ClassVar[tuple[str, ...]] = ("",)
     unstated: ClassVar[frozenset[str]] = frozenset()
     containers: ClassVar[tuple[str, ...]] = ()
     own_prefix: ClassVar[str] = ""
+    window_keys: ClassVar[tuple[str, ...]] = ()
+    signs: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[tuple[str, str] | None] = None
+
+    architecture: ClassVar[str | None] = None
+    guesses_taps: ClassVar[bool] = False
+    needed: ClassVar[frozenset[str]] = frozenset()
     keeps_head: ClassVar[bool] = False
     sorts_taps: ClassVar[bool] = False
     keeps_mask: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = False
     style_flags: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
-    engine: ClassVar[str | None] = None
-    family: ClassVar[str] = "dflash"
 
     @abstractmethod
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """The sentence that says by what a checkpoint was recognised, None where it is another dialect."""
+        """A sentence that names what a checkpoint was recognised by, None if it is in another dialect."""
 
     @abstractmethod
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
-        """The canonical form of a config of this dialect."""
+        """The canonical form of a config.
+
+        Raises:
+            CheckpointError, UnsupportedError: it cannot be read.
+        """
 
     @abstractmethod
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """A config of this dialect; what it cannot state is refused."""
+        """The config that states a draft in this dialect.
+
+        Raises:
+            LossyConversion, UsageError, UnsupportedError: the dialect cannot state the draft.
+        """
+
+    def keys_of(self, field: str) -> tuple[str, ...]:
+        """The dotted keys that may state a field, or a setting without a field."""
+        return self.keys.get(field) or tuple(prefix + field for prefix in self.settings)
+
+    def new_key(self, field: str) -> str:
+        """The dotted key to add for a field that no key states."""
+        return self.added.get(field) or self.keys.get(field, (self.body + field,))[0]
+
+    def causality(self, config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, tuple[bool, ...] | None]:
+        """Dotted key -> the causality it states for each layer, None if it holds neither true nor false.
+
+        The key that engines prefer comes first.
+        """
+        spelling = self.spellings.get("causal", AS_IT_IS)
+        found = {key: look_up(config, key) for key in self.keys_of("causal")}
+        return {
+            key: (spelling.read(value),) * len(layer_types) if isinstance(value, bool) else None
+            for key, value in found.items()
+            if value is not MISSING and value is not None
+        }
+
+    def states_causality(self, config: Mapping[str, Any]) -> bool:
+        """Whether the config states how sliding layers attend in a block."""
+        return any(look_up(config, key) not in (MISSING, None) for key in self.keys_of("causal"))
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Key -> what it asks for that DFlash does not compute."""
+        return {}
 
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
-        """The draft and its carried keys without the settings that only this dialect's readers would apply."""
+        """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""
         return config, dict(carried)
 
     def refuse_misread(self, config: DraftConfig) -> None:
-        """Refuse what every reader of this dialect would misread.
+        """Refuse a draft that every reader of this dialect would misread.
 
         Raises:
-            LossyConversion: taps that its readers sort.
+            LossyConversion: its readers sort the tapped layers.
         """
         if self.sorts_taps and not taps_ascend(config):
             raise LossyConversion(
                 f"target_layer_ids {list(config.target_layer_ids)}: readers of {self.title} sort the tapped layers and "
-                f"drop repetitions, which mixes up the columns of fc.weight",
-                hint="--normalise-taps sorts them without changing what the draft computes",
+                f"drop repeats, which mixes up the columns of fc.weight",
+                id="unsorted-taps",
+                field="target_layer_ids",
+                found=list(config.target_layer_ids),
+                hint="--normalise-taps sorts the layers, and the draft computes the same",
             )
 
     def refuse_style(self, carried: Mapping[str, Any]) -> None:
-        """Refuse to carry a flag that some reader of this dialect does not look at.
+        """Refuse a style flag that some reader of this dialect ignores.
 
         Raises:
-            LossyConversion: norms or rope of another style than these readers apply.
+            LossyConversion: the flag asks for norms or rope of a style that these readers do not apply.
         """
         for key, value in carried.items():
             flag = key.rpartition(".")[2]
             if flag in STYLE_FLAGS and value is STYLE_FLAGS[flag] and flag not in self.style_flags:
                 readers = [item.name for item in writable_formats() if flag in item.style_flags]
                 raise LossyConversion(
-                    f"{key} {json.dumps(value)}: readers of {self.title} do not look at it and would apply the weights "
-                    f"otherwise than they were trained",
+                    f"{key} {json.dumps(value)}: readers of {self.title} ignore it and would compute another style "
+                    f"than the weights were trained with",
+                    id="style-flag",
+                    field=key,
+                    found=value,
                     hint=f"--to {' or '.join(readers)} keeps it, or export the draft in the usual style",
                 )
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
-        """Warnings for a user who is about to serve a draft written in this dialect."""
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
+        """Warnings for a user who will serve a draft written in this dialect."""
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
-            yield (
-                f"the draft taps layer {config.num_target_layers - 1}, the target's last, whose output engines treat "
-                f"differently: transformers passes it on after the final norm, vLLM before it, SGLang 0.5.23 not at "
-                f"all for Qwen2, Qwen3 and Llama targets"
+            yield Notice(
+                f"the draft taps layer {config.num_target_layers - 1}, the target's last, and engines differ: "
+                f"transformers captures its output after the final norm, vLLM before it, and SGLang 0.5.23 never "
+                f"captures it for Qwen2, Qwen3 and Llama targets",
+                id="last-layer-tapped",
             )
         if not self.sorts_taps and not taps_ascend(config):
-            yield (
-                f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order, once each: engines "
-                f"mix up the columns of fc.weight unless --normalise-taps sorts the list"
+            yield Notice(
+                f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order without repeats: engines "
+                f"mix up the columns of fc.weight unless --normalise-taps sorts the list",
+                id="unsorted-taps",
             )
+
+
+class Unrecognised(Format):
+    """Stands in for the dialect of a config that no dialect recognises: plain keys at the top level."""
+
+    name: ClassVar[str] = "unrecognised"
+    title: ClassVar[str] = "a draft of no known dialect"
+    priority: ClassVar[int] = 1 << 30
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        return None
+
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
+        raise unknown_format(config, path)
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        raise UnsupportedError(f"{self.title} cannot be written")
 
 
 NUMBER = re.compile(r"\d+")
-"""Names that differ by numbers alone are alike, and the first of them stands for all: there can be very many."""
+"""Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
 FORMATS: Registry[type[Format]] = Registry("format")
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
-"""Whose modules register dialects: an engine's file brings the dialect that is written for it."""
+"""Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The dialect that a checkpoint is written in, and the sentence that names the evidence."""
+    """The dialect of a checkpoint, and a sentence that names the evidence."""
 
     format: Format
     evidence: str
 
 
 def detect(checkpoint: Checkpoint) -> Detection:
-    """Name the dialect of a checkpoint.
+    """The dialect of a checkpoint.
 
     Raises:
-        UnknownFormat: no dialect recognises it.
+        UnknownFormat: no dialect recognises the checkpoint.
     """
     return detect_from(checkpoint.config, frozenset(checkpoint.tensors), checkpoint.config_path)
 
 
 def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: Path) -> Detection:
-    """`detect`, from a config and tensor names; `tensor_names` may be empty if headers cannot be read."""
+    """`detect`, from a config and tensor names. `tensor_names` is empty if headers cannot be read."""
     found = find_dialect(config, tensor_names)
     if found is None:
         raise unknown_format(config, path)
@@ -182,7 +276,7 @@ def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: P
 
 
 def find_dialect(config: Mapping[str, Any], tensor_names: frozenset[str]) -> Detection | None:
-    """The first dialect that recognises a config and its tensors, None where none does."""
+    """The first dialect that recognises a config with its tensors, None if no dialect does."""
     alike: dict[str, str] = {}
     for name in tensor_names:
         key = NUMBER.sub("0", name)
@@ -196,60 +290,83 @@ def find_dialect(config: Mapping[str, Any], tensor_names: frozenset[str]) -> Det
 
 
 def unknown_format(config: Mapping[str, Any], path: Path) -> UnknownFormat:
-    """The error that says what a draft would have been recognised by."""
+    """The error for a config that no dialect recognises."""
+    signs = dict.fromkeys(sign for item in all_formats() for sign in item.signs)
     return UnknownFormat(
-        f"{path}: not a DFlash draft (architectures {config.get('architectures')!r}, no dflash_config, no "
-        f"speculators_model_type)",
-        hint="a draft's config.json has dflash_config or speculators_model_type; did you pass the target?",
+        f"not a DFlash draft (architectures {config.get('architectures')!r}, "
+        f"{', '.join(f'no {sign}' for sign in signs)})",
+        id="not-a-draft",
+        path=path,
+        hint=f"a draft's config.json has {' or '.join(signs)}; did you pass the target?",
     )
+
+
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config has a key that only drafts have."""
+    return any(sign in config for item in all_formats() for sign in item.signs)
 
 
 @cache
 def all_formats() -> tuple[Format, ...]:
-    """Every registered dialect in order of priority: those of exporters, and those that serving engines want."""
+    """Every registered dialect in order of priority: of exporters, and of serving engines."""
     for package in PACKAGES:
         FORMATS.discover(package)
     return tuple(sorted((item() for item in FORMATS.values()), key=lambda item: item.priority))
 
 
-def get_format(name: str) -> Format:
-    """The dialect of that name.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    all_formats()
-    return FORMATS[name]()
-
-
 def writable_formats() -> tuple[Format, ...]:
-    """The dialects that a conversion can write, in order of their names."""
+    """The dialects that a conversion can write, by name."""
     return tuple(sorted((item for item in all_formats() if item.writable), key=lambda item: item.name))
 
 
 def get_writable(name: str) -> Format:
-    """The dialect of that name, if a conversion can write it.
+    """The dialect of that name.
 
     Raises:
-        UsageError: there is none, or it is only read.
+        UsageError: no dialect has the name, or a conversion cannot write it.
     """
     found = {item.name: item for item in writable_formats()}
     if name in found:
         return found[name]
     known = ", ".join(found)
     if name in FORMATS:
-        raise UsageError(f"dialect {name!r} can be read but not written (can be written: {known})")
+        raise UsageError(
+            f"dialect {name!r} can be read but not written (writable: {known})",
+            id="read-only-dialect",
+            field="--to",
+            found=name,
+        )
     close = difflib.get_close_matches(name, found, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"unknown dialect {name!r}{guess} (known: {known})")
+    raise UsageError(
+        f"unknown dialect {name!r}{guess} (known: {known})", id="unknown-dialect", field="--to", found=name
+    )
+
+
+def cannot_state(field: str, value: Any, title: str) -> LossyConversion:
+    """The error for a value that the dialect of that title cannot state."""
+    text = f"{field} {json.dumps(value)}: {title} cannot state it"
+    return LossyConversion(text, id="cannot-state", field=field, found=value)
+
+
+def refuse_scales(config: DraftConfig, reader: str, scales: Iterable[str] = tuple(SCALES)) -> None:
+    """Refuse scales that a reader ignores.
+
+    Raises:
+        LossyConversion: the draft uses one of the scales.
+    """
+    lost = {name: value for name, value in scales_in_use(config).items() if name in scales}
+    if lost:
+        text = f"{', '.join(lost)}: {reader} ignores it"
+        raise LossyConversion(text, id="scale-ignored", field=next(iter(lost)), found=next(iter(lost.values())))
 
 
 def taps_ascend(config: DraftConfig) -> bool:
-    """Whether the taps ascend, each named once."""
+    """Whether the tapped layers are in ascending order without repeats."""
     return all(one < other for one, other in zip(config.target_layer_ids, config.target_layer_ids[1:], strict=False))
 
 
 def named_architectures(config: Mapping[str, Any]) -> list[str]:
-    """The strings of `architectures`, whatever else the key holds."""
+    """The strings that `architectures` lists."""
     value = config.get("architectures")
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

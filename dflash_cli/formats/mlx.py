@@ -1,16 +1,16 @@
-"""The flat form of the native dialect, for MLX readers. Source: bstnxbt/dflash-mlx model.py at f825ffb2.
+"""The flat native dialect, for MLX readers. Source: bstnxbt/dflash-mlx model.py at f825ffb2.
 
-Its keys stand at the top level, and its reader has no defaults for several of them. Written, every key stands in both
-homes and rope in both spellings, so that z-lab's MLX loader and the others read the same file.
+Its keys are at the top level, and its reader has no defaults for several of them. A written config has every key both
+at the top level and nested, and both rope keys, so that z-lab's MLX loader reads the same file.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import FORMATS, Json
+from dflash_cli.formats.dialect import FORMATS, Json, cannot_state
 from dflash_cli.formats.native import Native
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import LossyConversion
+from dflash_runtime.notices import Notice
 
 FLAT_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
 
@@ -31,23 +31,24 @@ class Mlx(Native):
         return f"{', '.join(FLAT_KEYS)} at the top level, and no dflash_config"
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write a native config with every key at the top level too.
+        """Write a native config with every key also at the top level.
 
         Raises:
-            LossyConversion: biases and attention sinks, for which these readers have no parameter; see
-                `Native.write_config` for others.
+            LossyConversion: the draft has biases or attention sinks, which these readers do not load; see also
+                `Native.write_config`.
         """
         if config.attention_bias:
-            raise LossyConversion("attention_bias: true: the MLX readers build their projections without bias")
+            raise cannot_state("attention_bias", True, "the MLX dialect")
         if config.has_sinks:
-            raise LossyConversion("attention sinks: the MLX readers compute none")
+            raise cannot_state("has_sinks", True, "the MLX dialect")
         return {
             **super().write_config(config, carried),
             "target_layer_ids": list(config.target_layer_ids),
             "mask_token_id": config.mask_token_id,
         }
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)
         if any(window is not None for window in config.windows):
-            yield "bstnxbt/dflash-mlx ignores sliding windows; z-lab's own MLX loader applies them"
+            text = "bstnxbt/dflash-mlx ignores sliding windows; z-lab's own MLX loader applies them"
+            yield Notice(text, id="window-ignored")

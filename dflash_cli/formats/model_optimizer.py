@@ -1,7 +1,7 @@
-"""Model-Optimizer's form of the native dialect. Source: NVIDIA/Model-Optimizer hf_spec_export.py at a2fbac7b.
+"""Model-Optimizer's native dialect. Source: NVIDIA/Model-Optimizer hf_spec_export.py at a2fbac7b.
 
-A window stands in `dflash_config.use_swa` and `swa_window_size` while `layer_types` says full attention everywhere;
-vLLM alone reads it. Attention is not causal. Its exports without a window are plain native files.
+`dflash_config.use_swa` and `swa_window_size` state the window, while `layer_types` says full attention for every layer.
+Only vLLM reads the window. Attention is not causal. Exports without a window are plain native files.
 """
 
 from collections.abc import Mapping

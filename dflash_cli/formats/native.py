@@ -1,11 +1,10 @@
-"""The native dialect: a Qwen3-like config with a `dflash_config` object, as z-lab publishes it.
+"""The native dialect, in which z-lab publishes drafts: a Qwen3-like config with a `dflash_config` object.
 
 Sources: z-lab/dflash model.py (April 2026 and 0.1.0), sgl-project/SpecForge export/checkpoint_io.py.
 
-Layers are numbered from 0 and a tap is the layer's output, which is the canonical convention. A key may stand at the
-top level, inside `dflash_config`, or in both places with one value. Exporters that write this dialect with habits of
-their own (`automodel`, `mlx`, `model_optimizer`, `specforge`) and engines that read it (in `engines/`) are
-subclasses, one file each.
+As in canonical form, layers are numbered from 0 and a tap is a layer's output. A key is at the top level, inside
+`dflash_config`, or in both with the same value. Exporters that write variants of this dialect (`automodel`, `mlx`,
+`model_optimizer`, `specforge`) and engines that read it (in `engines/`) have subclasses, one file each.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import (
-    BODY_HOMES,
+    BODY_FIELDS,
     BODY_KEYS,
     NESTED,
     carried_keys,
@@ -24,11 +23,10 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, cannot_state, named_architectures
+from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, scales_in_use
 from dflash_cli.formats.native_fields import (
-    SCALES,
     NativeConfig,
-    guess_taps,
     is_contradictory,
     read_causality,
     read_flag,
@@ -37,17 +35,16 @@ from dflash_cli.formats.native_fields import (
     read_taps,
     stated_causality,
     write_causality,
-    write_scales,
 )
 from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, find_unserved, naming_unserved, without_sinks
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
-
-__all__ = ["ARCHITECTURE", "SCALES", "Native", "guess_taps"]
+from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 ARCHITECTURE = "DFlashDraftModel"
-TWO_HOMES = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
+NESTED_OR_TOP = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
 WINDOW_KEYS = ("use_swa", "swa_window_size")
 
 
@@ -59,23 +56,32 @@ class Native(Format):
     title: ClassVar[str] = "DFlash, native dialect"
     priority: ClassVar[int] = 100
     writable: ClassVar[bool] = True
+    architecture: ClassVar[str | None] = ARCHITECTURE
+    guesses_taps: ClassVar[bool] = True
+    needed: ClassVar[frozenset[str]] = frozenset({"num_target_layers"})
+    keeps_mask: ClassVar[bool] = True
+    signs: ClassVar[tuple[str, ...]] = ("dflash_config",)
     containers: ClassVar[tuple[str, ...]] = ("dflash_config",)
     own_prefix: ClassVar[str] = NESTED
-    keeps_mask: ClassVar[bool] = True
-    homes: ClassVar[Homes] = {
-        **BODY_HOMES,
-        **{key: (f"{NESTED}{key}", key) for key in TWO_HOMES},
-        "draft_vocab_size": ("draft_vocab_size",),
+    settings: ClassVar[tuple[str, ...]] = (NESTED, "")
+    window_keys: ClassVar[tuple[str, ...]] = (f"{NESTED}use_swa",)
+    keys: ClassVar[Keys] = {
+        **BODY_FIELDS,
+        **{key: (f"{NESTED}{key}", key) for key in NESTED_OR_TOP},
+        **{key: (key,) for key in ("draft_vocab_size", "target_hidden_size", "quantization_config", AUX_KEY)},
         "causal": ("is_causal", f"{NESTED}causal"),
-        "windows": (*BODY_HOMES["windows"], *(NESTED + key for key in WINDOW_KEYS)),
-        "sample_from_anchor": (f"{NESTED}sample_from_anchor",),
+        "windows": (*BODY_FIELDS["windows"], *(NESTED + key for key in WINDOW_KEYS)),
+        "sample_from_anchor": (f"{NESTED}sample_from_anchor", "sample_from_anchor"),
         "has_sinks": (NESTED + SINK_KEY,),
-        "target_hidden_size": ("target_hidden_size",),
+    }
+    added: ClassVar[Mapping[str, str]] = {
+        key: key
+        for key in ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", "sample_from_anchor")
     }
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size"})
 
     trains_causal: ClassVar[bool] = True
-    """Whether a sliding layer is causal where nothing is stated."""
+    """Whether a sliding layer is causal if no key states causality."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if ARCHITECTURE in named_architectures(config):
@@ -83,16 +89,19 @@ class Native(Format):
         return "config.json has dflash_config" if isinstance(config.get("dflash_config"), dict) else None
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
-        """Read either spelling of every key.
+        """Read each key at the top level or inside `dflash_config`.
 
         Raises:
-            InvalidConfig: a key that is missing, wrong, or contradicts its other home.
+            InvalidConfig: a key is missing or wrong, or has two different values.
             UnsupportedError: see `naming_unserved`.
         """
         source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
-        unserved = find_unserved(without_sinks(source.nested), config)
+        unserved = self.unserved(config)
         with naming_unserved(unserved):
             return replace(self._read(source), unserved=unserved)
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        return find_unserved(without_sinks(as_object(config.get("dflash_config"))), config)
 
     def _read(self, source: NativeConfig) -> ParsedConfig:
         config, path = source.top, source.path
@@ -102,9 +111,8 @@ class Native(Format):
         layer_types = read_layer_types(config, body["num_layers"], path)
         causal, notes = read_causality(config, source.nested, layer_types, sliding_default=self.trains_causal)
         if config.get("model_type") == "gpt_oss" and config.get("layer_types") is None:
-            notes.append(
-                "a gpt_oss config without layer_types: taken as full attention, though the gpt_oss class alternates"
-            )
+            text = "a gpt_oss config without layer_types: read as full attention, but the gpt_oss class alternates"
+            notes.append(Notice(text, id="gpt-oss-without-layer-types"))
         notes += partial_rope_notes(config)
         depth = source.stated("num_target_layers")
         canonical = DraftConfig(
@@ -129,10 +137,10 @@ class Native(Format):
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write every key in each home that some reader looks in.
+        """Write every key wherever some reader looks for it.
 
         Raises:
-            LossyConversion: causality, width or vocabulary that this dialect cannot state.
+            LossyConversion: the dialect cannot state the draft's causality, width or vocabulary.
             UsageError: `num_target_layers` is not known.
         """
         self.refuse_to_write(config)
@@ -144,7 +152,7 @@ class Native(Format):
             "target_layer_ids": list(config.target_layer_ids),
             **({} if causal is None else {"causal": causal}),
             **({SINK_KEY: True} if config.has_sinks else {}),
-            **write_scales(config),
+            **scales_in_use(config),
         }
         return {
             "architectures": [ARCHITECTURE],
@@ -157,38 +165,53 @@ class Native(Format):
         }
 
     def refuse_to_write(self, config: DraftConfig) -> None:
-        """Refuse what readers of this dialect would leave out.
+        """Refuse a draft if readers of this dialect would ignore a part of it.
 
         Raises:
-            LossyConversion: naming the field.
+            LossyConversion: the field that they would ignore.
             UsageError: `num_target_layers` is not known.
         """
         refuse_common(config)
         if config.has_reduced_vocab:
             raise LossyConversion(
                 f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size}: a native draft must propose over "
-                f"the target's whole vocabulary"
+                f"the target's whole vocabulary",
+                id="reduced-vocabulary",
+                field="draft_vocab_size",
+                found=config.draft_vocab_size,
             )
         if config.feature_size != config.hidden_size:
             raise LossyConversion(
                 f"target_hidden_size {config.target_hidden_size}: a native draft must be as wide as its target, but "
-                f"this one's hidden_size is {config.hidden_size}"
+                f"its hidden_size is {config.hidden_size}",
+                id="other-width",
+                field="target_hidden_size",
+                found=config.target_hidden_size,
             )
 
 
 def refuse_common(config: DraftConfig) -> None:
-    """Refuse what no form of the native dialect can state."""
+    """Refuse a draft that no variant of the native dialect can state.
+
+    Raises:
+        LossyConversion: the draft predicts at the anchor.
+        UsageError: `num_target_layers` is not known.
+    """
     if config.sample_from_anchor:
-        raise LossyConversion("sample_from_anchor: true: the native dialect has no key for it")
+        raise cannot_state("sample_from_anchor", True, "the native dialect")
     if config.num_target_layers is None:
         raise UsageError(
             "num_target_layers: the native dialect needs it, but the source does not state it",
+            id="target-depth-unknown",
+            field="num_target_layers",
             hint="pass --target TARGET",
         )
 
 
 def _carried(source: NativeConfig) -> Json:
-    top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
-    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
+    top = carried_keys(
+        source.top, {*BODY_KEYS, *NESTED_OR_TOP, "dflash_config", "draft_vocab_size", "target_hidden_size"}
+    )
+    consumed = {*NESTED_OR_TOP, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

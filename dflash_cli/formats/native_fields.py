@@ -10,33 +10,30 @@ from typing import Any
 
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
+from dflash_cli.formats.fields import AUX_KEY, SCALES, guess_taps
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.json_values import is_number
-
-SCALES: Mapping[str, float | None] = {
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
-}
-"""Scale -> the value that does nothing."""
-
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+from dflash_runtime.notices import Notice
 
 
 @dataclass(frozen=True, slots=True)
 class NativeConfig:
-    """A native config being read: its two levels and where it lies."""
+    """A native config: its top level, its `dflash_config`, and its path."""
 
     top: Mapping[str, Any]
     nested: Mapping[str, Any]
     path: Path
 
     def stated(self, key: str) -> Any:
-        """The one value of a key in its two homes, or MISSING. A null counts only where it stands alone."""
-        homes = {NESTED + key: self.nested.get(key, MISSING), key: self.top.get(key, MISSING)}
-        found = {home: value for home, value in homes.items() if value is not MISSING}
+        """The value of a key at the top level or in `dflash_config`; None if it is null, MISSING if it is absent.
+
+        Raises:
+            InvalidConfig: two different values.
+        """
+        stated = {NESTED + key: self.nested.get(key, MISSING), key: self.top.get(key, MISSING)}
+        found = {name: value for name, value in stated.items() if value is not MISSING}
         values = [value for value in found.values() if value is not None]
         if any(value != values[0] for value in values):
             raise InvalidConfig(key, found, "the same value in both places", path=self.path)
@@ -48,15 +45,12 @@ class NativeConfig:
         return require_int({key: self.stated(key)}, key, self.path)
 
 
-def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:
-    """The layers that readers assume where a config names none. Source: z-lab/dflash build_target_layer_ids."""
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    return [round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers)]
-
-
 def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
-    """The tapped layers; a config without them is refused, since readers would guess differently."""
+    """The tapped layers.
+
+    Raises:
+        InvalidConfig: the config lists none, so that readers would guess, or another list contradicts them.
+    """
     value = source.stated("target_layer_ids")
     if value is MISSING or value is None:
         depth = source.stated("num_target_layers")
@@ -65,6 +59,7 @@ def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
             "target_layer_ids",
             value,
             f"the layers that the draft taps; engines guess {guess}, which is wrong for most published drafts",
+            id="no-tapped-layers",
             path=source.path,
             hint="write the layers the draft was trained on into dflash_config.target_layer_ids",
         )
@@ -76,7 +71,7 @@ def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def read_swa_windows(source: NativeConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Windows from `layer_types`, or from `use_swa`, which puts one on every layer of an all-full config.
+    """The window of each layer: from `layer_types`, or from `use_swa`, which gives every full layer a window.
 
     Source: vLLM 0.33.0 qwen3_dflash.py::_resolve_layer_attention; NVIDIA/Model-Optimizer hf_spec_export.py.
     """
@@ -95,55 +90,60 @@ def read_swa_windows(source: NativeConfig, num_layers: int) -> tuple[int | None,
 
 def read_causality(
     config: Mapping[str, Any], nested: Mapping[str, Any], layer_types: Sequence[str], *, sliding_default: bool = True
-) -> tuple[tuple[bool, ...], list[str]]:
-    """Causality of each layer: from the first of two keys that is stated, otherwise from the layer's stated kind.
+) -> tuple[tuple[bool, ...], list[Notice]]:
+    """Causality of each layer, with notes: from the first stated key, otherwise from the layer's stated kind.
 
-    A window that comes from `use_swa` makes no layer causal. Source: z-lab/dflash 0.1.0 Qwen3DFlashAttention; vLLM
-    0.33.0 qwen3_dflash.py, which adds the nested key. `sliding_default` is False for exporters that never train
-    causal layers.
+    A window from `use_swa` does not make a layer causal. `sliding_default` is False for exporters that never train
+    causal layers. Source: z-lab/dflash 0.1.0 Qwen3DFlashAttention; vLLM 0.33.0 qwen3_dflash.py adds the nested key.
     """
     stated = stated_causality(config, nested)
     if stated:
         key, value = next(iter(stated.items()))
         if not isinstance(value, bool):
             raise InvalidConfig(key, value, "true or false")
-        notes = []
+        notes: list[Notice] = []
         if is_contradictory(stated):
             notes.append(
-                "is_causal and dflash_config.causal contradict each other; is_causal is used, as engines do, unless "
-                "--causality says otherwise"
+                Notice(
+                    "is_causal and dflash_config.causal contradict each other; like engines, dflash uses is_causal "
+                    "unless you pass --causality",
+                    id="causality-contradicts",
+                )
             )
         elif value and FULL in layer_types:
             notes.append(
-                "causality: full-attention layers are causal inside the block, as in JetSpec and unlike in DFlash"
+                Notice(
+                    "full-attention layers are causal inside the block, as in JetSpec and unlike DFlash",
+                    id="causality-of-full-layers",
+                )
             )
         return (value,) * len(layer_types), notes
     if SLIDING not in layer_types:
         return (False,) * len(layer_types), []
     if not sliding_default:
-        note = "causality is not stated: every layer is taken as non-causal, as this exporter trains them"
-        return (False,) * len(layer_types), [note]
+        note = "causality is not stated: every layer is read as non-causal, as this exporter trains it"
+        return (False,) * len(layer_types), [Notice(note, id="causality-not-stated")]
     note = (
-        "causality is not stated: sliding layers are taken as causal, full layers as non-causal; for a draft trained "
+        "causality is not stated: sliding layers are read as causal, full layers as non-causal; for a draft trained "
         "by SpecForge, pass --causality non-causal"
     )
-    return tuple(kind == SLIDING for kind in layer_types), [note]
+    return tuple(kind == SLIDING for kind in layer_types), [Notice(note, id="causality-not-stated")]
 
 
 def stated_causality(config: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that state causality, the one that engines take first."""
+    """Key -> value of each key that states causality. Engines prefer the first key."""
     pairs = (("is_causal", config.get("is_causal")), ("dflash_config.causal", nested.get("causal")))
     return {key: value for key, value in pairs if value is not None}
 
 
 def is_contradictory(stated: Mapping[str, Any]) -> bool:
-    """Whether keys that mean the same state different values, of whatever type."""
+    """Whether the keys state different values, of whatever type."""
     values = list(stated.values())
     return any(value != values[0] for value in values)
 
 
 def read_scales(source: NativeConfig) -> Json:
-    """The scales that are stated."""
+    """The stated scales."""
     scales: Json = {}
     for key in SCALES:
         value = source.stated(key)
@@ -157,7 +157,7 @@ def read_scales(source: NativeConfig) -> Json:
 
 
 def read_flag(nested: Mapping[str, Any], key: str) -> bool:
-    """A flag of `dflash_config` that is off where it is not stated."""
+    """A flag of `dflash_config`, False if it is absent."""
     value = nested.get(key)
     if value is not None and not isinstance(value, bool):
         raise InvalidConfig(f"dflash_config.{key}", value, "true or false")
@@ -165,21 +165,19 @@ def read_flag(nested: Mapping[str, Any], key: str) -> bool:
 
 
 def write_causality(config: DraftConfig) -> bool | None:
-    """One flag where all layers agree, no flag for the default of sliding causal and full not.
+    """The flag that states causality: None for the default, in which sliding layers are causal and full layers are not.
 
     Raises:
-        LossyConversion: layers that differ otherwise.
+        LossyConversion: the layers differ in another way.
     """
     if config.is_causal is not None:
         return config.is_causal
     if all(causal == (window is not None) for causal, window in zip(config.causal, config.windows, strict=True)):
         return None
     raise LossyConversion(
-        f"causality {list(config.causal)} by layer: the native dialect can state one value for all layers, or "
-        f"none, which makes sliding layers causal and full layers not"
+        f"causality {list(config.causal)} by layer: the native dialect states one value for all layers, or no value, "
+        f"which makes sliding layers causal and full layers non-causal",
+        id="several-causalities",
+        field="is_causal",
+        found=list(config.causal),
     )
-
-
-def write_scales(config: DraftConfig) -> Json:
-    """The scales that do something."""
-    return {name: getattr(config, name) for name, off in SCALES.items() if getattr(config, name) != off}

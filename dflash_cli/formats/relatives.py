@@ -1,7 +1,7 @@
-"""Relatives of DFlash: recognised so that they are refused by name, since several carry DFlash's architecture string.
+"""Relatives of DFlash. They are recognised and refused by name, because several carry DFlash's architecture name.
 
-Reading one as DFlash would load most tensors and propose from a model that was never trained. Each class says by what
-the kind is recognised and what a DFlash reader would leave out. Sources: z-lab/dflash model.py (DFlash 2),
+A DFlash reader would load most of their tensors and propose from a model that nobody trained. Each class has the
+markers of one kind, and the parts that a DFlash reader would leave out. Sources: z-lab/dflash model.py (DFlash 2),
 NVIDIA/Model-Optimizer hf_spec_export.py (Domino and DSpark under DFlash's name), vllm-project/vllm
 model_executor/models/registry.py, sgl-project/SpecForge modeling/draft/dflash.py.
 """
@@ -16,11 +16,11 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
 TARGET_CLASS = r"(Text)?(ForCausalLM|ForConditionalGeneration|Model)$"
-"""How the name of a family ends in `architectures` of a target, whose drafts are named after it too."""
+"""The end of a target's name in `architectures`. Drafts of such a target have names with the same start."""
 
 
 class Relative(Format):
-    """A kind of draft that is not DFlash 1. Subclasses are data: how it is told apart and what it adds."""
+    """A kind of draft that is not DFlash 1. Subclasses are data: markers, and the difference from DFlash."""
 
     priority: ClassVar[int] = 10
 
@@ -32,16 +32,15 @@ class Relative(Format):
     """Matches the start of its architecture names."""
     model_types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `model_type`."""
-    keys: ClassVar[frozenset[str]] = frozenset()
-    """Config keys, at the top level or in `dflash_config`, that only it has, whatever their value."""
+    markers: ClassVar[frozenset[str]] = frozenset()
+    """Config keys, at the top level or in `dflash_config`, that only this kind has."""
     tensors: ClassVar[str] = r"(?!)"
-    """Matches the start of tensor names that only it has."""
-    difference: ClassVar[str]
+    """Matches the start of tensor names that only this kind has."""
     served_by: ClassVar[str]
-    """Who runs it: engines whose release registers its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
+    """The engines that register its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A stated speculators type decides, but for the decoder it names; without one, the most explicit marker."""
+        """The evidence of the most explicit marker. A stated speculators type overrules all but `model_type`."""
         kind = config.get("speculators_model_type")
         if kind is not None:
             is_own = isinstance(kind, str) and kind in self.types
@@ -51,15 +50,17 @@ class Relative(Format):
         projector = nested.get("projector_type", config.get("projector_type"))
         if isinstance(projector, str) and projector in self.projectors:
             return f"dflash_config.projector_type is {projector!r}"
-        for key in sorted(self.keys):
+        for key in sorted(self.markers):
             if key in nested or key in config:
                 return f"config.json has {key} {nested.get(key, config.get(key))!r}"
         return self._model_type(config) or self._architecture(config) or self._tensor(tensor_names)
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
         raise UnknownFormat(
-            f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
-            f"{self.difference}",
+            f"{self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: {self.difference}",
+            id="relative-of-dflash",
+            path=path,
+            found=self.name,
             hint=f"it is served by {self.served_by}; dflash handles DFlash drafts only, and removing the extra parts "
             f"would change the model",
         )
@@ -82,19 +83,19 @@ class Relative(Format):
 
 
 DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transformer_layer_config")
-"""Keys that drafts have and targets do not."""
+"""Keys that drafts have and targets lack."""
 
 
 @FORMATS.register("domino")
 class Domino(Relative):
-    """Domino, also where the architecture says DFlashDraftModel."""
+    """Domino, also under the architecture name DFlashDraftModel."""
 
     name = "domino"
     title = "Domino"
     priority = 10
     projectors = frozenset({"domino"})
     architectures = r"Domino"
-    keys = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
+    markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
     tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
     served_by = "SGLang 0.5.23"
@@ -102,7 +103,7 @@ class Domino(Relative):
 
 @FORMATS.register("dspark")
 class DSpark(Relative):
-    """DSpark, and the files with markov_rank 0 that call themselves DFlash."""
+    """DSpark, and files with markov_rank 0 that are published as DFlash."""
 
     name = "dspark"
     title = "DSpark"
@@ -110,7 +111,7 @@ class DSpark(Relative):
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
-    keys = frozenset(
+    markers = frozenset(
         {"markov_rank", "markov_head_type", "dspark_draft_topk", "dspark_bonus_anchor", "dspark_noise_token_id"}
     )
     tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
@@ -129,7 +130,7 @@ class DFlash2(Relative):
     priority = 12
     types = frozenset({"dflash2"})
     architectures = r".*DFlash2"
-    keys = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
+    markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
     tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
     difference = (
         "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
@@ -146,7 +147,7 @@ class XPress(Relative):
     priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
-    keys = frozenset({"xpress_topc"})
+    markers = frozenset({"xpress_topc"})
     difference = "its layers and its way of drafting are different"
     served_by = "vLLM 0.33"
 
@@ -172,7 +173,7 @@ class Laguna(Relative):
     priority = 15
     architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
-    difference = "its attention is gated, and the output of each tapped layer has a norm of its own"
+    difference = "its attention is gated, and each tapped layer's output has its own norm"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
@@ -191,7 +192,7 @@ class Muse(Relative):
 
 @FORMATS.register("eagle3")
 class Eagle3(Relative):
-    """EAGLE-3. Some of its tensors have DFlash's names, so only names of its own tell it apart."""
+    """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
 
     name = "eagle3"
     title = "EAGLE-3"
@@ -199,7 +200,7 @@ class Eagle3(Relative):
     types = frozenset({"eagle", "eagle3"})
     architectures = r".*Eagle"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
-    difference = "it drafts one token after another, each from the hidden state of the one before"
+    difference = "it drafts one token at a time, each from the previous token's hidden state"
     served_by = "vLLM and SGLang"
 
 
@@ -212,7 +213,7 @@ class PEagle(Relative):
     priority = 8
     types = frozenset({"peagle"})
     architectures = r".*(PEagle|ParallelEagle)"
-    keys = frozenset({"mask_hidden"})
+    markers = frozenset({"mask_hidden"})
     tensors = r"mask_hidden"
     difference = "it is an EAGLE head run in parallel over learned mask states"
     served_by = "vLLM"
@@ -233,7 +234,7 @@ class Mtp(Relative):
 
 @FORMATS.register("hunyuan")
 class HunYuan(Relative):
-    """DFlash of HunYuan targets. Its projections have the shapes of DFlash's, so that only names tell it apart."""
+    """DFlash of HunYuan targets. Its projections have the same shapes as DFlash's, so it is recognised by names."""
 
     name = "hunyuan"
     title = "HunYuan DFlash"
@@ -242,9 +243,9 @@ class HunYuan(Relative):
     model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
     tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."
     difference = "it applies rope to queries and keys before their norms, DFlash after them"
-    served_by = "no engine's release (vllm-project/vllm#43397 proposed a model for it)"
+    served_by = "no released engine (vllm-project/vllm#43397 proposed a model for it)"
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A HunYuan model that is no draft has the same names: it is a target."""
+        """A HunYuan target has the same names, so only a config with a draft's keys counts."""
         is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
         return super().evidence(config, tensor_names) if is_draft else None

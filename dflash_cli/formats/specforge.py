@@ -1,9 +1,9 @@
-"""SpecForge's form of the native dialect. Source: sgl-project/SpecForge modeling/draft/dflash.py at a6b6b023.
+"""SpecForge's native dialect. Source: sgl-project/SpecForge modeling/draft/dflash.py at a6b6b023.
 
-Its training attends in both directions in every layer, sliding ones included, and its export never writes `is_causal`,
-while readers take an unstated sliding layer for a causal one. Only `dflash_config.attention_mode` and
-`attention_modes` (sgl-project/SpecForge#767) tell an export apart; one without them has no key that z-lab's own files
-lack, so it is read as native, with a note.
+Every layer, sliding layers included, is trained to attend in both directions. An export never writes `is_causal`, and
+readers then serve sliding layers as causal. Only `dflash_config.attention_mode` and `attention_modes`
+(sgl-project/SpecForge#767) mark an export. An export without them looks like z-lab's files and is read as native, with
+a note.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from dflash_cli.formats.unserved import MODE_KEYS
 
 @FORMATS.register("specforge")
 class SpecForge(Native):
-    """Exports of SpecForge that say so."""
+    """Exports of SpecForge with an attention mode."""
 
     name: ClassVar[str] = "specforge"
     title: ClassVar[str] = "DFlash, native dialect as SpecForge exports it"

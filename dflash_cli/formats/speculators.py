@@ -1,16 +1,16 @@
-"""The speculators dialect (vllm-project/speculators 0.5 to 0.9): the draft's body inside `transformer_layer_config`.
+"""The speculators dialect (vllm-project/speculators 0.5 to 0.9): the decoder is inside `transformer_layer_config`.
 
-Taps are numbered from 1 (`aux_hidden_state_layer_ids` = layer + 1), there is no top-level `model_type`, and the file
-may carry a reduced head with its id map or copies of the target's embedding and head.
+Tapped layers are numbered from 1 (`aux_hidden_state_layer_ids` = layer + 1). The top level has no `model_type`. The
+weights may include a reduced head with its id map, or copies of the target's embedding and head.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import (
-    BODY_HOMES,
+    BODY_FIELDS,
     BODY_KEYS,
     NESTED,
     carried_keys,
@@ -20,8 +20,16 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
-from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_cli.formats.dialect import (
+    FORMATS,
+    Format,
+    Json,
+    ParsedConfig,
+    cannot_state,
+    named_architectures,
+    refuse_scales,
+)
+from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, Spelling, shifted
 from dflash_cli.formats.speculators_updaters import (
     NON_CAUSAL_FLAG,
     SPECULATORS,
@@ -35,15 +43,16 @@ from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, rea
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 __all__ = ["SPECULATORS", "SpeculatorsFormat", "register_speculator", "update_dflash"]
 
 BODY = "transformer_layer_config."
 TOP = "speculators."
-"""Prefix of carried keys that were found at the top level of a speculators config."""
+"""Prefix of carried keys from the top level of a speculators config."""
 
 WRITTEN_VERSION = "0.9.0"
-"""The release whose layout `write_config` follows."""
+"""The release of speculators that `write_config` follows."""
 
 TOP_KEYS = frozenset(
     {
@@ -63,24 +72,33 @@ class SpeculatorsFormat(Format):
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True
-    containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
-    own_prefix: ClassVar[str] = TOP
     keeps_head: ClassVar[bool] = True
     sorts_taps: ClassVar[bool] = True
     allows_packed: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = True
-    homes: ClassVar[Homes] = {
-        **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
+    signs: ClassVar[tuple[str, ...]] = ("speculators_config", "speculators_model_type")
+    kind: ClassVar[tuple[str, str] | None] = ("speculators_model_type", "dflash")
+    containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
+    own_prefix: ClassVar[str] = TOP
+    body: ClassVar[str] = BODY
+    spellings: ClassVar[Mapping[str, Spelling]] = {"target_layer_ids": shifted(1)}
+    keys: ClassVar[Keys] = {
+        **{field: tuple(BODY + key for key in keys) for field, keys in BODY_FIELDS.items()},
         "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),
+        AUX_KEY: (BODY + AUX_KEY, AUX_KEY),
+        "quantization_config": ("quantization_config", f"{BODY}quantization_config"),
         "target_layer_ids": ("aux_hidden_state_layer_ids",),
         "mask_token_id": ("mask_token_id",),
-        "block_size": ("block_size", "speculators_config.proposal_methods"),
+        "block_size": ("block_size",),
+        "num_draft_tokens": ("speculators_config.proposal_methods",),
         "draft_vocab_size": ("draft_vocab_size",),
         "target_hidden_size": ("target_hidden_size",),
         "num_target_layers": ("num_target_layers",),
         "causal": (NON_CAUSAL_FLAG,),
-        "sample_from_anchor": ("sample_from_anchor",),
+        "sample_from_anchor": ("sample_from_anchor", f"{BODY}{NESTED}sample_from_anchor"),
         "verifier": ("speculators_config.verifier",),
+        "verifier_name": ("speculators_config.verifier.name_or_path",),
+        "verifier_architectures": ("speculators_config.verifier.architectures",),
     }
     unstated: ClassVar[frozenset[str]] = frozenset({*SCALES, "has_sinks"})
 
@@ -93,37 +111,50 @@ class SpeculatorsFormat(Format):
         """Read the config through the updater of its type, so that dflash and an engine see the same draft.
 
         Raises:
-            InvalidConfig: a key that is missing or wrong.
-            UnknownFormat: another speculators type than DFlash.
-            UnsupportedError: a tap on the embedding, and see `naming_unserved`.
+            InvalidConfig: a key is missing or wrong.
+            UnknownFormat: the draft is of another speculators type than DFlash.
+            UnsupportedError: the draft taps the embedding; see also `naming_unserved`.
         """
         kind = config.get("speculators_model_type", MISSING)
         if kind is MISSING:
-            raise InvalidConfig("speculators_model_type", MISSING, "'dflash' beside speculators_config", path=path)
+            raise InvalidConfig("speculators_model_type", MISSING, "'dflash'", path=path)
         update = find_updater(kind)
         body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
         seen = copy.deepcopy(dict(body))
         update(config, seen)
-        unserved = find_unserved(config, body, as_object(body.get("dflash_config")))
+        unserved = self.unserved(config)
         with naming_unserved(unserved):
             canonical = _canonical(config, body, seen, path)
         carried, notes = _carried(config, body), _notes(config, body, canonical)
         return ParsedConfig(config=canonical, carried=carried, notes=notes, unserved=unserved)
 
+    def causality(self, config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, tuple[bool, ...] | None]:
+        """If the flag is absent, every layer is non-causal. vLLM prefers the decoder's own is_causal."""
+        stated = as_object(config.get("transformer_layer_config")).get("is_causal")
+        body = (stated,) * len(layer_types) if isinstance(stated, bool) else None
+        found = {} if stated is None else {f"{BODY}is_causal": body}
+        return {**found, NON_CAUSAL_FLAG: layer_causality(config, layer_types)}
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        body = as_object(config.get("transformer_layer_config"))
+        return find_unserved(config, body, as_object(body.get("dflash_config")))
+
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write the layout of speculators 0.9, complete and with every default spelled out.
+        """Write the keys of speculators 0.9, with every default.
 
         Raises:
-            LossyConversion: causality, scales or attention sinks that this dialect cannot state.
+            LossyConversion: the dialect cannot state the draft's causality, scales or attention sinks.
             UsageError: the target's name is not known.
         """
-        _refuse_scales(config)
+        refuse_scales(config, "the speculators dialect")
         if config.has_sinks:
-            raise LossyConversion("attention sinks: the speculators dialect has no key for them")
+            raise cannot_state("has_sinks", True, "the speculators dialect")
         if config.verifier is None:
             raise UsageError(
                 "verifier: a speculators checkpoint must name its target",
-                hint="pass --verifier NAME or --target TARGET",
+                id="verifier-unknown",
+                field="verifier",
+                hint="pass --target-name NAME or --target TARGET",
             )
         body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
         nested = prefixed_keys(carried, NESTED)
@@ -148,12 +179,13 @@ class SpeculatorsFormat(Format):
             **({} if config.dtype is None else {"dtype": config.dtype}),
         }
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)
         if config.is_causal is None:
-            yield (
-                "sliding layers are causal and full layers are not: speculators reads the result so, but vLLM 0.33 "
-                "would make every layer causal; for vLLM, convert with --to vllm"
+            yield Notice(
+                "sliding layers are causal and full layers are not: speculators reads the result this way, but vLLM "
+                "0.33 makes every layer causal; for vLLM, convert with --to vllm",
+                id="causality-differs",
             )
 
 
@@ -195,27 +227,37 @@ def _carried(config: Mapping[str, Any], body: Mapping[str, Any]) -> Json:
     }
 
 
-def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftConfig) -> tuple[str, ...]:
+def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftConfig) -> tuple[Notice, ...]:
     notes = partial_rope_notes(body)
     stated = body.get("is_causal")
     if stated is not None and stated != canonical.is_causal:
-        notes.append(
-            f"transformer_layer_config.is_causal {stated} is ignored: sliding_window_non_causal decides in this dialect"
-        )
+        text = f"transformer_layer_config.is_causal {stated} is ignored, because {NON_CAUSAL_FLAG} decides"
+        notes.append(Notice(text, id="causality-contradicts"))
     if NON_CAUSAL_FLAG not in config and any(window is not None for window in canonical.windows):
-        notes.append("sliding_window_non_causal is not stated: every layer is taken as non-causal")
+        text = f"{NON_CAUSAL_FLAG} is not stated: every layer is read as non-causal"
+        notes.append(Notice(text, id="causality-not-stated"))
     return tuple(notes)
 
 
 def _write_causality(config: DraftConfig) -> bool:
-    """`sliding_window_non_causal`; true also where nothing slides, because vLLM 0.33 takes false for every layer."""
+    """The value of `sliding_window_non_causal`: true if no layer slides, because vLLM 0.33 applies false to all layers.
+
+    Raises:
+        LossyConversion: a full layer is causal, or sliding layers differ.
+    """
     sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
     full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
     if True in full:
-        raise LossyConversion("causal full-attention layers: in the speculators dialect full layers are never causal")
+        raise LossyConversion(
+            "causal full-attention layers: in the speculators dialect full layers are never causal",
+            id="causal-full-layers",
+            field="causal",
+        )
     if len(sliding) > 1:
         raise LossyConversion(
-            "sliding layers that differ in causality: the speculators dialect has one flag for all of them"
+            "sliding layers differ in causality, but the speculators dialect has one flag for all of them",
+            id="several-causalities",
+            field="causal",
         )
     return sliding != {True}
 
@@ -236,9 +278,3 @@ def _write_proposal(config: DraftConfig) -> Json:
         ],
         "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
     }
-
-
-def _refuse_scales(config: DraftConfig) -> None:
-    lost = list(write_scales(config))
-    if lost:
-        raise LossyConversion(f"{', '.join(lost)}: the speculators dialect has no key for it")

@@ -1,6 +1,6 @@
-"""Updaters by `speculators_model_type`: what an engine makes of a speculators config.
+"""Updaters by `speculators_model_type`: they turn a speculators config into the config that an engine sees.
 
-Source: vllm-project/vllm transformers_utils/configs/speculators/algos.py; the function's name and arguments are kept.
+Source: vllm-project/vllm transformers_utils/configs/speculators/algos.py. Names of functions and arguments are kept.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -14,13 +14,13 @@ from dflash_runtime.registry import Registry
 Updater = Callable[[Mapping[str, Any], MutableMapping[str, Any]], None]
 
 NON_CAUSAL_FLAG = "sliding_window_non_causal"
-"""The key by which the dialect states how sliding layers attend."""
+"""The key that states how sliding layers attend in a block."""
 
 SPECULATORS: Registry[Updater] = Registry("speculators_model_type")
 
 
 def register_speculator(name: str) -> Callable[[Updater], Updater]:
-    """Enter an updater for one `speculators_model_type`."""
+    """A decorator that registers the updater of one `speculators_model_type`."""
     return SPECULATORS.register(name)
 
 
@@ -28,11 +28,14 @@ def find_updater(name: object) -> Updater:
     """The updater of a type.
 
     Raises:
-        UnknownFormat: a type this tool does not read.
+        UnknownFormat: this tool does not read the type.
     """
     if not isinstance(name, str) or name not in SPECULATORS:
         raise UnknownFormat(
-            f"speculators_model_type {name!r} is not DFlash (read here: {', '.join(SPECULATORS)})",
+            f"speculators_model_type {name!r} is not DFlash (known: {', '.join(SPECULATORS)})",
+            id="other-speculators-type",
+            field="speculators_model_type",
+            found=name,
             hint="this tool handles DFlash drafts only",
         )
     return SPECULATORS[name]
@@ -40,17 +43,17 @@ def find_updater(name: object) -> Updater:
 
 @register_speculator("dflash")
 def update_dflash(config_dict: Mapping[str, Any], pre_trained_config: MutableMapping[str, Any]) -> None:
-    """Turn the decoder config of a speculators draft into the config an engine sees, in place.
+    """Turn the decoder config of a speculators draft into the config that an engine sees, in place.
 
     config_dict           the whole speculators config
-    pre_trained_config    its `transformer_layer_config`; gains `architectures`, `draft_vocab_size`,
-                          `target_hidden_size` where given, `eagle_aux_hidden_state_layer_ids` and `dflash_config`
+    pre_trained_config    its `transformer_layer_config`. Gains `architectures`, `draft_vocab_size`,
+                          `target_hidden_size` if stated, `eagle_aux_hidden_state_layer_ids` and `dflash_config`.
 
-    speculators numbers a tap by the layer whose input it is, so aux ids [2, 4, 5] are the outputs of layers [1, 3, 4].
+    speculators counts layers from 1, so aux ids [2, 4, 5] are the outputs of layers [1, 3, 4].
 
     Raises:
-        InvalidConfig: aux ids or a mask id that are missing or of the wrong type.
-        UnsupportedError: an aux id of 0, the embedding's output, which no layer produces.
+        InvalidConfig: the aux ids or the mask id are missing or of a wrong type.
+        UnsupportedError: an aux id is 0, the output of the embedding.
     """
     aux_ids = _aux_ids(config_dict)
     pre_trained_config["architectures"] = ["DFlashDraftModel"]
@@ -67,17 +70,17 @@ def update_dflash(config_dict: Mapping[str, Any], pre_trained_config: MutableMap
 
 
 def layer_causality(config_dict: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[bool, ...]:
-    """Only sliding layers can be causal, and they are where the flag is stated as false.
+    """Causality of each layer: a sliding layer is causal if the flag is false, a full layer never is.
 
-    Source: vllm-project/speculators 0.9.0 models/dflash/attention.py; before 0.6.0 the key did not exist and every
-    layer was non-causal.
+    Source: vllm-project/speculators 0.9.0 models/dflash/attention.py. Releases before 0.6.0 have no such key, and
+    every layer is non-causal.
     """
     is_causal = config_dict.get(NON_CAUSAL_FLAG) is False
     return tuple(is_causal and kind == SLIDING for kind in layer_types)
 
 
 def _common_causality(config_dict: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, bool]:
-    """`causal` where all layers agree. One key for layers that differ would be wrong for some of them."""
+    """`causal` if all layers agree; otherwise empty, because one value would be wrong for some layers."""
     layer_types = body.get("layer_types")
     values = set(layer_causality(config_dict, layer_types if isinstance(layer_types, list) and layer_types else [FULL]))
     return {"causal": values.pop()} if len(values) == 1 else {}
@@ -92,7 +95,10 @@ def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
         raise InvalidConfig(key, value, "layers numbered from 1")
     if 0 in value:
         raise UnsupportedError(
-            f"{key} {value}: 0 taps the embedding's output; only the outputs of layers, numbered from 1, are served"
+            f"{key} {value}: 0 taps the embedding's output, but only outputs of layers, numbered from 1, are served",
+            id="embedding-tapped",
+            field=key,
+            found=value,
         )
     return list(value)
 

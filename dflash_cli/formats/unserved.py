@@ -1,8 +1,8 @@
-"""Settings by which a draft computes something that DFlash does not: refused by name wherever they stand.
+"""Settings that ask for a computation that DFlash does not have. Such a draft is refused by the name of the setting.
 
-A reader that passed over one would load every tensor and propose from another model. What tensors show, such as experts
-or missing norms, is left to them: trainers copy the target's keys for it into configs of plain drafts. Sources:
-vLLM 0.33.0 model_executor/models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.py.
+A reader that ignores such a setting loads every tensor and proposes from another model. Faults that the tensors show,
+such as experts or missing norms, are left to the tensors: trainers copy those keys from the target into configs of
+plain drafts. Sources: vLLM 0.33.0 model_executor/models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import as_object
 
-OWN_WEIGHTS = "the draft has its own weights where a DFlash draft uses those of the target"
+OWN_WEIGHTS = "the draft has its own embedding or head; a DFlash draft uses the target's"
 SINKS = "attention sinks, a learned term in each head's softmax"
 
 UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -28,10 +28,10 @@ UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_value_scale": ((1,), "attention values are scaled"),
     "projector_type": (("", "dflash", "default"), "a head that is not DFlash's own"),
 }
-"""Key -> the values that ask for nothing, and what any other asks for."""
+"""Key -> the values that ask for nothing, and the computation that any other value asks for."""
 
 SINK_KEY = "attention_sink_bias"
-"""Served inside a native `dflash_config`: each layer has a tensor for it. Elsewhere no dialect says where that is."""
+"""Served inside a native `dflash_config`, where each layer has a tensor for it. No dialect defines it elsewhere."""
 
 PLAIN_PROJECTORS = (None, *UNSERVED["projector_type"][0])
 """Values of projector_type that name DFlash's own projection."""
@@ -40,30 +40,33 @@ MODE_KEYS = ("attention_mode", "attention_modes")
 
 
 def without_sinks(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """A native `dflash_config` but for the key that asks for attention sinks."""
+    """A native `dflash_config` without the key that asks for attention sinks."""
     return {key: value for key, value in nested.items() if key != SINK_KEY}
 
 
 def refuse_unserved(found: Mapping[str, str]) -> None:
-    """Refuse a draft by what `find_unserved` found in its config, all of it in one line.
+    """Refuse a draft if `find_unserved` found a setting in its config.
 
     Raises:
-        UnsupportedError: each key with what it asks for.
+        UnsupportedError: each key with the computation that it asks for.
     """
     if found:
         raise UnsupportedError(
-            unserved_in_words(found), hint="dflash handles drafts without it; leaving it out would change the model"
+            unserved_in_words(found),
+            id="unserved-setting",
+            field=next(iter(found)),
+            hint="dflash handles drafts without it; leaving it out would change the model",
         )
 
 
 def unserved_in_words(found: Mapping[str, str]) -> str:
-    """Each key with its value and what that asks for."""
+    """Each key with its value and the computation that it asks for, on one line."""
     return "; ".join(f"{key} {text}" for key, text in found.items())
 
 
 @contextmanager
 def naming_unserved(found: Mapping[str, str]) -> Iterator[None]:
-    """Where a config that asks for what is not served cannot be read either, that is the better message.
+    """Read a config. If that fails and the config has an unserved setting, the error names the setting.
 
     Raises:
         UnsupportedError: see `refuse_unserved`.
@@ -76,7 +79,7 @@ def naming_unserved(found: Mapping[str, str]) -> Iterator[None]:
 
 
 def find_unserved(*objects: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> its value and what that asks for, for everything in the objects that is not served."""
+    """Key -> its value and the computation that it asks for, for every unserved setting in the objects."""
     head_dim = next((item["head_dim"] for item in objects if item.get("head_dim") is not None), None)
     return {key: text for item in objects for key, text in _unserved(item, head_dim)}
 

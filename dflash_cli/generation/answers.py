@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.generation.run_facts import PairRun
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
+from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL
 from dflash_runtime.errors import RequestError
-from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths, request_metrics
+from dflash_runtime.metrics import AcceptanceCounts, Metrics, count_acceptance, request_metrics
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
-    from dflash_cli.generation.loaded_pair import PairSession
     from dflash_runtime.llm import Delta
-    from dflash_runtime.lossless import Lossless
 
 Streaming = Callable[[list[list[int]], list[SamplingParams], list[PromptRow]], Iterator["Delta"]]
-"""Runs prompts, each with its parameters; the rows are those that the prompts belong to."""
+"""Runs prompts, each with its sampling parameters and its row, and yields their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,59 +29,82 @@ class Answer:
     output: RequestOutput
     text: str | None
 
-    def to_json(self, num_speculative_tokens: int, *, with_trace: bool = False) -> dict[str, Any]:
-        """The row `dflash generate --output` writes, of a run that drafts so many tokens a step."""
-        record: dict[str, Any] = {"index": self.row.index}
-        if self.row.id is not None:
-            record["id"] = self.row.id
-        if self.row.kind == "turns":
-            record["turn"] = self.turn
-        if self.row.condition is not None:
-            record |= {"prompt_index": self.row.prompt_index, "condition": self.row.condition.name}
-            record |= {"is_plain": True} if self.row.is_plain else {}
-        record |= {
-            "prompt_token_ids": list(self.output.prompt_token_ids),
-            "token_ids": list(self.output.token_ids),
-            "text": self.text,
-            "finish_reason": str(self.output.finish_reason),
-            "acceptance_lengths": list(self.output.acceptance_lengths),
-            "verify_widths": list(self.output.verify_widths),
-            "rejected_ids": list(self.output.rejected_ids),
-            "metrics": request_metrics(self.output, num_speculative_tokens),
-        }
-        if self.output.num_loaded:
-            record["num_loaded"] = self.output.num_loaded
-        if with_trace:
-            record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
-        if self.output.error is not None:
-            record["error"] = self.output.error
-        return record
-
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Three parts of a step: the accepted drafts and the bonus, as far as the output has them after stops and limits,
-    and the drafted token that the bonus replaced."""
+    """Return the accepted draft tokens, the bonus token, and the draft token that the bonus replaced.
+
+    Tokens that stops or limits cut from the output are left out.
+    """
     kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
     return accepted, bonus, () if step.rejected_id is None else (step.rejected_id,)
 
 
-def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
-    accepted, bonus, replaced = split_step(step, token_ids)
-    return {
-        "drafted": list(step.draft_ids),
-        "accepted": list(accepted),
-        "bonus": list(bonus),
-        "replaced": list(replaced),
-    }
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """The token ids of one verify step."""
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    bonus: tuple[int, ...]
+    replaced: Annotated[tuple[int, ...], "the draft token that the bonus replaced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow:
+    """One answer, as `dflash generate --output` writes it."""
+
+    index: int
+    id: Annotated[str | int | None, OPTIONAL] = None
+    turn: Annotated[int | None, OPTIONAL] = None
+    prompt_index: Annotated[int | None, OPTIONAL, "set if prompts are answered under several conditions"] = None
+    condition: Annotated[str | None, OPTIONAL] = None
+    is_plain: Annotated[bool, OPTIONAL, "answered without the draft"] = False
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    acceptance_lengths: Annotated[tuple[int, ...], "accepted drafts + 1 of each verify step"]
+    verify_widths: Annotated[tuple[int, ...], NOT_REQUIRED, "rows that each verify step verified"] = ()
+    rejected_ids: Annotated[tuple[int | None, ...], NOT_REQUIRED, "the draft token that each verify step rejected"] = ()
+    metrics: Annotated[Metrics | None, NOT_REQUIRED] = None
+    num_loaded: Annotated[int, OPTIONAL, "tokens whose KV came from a hand-off"] = 0
+    trace: Annotated[tuple[TracedStep, ...] | None, OPTIONAL] = None
+    error: Annotated[str | None, OPTIONAL] = None
+
+    @classmethod
+    def of(cls, answer: Answer, num_speculative_tokens: int, *, with_trace: bool = False, **more: Any) -> Self:
+        """Return the row of an answer of a run that drafts `num_speculative_tokens` per step, with `more` fields."""
+        row, output = answer.row, answer.output
+        trace = tuple(TracedStep(step.draft_ids, *split_step(step, output.token_ids)) for step in output.drafts)
+        fields: dict[str, Any] = {
+            "index": row.index,
+            "id": row.id,
+            "turn": answer.turn if row.kind == "turns" else None,
+            "prompt_index": row.prompt_index if row.condition is not None else None,
+            "condition": row.condition.name if row.condition is not None else None,
+            "is_plain": row.is_plain,
+            "prompt_token_ids": output.prompt_token_ids,
+            "token_ids": output.token_ids,
+            "text": answer.text,
+            "finish_reason": output.finish_reason,
+            "acceptance_lengths": output.acceptance_lengths,
+            "verify_widths": output.verify_widths,
+            "rejected_ids": output.rejected_ids,
+            "metrics": request_metrics(output, num_speculative_tokens),
+            "num_loaded": output.num_loaded,
+            "trace": trace if with_trace else None,
+            "error": output.error,
+        }
+        return cls(**fields | more)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """Tokens that one step committed for one row.
 
-    `text` is the new text that no later token can change: a character split over tokens comes with
-    its last token. It is None without a tokenizer. `answer` is set in the last event of a turn.
+    `text` is the new text that later tokens cannot change: a character split over tokens comes with its last token.
+    `text` is None without a tokenizer. `answer` is set in the last event of a turn.
     """
 
     row: PromptRow
@@ -90,7 +114,7 @@ class Event:
 
 
 class Answering(Protocol):
-    """Who answers the prompts of a run: a pair loaded in this process, or workers."""
+    """Answers the prompts of a run: a pair loaded in this process, or workers."""
 
     @property
     def references(self) -> Mapping[str, str | None]: ...
@@ -111,7 +135,7 @@ class Answering(Protocol):
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]: ...
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> PairRun: ...
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None: ...
 
@@ -120,7 +144,7 @@ class Answering(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the events of a run, for the statistics and for --json."""
+    """Answers and token counts of a run, collected from its events."""
 
     num_speculative_tokens: int
     num_tokens: int = 0
@@ -151,56 +175,31 @@ class Tally:
             parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (with prompts, without loading)")
         return ", ".join(parts)
 
-    def to_json(
-        self, session: "PairSession", seconds: float, *, with_trace: bool = False, lossless: "Lossless | None" = None
-    ) -> dict[str, Any]:
-        """The document of `dflash generate --json`."""
-        answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
-        return {
-            "draft": session.references["draft"],
-            "target": session.references["target"],
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "num_tokens": self.num_tokens,
-            "seconds": round(seconds, 6),
-            **self.counts.to_json(),
-            "verify_width_histogram": count_widths(self.outputs),
-            "lossless": lossless.to_json() if lossless is not None else None,
-            "measured": session.describe(),
-            "rows": [answer.to_json(self.num_speculative_tokens, with_trace=with_trace) for answer in answers],
-        }
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
 
 def answer_rows(
-    session: "PairSession",
     rows: Sequence[PromptRow],
-    params: Callable[[PromptRow], SamplingParams],
+    params: SamplingParams,
     *,
+    stream: Streaming,
+    tokenizer: Tokenizer | None,
     chat: bool = False,
-    stream: Streaming | None = None,
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 
-    A turn that cannot be served has an answer with an error, as have those after it; other rows are not touched by it.
-    `stream` runs the prompts: by default the session's LLM, by itself.
+    If a turn cannot be served, its answer and the answers of the row's later turns have an error. Other rows go on.
     """
-    stream = stream or (lambda prompts, given, _: session.llm.stream(prompts, given))
     pending = [Conversation(row) for row in rows]
     while pending:
         prompts, ready = [], []
         for conversation in pending:
             try:
-                prompts.append(conversation.next_prompt(session.tokenizer, chat=chat))
+                prompts.append(conversation.next_prompt(tokenizer, chat=chat))
                 ready.append(conversation)
             except RequestError as error:
                 yield from _fail(conversation, error.message, error.exit_code)
         pending = ready
-        texts = [_Text(session.tokenizer) for _ in pending]
-        given = [own_seed(params(item.row), item.row) for item in pending]
+        texts = [_Text(tokenizer) for _ in pending]
+        given = [own_seed(params, item.row) for item in pending]
         for delta in stream(prompts, given, [item.row for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             output = _of_row(delta.output, conversation) if delta.output is not None else None
@@ -217,17 +216,17 @@ def answer_rows(
 
 
 def fail_row(row: PromptRow, reason: str, code: int) -> Iterator[Event]:
-    """The answers of a row of which no turn could be served; `code` is what the command exits with."""
+    """Yield failed answers to all turns of a row. `code` is the exit code of the command."""
     return _fail(Conversation(row), reason, code)
 
 
 def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
-    """A prompt's own numbers: with one seed for all, prompts would draw the same ones at the same positions."""
+    """Derive the prompt's own seed. With one seed for all, prompts would draw equal numbers at equal positions."""
     return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.prompt_index))
 
 
 def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:
-    """The output with the row's own index, and its error under the row's name: the LLM knows only this turn's list."""
+    """Return the output with the row's own index, and with the row's name in its error."""
     row = conversation.row
     if output.error is None:
         return replace(output, index=row.index)
@@ -236,12 +235,14 @@ def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:
 
 
 def _fail(conversation: Conversation, reason: str, code: int, output: RequestOutput | None = None) -> Iterator[Event]:
-    """The answers of a turn that could not be served, and of those that were to follow it."""
+    """Yield the answers of a failed turn and of the turns after it."""
     row, failed = conversation.row, conversation.turn
     for turn in range(failed, row.num_turns):
         if turn > failed or output is None:
             error = (
-                reason if turn == failed else f"{row.where}: turn {turn + 1} is not asked, as turn {failed + 1} failed"
+                reason
+                if turn == failed
+                else f"{row.where}: turn {turn + 1} was skipped because turn {failed + 1} failed"
             )
             output = RequestOutput(
                 index=row.index,

@@ -1,37 +1,39 @@
-"""Conditions under which one run answers every prompt: thinking on or off, contexts of several lengths, no draft."""
+"""Conditions under which one run answers every prompt: thinking on or off, context length, with or without draft."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 
 THINKING_KEY = "enable_thinking"
-"""What most chat templates call the switch."""
+"""The name of the thinking switch in most chat templates."""
 THINKING_VALUE = "$thinking"
-"""What stands in --chat-template-kwargs for the value, where a template calls the switch something else."""
+"""Placeholder for the value in --chat-template-kwargs, for templates that name the switch otherwise."""
 SWITCH = {"on": True, "off": False}
 UNITS = {"k": 1024, "m": 1024**2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """How a prompt is answered, where one run answers it in several ways; None where a way is not asked for.
+    """One way of answering a prompt. None means that the run does not set this part.
 
-    `context_len` is how many tokens the prompt is filled up to. `template_options` follow from `thinking`. With
-    `is_plain` the target decodes without its draft.
+    The prompt is padded to `context_len` tokens. `template_options` follow from `thinking`. With `is_plain` the target
+    decodes without its draft.
     """
 
     thinking: str | None = None
-    context_len: int | None = None
-    is_plain: bool = False
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    context_len: Annotated[int | None, "number of tokens to which prompts were padded"] = None
+    is_plain: Annotated[bool, HIDDEN] = False
+    template_options: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
     @property
+    @computed_key
     def name(self) -> str:
-        """`thinking on, 4k`; empty for the one way in which a run without conditions answers."""
+        """`thinking on, 4k`; empty for a run without conditions."""
         parts = [
             f"thinking {self.thinking}" if self.thinking is not None else None,
             _short(self.context_len) if self.context_len is not None else None,
@@ -40,26 +42,27 @@ class Condition:
         return ", ".join(part for part in parts if part)
 
 
-def parse_thinking(text: str | None) -> tuple[str, ...]:
-    """`on,off`, or levels that a template knows, such as `low,high`."""
-    values = [part.strip() for part in (text or "").split(",")] if text is not None else []
-    if not all(values) or len(set(values)) < len(values):
-        raise UsageError(f"--thinking {text}: expected on, off or on,off")
-    return tuple(values)
+def parse_tokens(text: str) -> int:
+    """Return the number of tokens of `4k` (4,096) or `500`.
 
-
-def parse_context_lengths(text: str | None) -> tuple[int, ...]:
-    """`1k,4k,500` as tokens, a k being 1,024."""
-    lengths = [_tokens(part.strip().lower()) for part in text.split(",")] if text is not None else []
-    if 0 in lengths or len(set(lengths)) < len(lengths):
-        raise UsageError(f"--context-lengths {text}: expected numbers of tokens such as 1k,4k,16k")
-    return tuple(lengths)
+    Raises:
+        ValueError: the text has another form.
+    """
+    number, factor = (text[:-1], UNITS[text[-1].lower()]) if text[-1:].lower() in UNITS else (text, 1)
+    return int(number) * factor
 
 
 def make_conditions(
     thinking: Sequence[str], context_lens: Sequence[int], *, with_plain: bool, template_options: str | None
 ) -> tuple[Condition, ...]:
-    """Every combination of what is asked for, those without a draft last; empty where that is one way only."""
+    """Return every combination of the values, conditions without a draft last. Empty for a run without conditions.
+
+    Raises:
+        UsageError: a value is given twice.
+    """
+    for field_name, values in (("--thinking", thinking), ("--context-lengths", context_lens)):
+        if len(set(values)) < len(values):
+            raise UsageError(field=field_name, found=list(values), expected="each value once")
     if not (thinking or context_lens or with_plain):
         return ()
     return tuple(
@@ -80,15 +83,9 @@ def _thinking_key(template_options: str | None) -> str:
     try:
         options = json.loads(template_options or "{}")
     except ValueError:
-        return THINKING_KEY  # `find_tokenizer` says what is wrong with it
+        return THINKING_KEY  # `find_tokenizer` reports the error
     named = [key for key, value in options.items() if value == THINKING_VALUE] if isinstance(options, dict) else []
     return named[0] if named else THINKING_KEY
-
-
-def _tokens(text: str) -> int:
-    """Tokens of `4k`; 0 for what is none."""
-    number, factor = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
-    return int(number) * factor if number.isdecimal() else 0
 
 
 def _short(num_tokens: int) -> str:

@@ -1,11 +1,11 @@
-"""Text and token ids: the target's tokenizer, its chat template, and decoding while tokens arrive."""
+"""The target's tokenizer, its chat template, and decoding of tokens as they arrive."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import CheckpointError, RequestError, UsageError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """A target's tokenizer, as transformers loads it; no code from the checkpoint is run."""
+    """A target's tokenizer, loaded by transformers. Code from the checkpoint is never run."""
 
     def __init__(self, path: Path, template_options: dict[str, Any] | None = None) -> None:
         from transformers import AutoTokenizer
@@ -21,7 +21,8 @@ class Tokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"tokenizer cannot be loaded: {str(error).splitlines()[0]}", path=path) from error
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"tokenizer cannot be loaded: {reason}", id="tokenizer", path=path) from error
         self._template_options = template_options or {}
 
     @property
@@ -30,28 +31,28 @@ class Tokenizer:
         return int(value) if value is not None else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens this tokenizer adds by itself."""
+        """Return the ids of a text, with the special tokens that the tokenizer adds."""
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     @property
     def has_template(self) -> bool:
-        """Whether it can render conversations."""
+        """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     @property
     def template_digest(self) -> str | None:
-        """A hash of the chat template, by which a conversation is told from one that was rendered otherwise."""
+        """Hash of the chat template, None without a template."""
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
+        return digest_text(text) if template else None
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer; `options` of the template overrule the tokenizer's.
+        """Return the ids of a conversation, ready for the assistant's answer. `options` override the tokenizer's own.
 
         Raises:
-            RequestError: the template refuses it, as some do roles that they do not know.
+            RequestError: the template fails, for example because it does not know a role.
         """
         from jinja2 import TemplateError
 
@@ -64,21 +65,22 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"{where}: the chat template does not take it: {reason}") from error
+            text = f"{where}: the chat template failed: {reason}"
+            raise RequestError(text, id="template-failed", field=where, found=reason) from error
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Return the text of ids without special tokens."""
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
 
 class StreamDecoder:
-    """Turns ids into text as they arrive, holding back what may still change.
+    """Turns ids into text as they arrive, and holds back text that may still change.
 
-    A character split over tokens decodes to U+FFFD until its last byte is there, so text is released up to the first
-    token after which the decoded text ends cleanly.
+    A character that is split over tokens decodes to U+FFFD until its last byte arrives. So text is released when the
+    decoded text ends with a complete character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -90,8 +92,8 @@ class StreamDecoder:
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids and return the new text that later ids cannot change."""
         self._ids += token_ids
-        # Decoding starts at the last clean boundary, so a long text costs no more than a short one; one clean piece
-        # is kept in front because a tokenizer may write a token differently at the start of a text.
+        # Decoding starts near the end, so a long text costs no more than a short one. One released piece stays in
+        # front, because a tokenizer may decode a token differently at the start of a text.
         before = self._tokenizer.decode(self._ids[self._start : self._released])
         text = self._tokenizer.decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -106,9 +108,9 @@ class StreamDecoder:
 
 
 def find_tokenizer(path: Path, template_options: str | None = None) -> Tokenizer | None:
-    """The tokenizer in a target's directory, or None where there is none.
+    """Return the tokenizer in a target's directory, or None if the directory lacks one.
 
-    `template_options` is a JSON object passed to the chat template, such as `{"enable_thinking": false}`.
+    `template_options` is a JSON object for the chat template, such as `{"enable_thinking": false}`.
     """
     options = template_arguments(template_options)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
@@ -117,17 +119,18 @@ def find_tokenizer(path: Path, template_options: str | None = None) -> Tokenizer
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a chat template, from a JSON object.
+    """Return the arguments of a chat template from a JSON object.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a JSON object.
     """
     if not text:
         return {}
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
+        field = "--chat-template-kwargs"
+        raise UsageError(f"{field}: not valid JSON: {error}", id="invalid-json", field=field, found=text) from error
     if not isinstance(options, dict):
-        raise UsageError("--chat-template-kwargs: expected a JSON object")
+        raise UsageError(field="--chat-template-kwargs", found=options, expected="a JSON object")
     return options

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.acceptance.disaggregated import EXACT, Disaggregation, SideBySide
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts
-from dflash_cli.generation.answers import Answer, Tally, plural
+from dflash_cli.generation.answers import Answer, Tally
 from dflash_cli.handoff.handoff_problems import without_echoes
 from dflash_cli.terminal import console
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.generation.answers import Answering
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.handoff.handed_session import HandedSession
@@ -29,7 +30,7 @@ Pair = tuple[RequestOutput, RequestOutput]
 
 
 def hold_against_one_engine(
-    evaluation: "Evaluation", answering: "Answering", request: "EvaluationRequest", tally: Tally
+    evaluation: "Evaluation", answering: "Answering", request: "EvaluationPlan", tally: Tally
 ) -> "Evaluation":
     """The evaluation with what one engine says to the same prompts, where another process has prefilled them."""
     from dflash_cli.handoff.handed_session import HandedSession
@@ -41,7 +42,7 @@ def hold_against_one_engine(
 
 
 def _compare_with_one_engine(
-    session: "HandedSession", request: "EvaluationRequest", answers: Sequence[Answer]
+    session: "HandedSession", request: "EvaluationPlan", answers: Sequence[Answer]
 ) -> Disaggregation:
     """Ask one engine, which is this process's by itself, the same prompts, and hold the answers against its own."""
     if session.side.counts.num_given_up:
@@ -76,7 +77,7 @@ def _compare_with_one_engine(
     )
 
 
-def _all_answers(session: "HandedSession", request: "EvaluationRequest", tally: Tally) -> list[Answer]:
+def _all_answers(session: "HandedSession", request: "EvaluationPlan", tally: Tally) -> list[Answer]:
     """The answers of a run that succeeded, those of an earlier one that it went on from among them."""
     from dflash_cli.acceptance.journal import Journal
 
@@ -87,7 +88,7 @@ def _all_answers(session: "HandedSession", request: "EvaluationRequest", tally: 
     return [found[key] for key in sorted(found)]
 
 
-def _ask(session: "PairSession", request: "EvaluationRequest") -> list[Answer]:
+def _ask(session: "PairSession", request: "EvaluationPlan") -> list[Answer]:
     """The answers of one engine to the prompts of a request."""
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.acceptance.measure import measure
@@ -105,7 +106,7 @@ def _is_prefilled_here(output: RequestOutput) -> bool:
     return not output.num_loaded and len(output.token_ids) > 1
 
 
-def _is_rounding(session: "HandedSession", request: "EvaluationRequest", output: RequestOutput) -> bool:
+def _is_rounding(session: "HandedSession", request: "EvaluationPlan", output: RequestOutput) -> bool:
     """Whether a text that differs is one that rounding may make. A sample in bfloat16 is not judged, and counts so."""
     if not request.params.is_greedy:
         return session.llm.pair.placement.dtype_name not in EXACT

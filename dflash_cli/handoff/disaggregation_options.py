@@ -1,13 +1,11 @@
-"""The options by which `dflash eval-acceptance` prefills in another process. Needs no torch itself."""
+"""The options by which `dflash eval-acceptance` prefills in another process. Imports no torch."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from dflash_cli.handoff.handoff_options import ForceMismatchOption, TimeoutOption
-from dflash_cli.terminal.parameters import MEASURING
+from dflash_cli.handoff.handoff_options import TransferOptions
+from dflash_cli.terminal.requests import MEASURING, Option
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 
@@ -18,64 +16,49 @@ if TYPE_CHECKING:
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DisaggregationOptions:
-    """Whether prompts are prefilled in another process, and how what it hands off comes here."""
+@dataclass(frozen=True, kw_only=True)
+class DisaggregationOptions(TransferOptions):
+    """Whether another process prefills the prompts, and how its hand-offs come here."""
 
     disaggregated: Annotated[
         bool,
-        typer.Option(
-            "--disaggregated",
-            help="Prefill in a process of its own, hand every request over, and decode here; then ask one engine the "
-            "same and compare text, steps and acceptance. Exits with 3 if the hand-off changes them.",
-            rich_help_panel=MEASURING,
+        Option(
+            group=MEASURING,
+            help="Prefill in another process, hand every request over and decode here; then compare text, steps and "
+            "acceptance with one engine. Exits with 3 if the hand-off changes them.",
         ),
     ] = False
     connector: Annotated[
         CarrierName | None,
-        typer.Option(
-            "--connector",
-            help="With --disaggregated: what carries hand-offs. Default: file, a folder that goes with the run.",
-            show_default=False,
-            rich_help_panel=MEASURING,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="With --disaggregated: the carrier of hand-offs. Default: file, a temporary folder.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     prefill_draft: Annotated[
         str | None,
-        typer.Option(
-            "--prefill-draft",
-            metavar="DRAFT",
+        Option(
+            metavar="DRAFT", group=MEASURING,
             help="With --disaggregated: prefill with another draft, or with none, to see that it is noticed; with "
             "--force-mismatch, what it costs.",
-            rich_help_panel=MEASURING,
         ),
-    ] = None
-    handoff_timeout: TimeoutOption = 60.0
-    force_mismatch: ForceMismatchOption = False
+    ] = None  # fmt: skip
 
-    def check(self, workers: str | None, mode: str = "live") -> None:
-        """Refuse what goes with --disaggregated without it, and what does not go with it.
+    def check(self) -> None:
+        super().check()
+        if self.disaggregated:
+            return
+        for item in self.changed():
+            if item.name in ("connector", "prefill_draft", "force_mismatch"):
+                raise UsageError(
+                    f"{item.flag} needs --disaggregated", id="option-needs-another", field=item.flag,
+                    hint="add --disaggregated",
+                )  # fmt: skip
 
-        Raises:
-            UsageError: naming the option.
-        """
-        given = {
-            "--connector": self.connector,
-            "--prefill-draft": self.prefill_draft,
-            "--force-mismatch": self.force_mismatch,
-        }
-        name = next((name for name, value in given.items() if value), None)
-        if name is not None and not self.disaggregated:
-            raise UsageError(f"{name} goes with --disaggregated")
-        if self.disaggregated and workers is not None:
-            raise UsageError("--workers does not go with --disaggregated, which has two engines of its own")
-        if self.disaggregated and mode == "replay":
-            raise UsageError("--disaggregated does not go with --mode replay, which prefills nothing")
-
-    def open(
+    def open_answering(
         self, pair: "OpenedPair", config: EngineConfig, *, workers: str | None, threads: int | None = None
     ) -> "AbstractContextManager[Answering]":
-        """Who answers: this process alone, workers, or this one after a prefill process."""
+        """The side that answers: this process alone, workers, or this process after a prefill process."""
         if not self.disaggregated:
             from dflash_cli.workers.open_crew import open_answering
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
-from dflash_cli.generation.answers import Streaming, Tally, plural
+from dflash_cli.generation.answers import Streaming, Tally
+from dflash_cli.generation.generate_document import HandoffFacts
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import empty_folder
@@ -21,10 +21,11 @@ from dflash_runtime.errors import (
 )
 from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
-from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
@@ -205,21 +206,22 @@ class Handing:
             listed = "; ".join(without_echoes(counts.problems))
             console.warn(f"went on from hand-offs that do not fit, and {harm} for it{seen}: {listed}")
 
-    def to_json(self) -> dict[str, Any] | None:
-        """The part `handoffs` of the document."""
+    @property
+    def facts(self) -> HandoffFacts | None:
+        """What was handed off or loaded; None without a place."""
         counts = self.counts
         if self.place is None:
             return None
-        return {
-            "place": self.place,
-            "is_sending": self.is_sending,
-            "num_sent": counts.num_sent,
-            "num_loaded": counts.num_loaded,
-            "num_bytes": counts.num_bytes,
-            "num_given_up": counts.num_given_up,
-            "why_given_up": counts.why_given_up or None,
-            "problems": list(counts.problems),
-        }
+        return HandoffFacts(
+            place=self.place,
+            is_sending=self.is_sending,
+            num_sent=counts.num_sent,
+            num_loaded=counts.num_loaded,
+            num_bytes=counts.num_bytes,
+            num_given_up=counts.num_given_up,
+            why_given_up=counts.why_given_up or None,
+            problems=tuple(counts.problems),
+        )
 
 
 HINTS = {

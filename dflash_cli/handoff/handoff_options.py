@@ -1,14 +1,12 @@
-"""The options by which `dflash generate` hands requests off, or goes on with them. Needs no torch itself."""
+"""The options by which `dflash generate` hands requests off, or continues hand-offs. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from dflash_cli.terminal.options import SamplingOptions
-from dflash_cli.terminal.parameters import ENGINE, Typed
+from dflash_cli.terminal.options import SamplingOptions, refuse_beside
+from dflash_cli.terminal.requests import ENGINE, Option, Request, parameters_of
 from dflash_runtime.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -16,53 +14,48 @@ if TYPE_CHECKING:
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.handoff.handing import Handing
 
-TimeoutOption = Annotated[
-    float,
-    typer.Option(
-        "--handoff-timeout",
-        min=0.1,
-        metavar="SECONDS",
-        help="How long the other side of a hand-off is waited for.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ForceMismatchOption = Annotated[
-    bool,
-    typer.Option(
-        "--force-mismatch",
-        help="Go on from hand-offs of another pair or without all their rows, as far as they go, and say what did not "
-        "fit. Without rows of the draft acceptance falls; without the target's the text is wrong too.",
-        rich_help_panel=ENGINE,
-    ),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions(Request):
+    """How long a hand-off is waited for, and whether it must fit."""
+
+    handoff_timeout: Annotated[
+        float,
+        Option(
+            min=0.1, metavar="SECONDS", group=ENGINE, is_setting=False,
+            help="Seconds to wait for the other side of a hand-off.",
+        ),
+    ] = 60.0  # fmt: skip
+    force_mismatch: Annotated[
+        bool,
+        Option(
+            group=ENGINE, is_setting=False,
+            help="Continue hand-offs of another pair or with missing rows as far as they go, and list the differences. "
+            "Missing draft rows lower acceptance; missing target rows make the text wrong.",
+        ),
+    ] = False  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffOptions:
-    """Whether requests end after their prompts and are handed off, or go on from hand-offs."""
+@dataclass(frozen=True, kw_only=True)
+class HandoffOptions(TransferOptions):
+    """Whether requests are handed off after prefill, or continue from hand-offs."""
 
     handoff_out: Annotated[
         str | None,
-        typer.Option(
-            "--handoff-out",
-            metavar="PLACE",
-            help="Run prompts to their first token, and hand the requests off: to a folder, or to the process that "
+        Option(
+            metavar="DEST", group=ENGINE, is_setting=False,
+            help="Prefill only, and hand requests off after their first token: to a folder, or to the process that "
             "connects to gloo://, nccl:// or nixl://HOST:PORT.",
-            rich_help_panel=ENGINE,
         ),
-    ] = None
+    ] = None  # fmt: skip
     handoff_in: Annotated[
         str | None,
-        typer.Option(
-            "--handoff-in",
-            metavar="PLACE",
-            help="Go on from what --handoff-out hands off. A folder brings its prompts and how to sample; for an "
-            "address, and for a folder of vLLM's ExampleConnector, both sides are given the same.",
-            rich_help_panel=ENGINE,
+        Option(
+            metavar="SOURCE", group=ENGINE, is_setting=False,
+            help="Continue requests from --handoff-out. A folder holds prompts and sampling options; for an address, "
+            "and for a folder of vLLM's ExampleConnector, both sides are given the same.",
         ),
-    ] = None
-    handoff_timeout: TimeoutOption = 60.0
-    force_mismatch: ForceMismatchOption = False
+    ] = None  # fmt: skip
 
     @property
     def brings_prompts(self) -> bool:
@@ -82,30 +75,30 @@ class HandoffOptions:
     def _is_folder(self) -> bool:
         return self.handoff_in is not None and "://" not in self.handoff_in
 
-    def check(self, typed: Typed) -> None:
-        """Refuse options that contradict each other, also where one says what is so without it.
-
-        Raises:
-            UsageError: naming one that does not go with where requests come from, or go to.
-        """
+    def check(self) -> None:
+        super().check()
         if self.handoff_out is not None and self.handoff_in is not None:
-            raise UsageError("--handoff-out and --handoff-in do not go together: an engine prefills, or goes on")
+            raise UsageError(
+                "--handoff-out and --handoff-in exclude each other: an engine prefills or decodes",
+                id="options-exclude-each-other", field="--handoff-in",
+            )  # fmt: skip
         if self.force_mismatch and self.handoff_in is None:
-            raise UsageError("--force-mismatch goes with --handoff-in")
+            raise UsageError("--force-mismatch needs --handoff-in", id="option-needs-another", field="--force-mismatch")
         if self.force_mismatch and self.is_of_vllm:
             raise UsageError(
-                "--force-mismatch does not go with prefills of vLLM, which do not say what pair they are of"
-            )
+                "--force-mismatch does not go with prefills of vLLM: these files do not name their pair",
+                id="options-exclude-each-other", field="--force-mismatch",
+            )  # fmt: skip
         if self.handoff_out is not None:
-            _refuse(typed, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
+            refuse_beside(self, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
-            _refuse(typed, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, whose hand-offs bring their own")
+            refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which holds prompts and options")
 
 
-OF_ANSWERS = ("--output", "--trace", "--check-lossless")
-OF_PROMPTS = ("PROMPT", "--prompts", "--dataset", "--dataset-format", "--max-new-tokens", "--chat",
-              "--chat-template-kwargs")  # fmt: skip
-OF_SAMPLING = tuple(f"--{item.name.replace('_', '-')}" for item in fields(SamplingOptions))
+OF_ANSWERS = ("output", "trace", "check_lossless")
+OF_PROMPTS = ("prompt", "prompts", "dataset", "dataset_format", "num_prompts", "max_new_tokens", "chat", "thinking",
+              "chat_template_kwargs")  # fmt: skip
+OF_SAMPLING = (*(item.name for item in parameters_of(SamplingOptions)), "verify_width")
 
 
 def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: bool, check_lossless: bool) -> "Handing":
@@ -119,13 +112,13 @@ def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: b
     """
     from dflash_cli.handoff.handing import Handing
     from dflash_cli.handoff.handoff_folder import check_folder, read_waiting
-    from dflash_runtime.kv_transfer.places import check_place
+    from dflash_runtime.kv_transfer.connector_locations import names_folder
 
     place = options.handoff_out or options.handoff_in
     is_sending = options.handoff_out is not None
     if place is not None:
         _refuse_turns(given.rows if given is not None else ())
-    is_folder = place is not None and check_place(place)
+    is_folder = place is not None and names_folder(place)
     if is_folder and is_sending:
         check_folder(str(place), force=force)
     waiting = read_waiting(str(place)) if options.brings_prompts else ()
@@ -149,9 +142,3 @@ def _refuse_turns(rows: "Sequence[PromptRow]") -> None:
             f"{row.where}: has {row.num_turns} turns, and a turn after the first builds on an answer to come",
             hint="hand off one turn at a time, as rows with messages",
         )
-
-
-def _refuse(typed: Typed, names: tuple[str, ...], why: str) -> None:
-    name = next((name for name in names if name in typed), None)
-    if name is not None:
-        raise UsageError(f"{name} does not go with {why}")

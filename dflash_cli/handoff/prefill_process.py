@@ -23,7 +23,7 @@ from dflash_cli.generation.loaded_pair import open_session
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import Connector
-from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan

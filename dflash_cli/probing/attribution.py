@@ -1,6 +1,6 @@
 """Whose a low acceptance on a server is: the checkpoint's, the engine's, or that of the settings it was started with.
 
-The rules, in order; the first that holds decides, and docs/probe.md has them for people:
+The rules, in order; the first that holds decides, and docs/how-to/probe.md has them for people:
 
 1. not one token was drafted                                           engine
 2. the server's length is lower than the yardstick's, which drafted
@@ -18,14 +18,15 @@ A yardstick is our own number on the same prompts, or that of another server.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.announcements import is_low
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.inference_server import ServerFacts
 from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 SLIGHT, MUCH = 0.02, 1.1
 """A difference of less than a fiftieth is no fault; without an interval a tenth is needed for one."""
@@ -35,19 +36,16 @@ Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Whose the acceptance is, the rule that says so, what it rests on, and what to do next."""
+    """What causes a low acceptance, the rule that says so, its evidence, and what to do next."""
 
     owner: Owner
-    rule: int
+    rule: Annotated[int, "docs/probe.md lists the rules"]
     evidence: str
     hint: str
 
     @property
     def is_fault(self) -> bool:
         return self.owner in ("checkpoint", "engine", "settings")
-
-    def to_json(self) -> dict[str, Any]:
-        return {"owner": self.owner, "rule": self.rule, "evidence": self.evidence, "hint": self.hint}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +93,12 @@ def attribute(evidence: Evidence) -> Attribution:
     if evidence.yardsticks:
         names = " and ".join(item.other.name for item in evidence.yardsticks)
         return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing is to be done")
-    hint = "measure the pair here with eval-acceptance --rows OWN.jsonl and give that as --result, or name --beside"
+    hint = "measure the pair here with eval-acceptance --output OWN.jsonl and give that as --result, or name --beside"
     return Attribution(owner="undecided", rule=9, evidence="there is nothing to compare with", hint=hint)
 
 
 def _not_drafting(evidence: Evidence) -> Attribution | None:
-    if any(run.is_engaged or not run.is_known for run in evidence.runs):
+    if any(run.is_engaged is not False for run in evidence.runs):
         return None
     configured = "a draft is configured, and " if evidence.facts.is_drafting else ""
     return Attribution(
@@ -150,8 +148,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
         if item.total.difference is not None and item.total.verdict == "lower" and not _is_slight(item):
-            interval = item.total.difference.interval
-            change = f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+            change = value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
             return Attribution(
                 owner="engine",
                 rule=5,

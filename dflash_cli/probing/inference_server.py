@@ -6,7 +6,7 @@ An engine is one file in `servers/` with a class decorated `@SERVERS.register(na
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
@@ -19,27 +19,15 @@ PACKAGE = "dflash_cli.probing.servers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself; None where it does not say it.
+    """What a server says about itself; None where it does not say it."""
 
-    engine              its name here, a key of `SERVERS`
-    release             as it writes it, such as `0.33.0`
-    model               the name that requests give
-    is_drafting         whether it was started with a draft
-    num_draft_tokens    tokens that it drafts a step, K
-    draft               where its draft is, as it was started
-    max_concurrency     requests that it runs at a time
-    """
-
-    engine: str
-    release: str | None
-    model: str
-    is_drafting: bool | None
-    num_draft_tokens: int | None = None
-    draft: str | None = None
-    max_concurrency: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    engine: Annotated[str, "a key of `SERVERS`"]
+    release: Annotated[str | None, "as the server writes it, such as 0.33.0"]
+    model: Annotated[str, "the name that requests give"]
+    is_drafting: Annotated[bool | None, "whether a draft is configured"]
+    num_draft_tokens: Annotated[int | None, "tokens drafted per step, K"] = None
+    draft: Annotated[str | None, "the draft that the server was started with"] = None
+    max_concurrency: Annotated[int | None, "requests that the server runs at the same time"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,59 +1,37 @@
-"""A probe as JSON, and as lines and tables of at most 80 columns."""
+"""A probe as lines and tables of at most 80 columns."""
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, Table, tables
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS
-from dflash_cli.comparing import comparison_report
+from dflash_cli.acceptance.acceptance_report import Table, position_table
+from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.attribution import Attribution
 from dflash_cli.probing.server_probe import Probed
-from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 WIDTH = 78
 SHOWN_DIFFERENCES = 5
 ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "nothing": "-"}
 
 
-def to_json(found: Probed) -> dict[str, Any]:
-    """The document of `dflash probe --json`."""
-    comparisons = (*found.loads, *found.yardsticks)
-    compared = comparison_report.to_json(comparisons, None) if comparisons else {"results": [], "comparisons": []}
-    return {
-        "url": found.url,
-        "server": found.facts.to_json(),
-        "is_engaged": found.is_engaged,
-        "runs": [run.to_json() for run in found.runs],
-        "beside": None
-        if found.beside is None
-        else {"server": found.beside.facts.to_json(), "run": found.beside.to_json()},
-        "results": compared["results"],
-        "comparisons": compared["comparisons"],
-        "equalities": [item.to_json() for item in found.equalities],
-        "known_faults": list(found.known_faults),
-        "attribution": found.attribution.to_json(),
-        "prompts": found.source.to_json(),
-        "notes": list(found.notes),
-    }
-
-
 def headline(found: Probed) -> list[str]:
     """`vllm 0.33.0 serves org/model and drafts 7 tokens a step`, and the acceptance length of the first run."""
-    facts, first = found.facts, found.runs[0]
+    facts, first = found.server, found.runs[0]
     engine = f"{facts.engine} {facts.release}" if facts.release else facts.engine
     if not found.is_engaged:
         what = "it is not known whether it drafts" if found.is_engaged is None else "it drafts nothing"
         return [f"{engine} serves {facts.model}: {what}"]
     width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
     drafts = f"drafts {width} tokens a step" if width else "drafts"
-    lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)}, {first.name}"]
+    lines = [
+        f"{engine} serves {facts.model} and {drafts}",
+        f"acceptance length {first.total.length_text}, {first.name}",
+    ]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
-        lines += textwrap.wrap(f"{value:.3f} as {found.facts.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
+        lines += textwrap.wrap(f"{value:.3f} as {found.server.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
     return lines
 
 
@@ -61,7 +39,7 @@ def legend(found: Probed) -> list[str]:
     """What the lengths count, where there are any."""
     if not found.is_engaged:
         return []
-    interval = found.runs[0].total.interval
+    interval = found.runs[0].total.acceptance_len_interval
     lines = ["average number of tokens a verify step gives, the target's own included (vLLM's definition)"]
     if interval is not None:
         lines.append(f"in brackets, the {100 * interval.confidence:g}% interval over prompts")
@@ -73,22 +51,8 @@ def all_tables(found: Probed) -> dict[str, Table]:
     shown = {"by concurrency": _load_table(found)}
     first = found.runs[0]
     if first.is_engaged and first.total.counts.num_speculative_tokens:
-        shown[f"by position, {first.name}"] = tables(as_evaluation(first, found), is_full=False)["by position"]
+        shown[f"by position, {first.name}"] = position_table(first.total)
     return shown
-
-
-def as_evaluation(run: ServerRun, found: Probed) -> Evaluation:
-    """A run in the form of an evaluation, whose tables and gate are taken."""
-    return Evaluation(
-        total=run.total,
-        categories={},
-        settings={},
-        measured={},
-        source=found.source,
-        conversations=run.conversations,
-        failures=run.failures,
-        seconds=run.seconds,
-    )
 
 
 def yardstick_lines(found: Probed) -> list[str]:
@@ -106,7 +70,7 @@ def fault_lines(found: Probed) -> list[str]:
     return [
         line
         for fault in found.known_faults
-        for line in textwrap.wrap(f"known of {found.facts.engine}: {fault}", WIDTH, subsequent_indent="  ")
+        for line in textwrap.wrap(f"known of {found.server.engine}: {fault}", WIDTH, subsequent_indent="  ")
     ]
 
 
@@ -129,7 +93,7 @@ def _load_table(found: Probed) -> Table:
                 str(run.concurrency),
                 str(len({answer.row.index for answer in run.answers})),
                 str(run.total.counts.num_drafts),
-                _length(run),
+                run.total.length_text,
                 _difference(change) if change is not None else "-",
                 ORIGINS[run.origin],
             )
@@ -137,19 +101,11 @@ def _load_table(found: Probed) -> Table:
     return ("requests", "prompts", "steps", "acceptance length", f"against {found.runs[0].concurrency}", "from"), rows
 
 
-def _length(run: ServerRun) -> str:
-    length, interval = run.total.counts.acceptance_len, run.total.interval
-    if length is None:
-        return "-"
-    return f"{length:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else "")
-
-
 def _difference(item: Comparison) -> str:
     """How far the other is above the first."""
     if item.total.difference is None:
-        return f"{item.total.change:+.3f}" if item.total.change is not None else "-"
-    interval = item.total.difference.interval
-    return f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+        return value_text(item.total.change, None, "+.3f")
+    return value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
 
 
 def _change(item: Comparison) -> str:

@@ -7,25 +7,24 @@ from dflash_cli.engines.serving_engine import all_engines, parse_engines, releas
 
 if TYPE_CHECKING:
     from dflash_cli.probing.inference_server import InferenceServer
-    from dflash_cli.probing.probe_options import ProbeOptions
 
 
-def known_faults(options: "ProbeOptions", server: "InferenceServer") -> list[str]:
+def known_faults(draft: str | None, target: str | None, server: "InferenceServer") -> list[str]:
     """`C20 message` of each rule that finds an error in the draft that was named; nothing where none was."""
-    if options.draft is None:
+    if draft is None:
         return []
     # Every module of this folder is imported to find the engines, also for a page of help.
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
-    from dflash_cli.rules.validator import ValidationRequest, validate_draft
+    from dflash_cli.rules.validator import ValidationPlan, validate_draft
 
     facts = server.describe()
-    pair = complete_pair(options.draft, options.target, find=fetch_directory)
+    pair = complete_pair(draft, target, find=fetch_directory)
     assert pair.draft_location is not None
     report = validate_draft(
-        ValidationRequest(
+        ValidationPlan(
             draft=pair.draft_location,
-            draft_reference=options.draft,
+            draft_reference=draft,
             target=None if pair.target is None else pair.find_target(fetch_directory),
             target_reference=pair.target,
             engines=parse_engines(_name(facts.engine, facts.release)),

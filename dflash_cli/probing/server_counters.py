@@ -8,7 +8,6 @@ which clients of Prometheus add and some exporters do not.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from dflash_runtime.errors import UnsupportedError
 
@@ -60,9 +59,6 @@ class ServerCounters:
         reached = (self.num_drafts, *self.per_pos_accepted, 0)
         steps = tuple(now - after for now, after in pairwise(reached))
         return steps if min(steps) >= 0 else None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SCALARS} | {"per_pos_accepted": list(self.per_pos_accepted)}
 
 
 def read_counters(text: str, names: CounterNames, where: str) -> ServerCounters | None:

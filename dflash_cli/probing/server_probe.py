@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from dflash_cli.acceptance.acceptance_report import PromptSource
 from dflash_cli.acceptance.journal import check_journal
+from dflash_cli.comparing.comparison_report import ComparisonEntry, ResultEntry, result_entries
 from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_cli.generation.answers import Event
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
@@ -22,6 +24,8 @@ from dflash_cli.probing.token_equality import (
     texts_of_answers,
     texts_of_file,
 )
+from dflash_cli.terminal.shown import Shown
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 
 TRIAL_LEN = 16
@@ -32,7 +36,7 @@ Observe = Callable[[str], Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRequest:
+class ProbePlan:
     """What to ask a server, how many requests at a time, and what to hold it against.
 
     `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
@@ -51,36 +55,64 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    """What a probe found. `loads` hold the later runs against the first, `yardsticks` hold other results."""
+class OtherServer:
+    """The other server that a probe asked, and its run."""
+
+    server: ServerFacts
+    run: ServerRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Probed(Shown):
+    """Result of `dflash probe`."""
+
+    KIND: ClassVar[str] = "probe"
 
     url: str
-    facts: ServerFacts
-    definition: str
-    runs: tuple[ServerRun, ...]
-    source: PromptSource
-    attribution: Attribution
-    beside: ServerRun | None = None
-    loads: tuple[Comparison, ...] = ()
-    yardsticks: tuple[Comparison, ...] = ()
+    server: ServerFacts
+    runs: Annotated[tuple[ServerRun, ...], "one for each concurrency"]
+    beside: Annotated[OtherServer | None, "the other server"] = None
     equalities: tuple[TokenEquality, ...] = ()
-    known_faults: tuple[str, ...] = ()
+    known_faults: Annotated[tuple[str, ...], "rules that find a fault of the draft on this engine, with --draft"] = ()
+    attribution: Attribution
+    prompts: PromptSource
     notes: tuple[str, ...] = ()
+    definition: Annotated[str, HIDDEN]
+    loads: Annotated[tuple[Comparison, ...], HIDDEN] = ()
+    yardsticks: Annotated[tuple[Comparison, ...], HIDDEN] = ()
+
+    def summary(self) -> list[str]:
+        lengths = [
+            f"{run.name}: acceptance length {run.total.counts.acceptance_len or float('nan'):.3f}" for run in self.runs
+        ]
+        return [f"{self.url}: {self.server.engine}", *lengths, *self.notes]
 
     @property
+    @computed_key
     def is_engaged(self) -> bool | None:
-        """Whether a token was drafted; None where that is not known."""
-        if any(run.is_engaged for run in self.runs):
-            return True
-        return False if all(run.is_known for run in self.runs) else None
+        """Whether a token was drafted; null if that is not known."""
+        found = [run.is_engaged for run in self.runs]
+        return True if True in found else None if None in found else False
+
+    @property
+    @computed_key
+    def results(self) -> tuple[ResultEntry, ...]:
+        """The first run and everything that is compared with it."""
+        return result_entries((*self.loads, *self.yardsticks))
+
+    @property
+    @computed_key
+    def comparisons(self) -> tuple[ComparisonEntry, ...]:
+        """Every further run and every yardstick, compared with the first run."""
+        return tuple(map(ComparisonEntry.of, (*self.loads, *self.yardsticks)))
 
     @property
     def all_runs(self) -> tuple[ServerRun, ...]:
-        """The server's runs, and that of the one beside it."""
-        return self.runs if self.beside is None else (*self.runs, self.beside)
+        """The server's runs, and the run of the other server."""
+        return self.runs if self.beside is None else (*self.runs, self.beside.run)
 
 
-def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
+def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """Ask the server, and what it is to be held against. `observe` is given the name of each run.
 
     Raises:
@@ -115,12 +147,12 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
     )
     return Probed(
         url=request.server.client.url,
-        facts=facts,
+        server=facts,
         definition=request.server.definition,
         runs=tuple(runs),
-        source=request.source,
+        prompts=request.source,
         attribution=attribute(evidence),
-        beside=beside,
+        beside=OtherServer(server=beside.facts, run=beside) if beside is not None else None,
         loads=tuple(loads),
         yardsticks=tuple(yardsticks),
         equalities=(*alike, *unlike),
@@ -135,7 +167,7 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
-def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
     """Refuse before the first run what would be refused when a later one begins."""
     asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
@@ -180,7 +212,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
 
 
 def _run(
-    request: ProbeRequest,
+    request: ProbePlan,
     server: InferenceServer,
     facts: ServerFacts,
     name: str,
@@ -192,7 +224,7 @@ def _run(
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 
 
-def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
+def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
     """Refuse a yardstick of other prompts before anything is asked."""
     if own is None or not own.conversations:
         return
@@ -231,7 +263,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 
 
 def _compare_tokens(
-    request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
+    request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
     """Greedy answers of the first run against the later ones, and against the yardsticks."""
     if request.asking.asked.temperature > 0:
@@ -267,7 +299,7 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbeRequest, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
     """What should be known about the probe as a whole."""
     notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]

@@ -7,23 +7,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from dflash_cli.acceptance.acceptance_report import Failure
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.generation.answers import Answer, Event, plural
+from dflash_cli.generation.answers import Answer, Event
+from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import ServerUnreachable
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
 from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters
 from dflash_cli.probing.server_counters import ServerCounters
+from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.phrases import plural
 
 MAX_FAILED_IN_A_ROW = 3
 """Prompts in a row that get no answer, after which the server is taken to be gone."""
@@ -49,41 +51,38 @@ class ServerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRun:
-    """What a server gave with `concurrency` requests at a time.
+    """A server's answers with `concurrency` requests at the same time."""
 
-    `origin` says what acceptance was read from: the steps of each answer, the server's counters, or sums in answers.
-    `counted` is what the server counted meanwhile, None where that is of no use, and `has_counters` whether it counts.
-    `notes` are what should be known about the figures.
-    """
-
+    total: Annotated[Summary, INLINE]
     name: str
-    facts: ServerFacts
-    asked: Asked
-    chat: bool
-    concurrency: int
-    origin: Origin
-    total: Summary
-    conversations: tuple[ConversationCounts, ...]
-    answers: tuple[Answer, ...]
-    counted: ServerCounters | None
-    has_counters: bool
-    failures: tuple[Failure, ...]
-    notes: tuple[str, ...]
+    concurrency: Annotated[int, "requests at the same time"]
+    origin: Annotated[Origin, "source of the acceptance: the steps of each answer, counters, or sums in answers"]
+    counted: Annotated[ServerCounters | None, "by how much the server's counters rose, if that is known"]
+    notes: Annotated[tuple[str, ...], "what to know about the figures"]
+    failed: tuple[Failure, ...]
     seconds: float
+    facts: Annotated[ServerFacts, HIDDEN]
+    asked: Annotated[Asked, HIDDEN]
+    chat: Annotated[bool, HIDDEN]
+    conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN]
+    answers: Annotated[tuple[Answer, ...], HIDDEN]
+    has_counters: Annotated[bool, HIDDEN]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", round(self.seconds, 6))
 
     @property
-    def is_engaged(self) -> bool:
-        """Whether a single token is known to have been drafted."""
-        return self.total.counts.num_drafts > 0
+    @computed_key
+    def is_engaged(self) -> bool | None:
+        """Whether a token was drafted; null if the answers have no steps and the counters are of no use."""
+        if self.total.counts.num_drafts > 0:
+            return True
+        return False if self.counted is not None or not self.has_counters else None
 
     @property
-    def is_known(self) -> bool:
-        """Whether it is known if one was: without steps of answers, the counters have to be of use."""
-        return self.is_engaged or self.counted is not None or not self.has_counters
-
-    @property
+    @computed_key
     def shapes(self) -> list[CurveShape]:
-        """What the curve by position tells of a fault."""
+        """Shapes of the acceptance curve that point to a fault."""
         return find_shapes(self.total.counts if self.total.counts.num_speculative_tokens else None, self.conversations)
 
     def as_result(self) -> MeasuredResult:
@@ -95,24 +94,10 @@ class ServerRun:
             source=f"a server of {self.facts.engine}",
             acceptance_len=length,
             conversations=self.conversations,
-            why_no_rows=None if self.conversations else self.total.no_interval,
+            why_no_rows=None if self.conversations else self.total.acceptance_len_no_interval,
             counts=self.total.counts,
             facts=_facts(self.facts, self.asked, chat=self.chat),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.total.to_json(),
-            "name": self.name,
-            "concurrency": self.concurrency,
-            "origin": self.origin,
-            "is_engaged": self.is_engaged if self.is_known else None,
-            "counted": self.counted.to_json() if self.counted else None,
-            "notes": list(self.notes),
-            "shapes": [shape.to_json() for shape in self.shapes],
-            "failed": [failure.to_json() for failure in self.failures],
-            "seconds": round(self.seconds, 6),
-        }
 
 
 def _facts(facts: ServerFacts, asked: Asked, *, chat: bool) -> dict[str, Any]:
@@ -168,7 +153,7 @@ def run_server(
         answers=tuple(journal.answers),
         counted=counted,
         has_counters=before is not None,
-        failures=tuple(failures),
+        failed=tuple(failures),
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed)),
         seconds=time.perf_counter() - started,
     )
@@ -222,7 +207,7 @@ def _collect(
             if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows):
                 raise _gone(found, num_done, request) from found
         if isinstance(found, DFlashError):
-            yield Failure(row.index, row.id, f"{row.where}: {found.message}", found.exit_code)
+            yield Failure(row.index, row.id, f"{row.where}: {found.message}", exit_code=found.exit_code)
         elif isinstance(found, Exception):
             raise found
         else:
@@ -309,10 +294,9 @@ def _summary(
         num_requests=num_requests,
         num_conversations=num_requests,
         num_tokens=num_tokens,
-        interval=None,
-        no_interval=why,
+        acceptance_len_interval=None,
+        acceptance_len_no_interval=why,
         per_pos_intervals=(None,) * counts.num_speculative_tokens,
-        conditional_intervals=(None,) * counts.num_speculative_tokens,
         histogram=tuple(histogram),
         definitions=dict.fromkeys(DEFINITIONS) | {"vllm": counts.acceptance_len},
     )

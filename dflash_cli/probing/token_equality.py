@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from dflash_cli.acceptance.journal import JournalRow
 from dflash_cli.comparing.measured_result import ResultFile
 from dflash_cli.generation.answers import Answer
+from dflash_runtime.documents import computed_key
+from dflash_runtime.scheduling.request import FinishReason
 
 NEAR_TIE_NATS = 0.25
 """Two steps of bfloat16 at logits between 16 and 32: what the rounding of two forwards can come to."""
@@ -35,58 +38,44 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """The first place at which two answers differ: both tokens, None past an end, and the gap between them in nats.
-
-    `gap_nats` is None where the server was not asked, or does not show it; where only one of the tokens is among the
-    likeliest, it is the least that the gap can be.
-    """
+    """The first position at which two answers differ."""
 
     name: str
-    position: int
-    tokens: tuple[int | None, int | None]
-    gap_nats: float | None = None
+    position: Annotated[int, "from 0"]
+    tokens: Annotated[tuple[int | None, int | None], "null past the end of an answer"]
+    gap_nats: Annotated[
+        float | None, "difference of the server's log-probabilities, or a lower bound of it; null if it is not known"
+    ] = None
     is_near_tie: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "position": self.position,
-            "tokens": list(self.tokens),
-            "gap_nats": self.gap_nats,
-            "is_near_tie": self.is_near_tie,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEquality:
-    """Two sets of answers held against each other, and where they differ. `num_unlike` had other prompts."""
+    """Two sets of answers compared token by token."""
 
     base: str
     other: str
     num_compared: int
-    num_unlike: int
+    num_unlike: Annotated[int, "turns whose prompts have other tokens; these are not compared"]
     differences: tuple[TokenDifference, ...]
 
     @property
+    @computed_key
+    def num_same(self) -> int:
+        """Number of answers with the same tokens."""
+        return self.num_compared - len(self.differences)
+
+    @property
+    @computed_key
     def num_near_ties(self) -> int:
+        """Number of differences between tokens that are nearly as likely."""
         return sum(item.is_near_tie for item in self.differences)
 
     @property
+    @computed_key
     def num_unexplained(self) -> int:
-        """Differences that are known to be no near-tie."""
+        """Number of differences that are known not to be near-ties."""
         return sum(item.gap_nats is not None and not item.is_near_tie for item in self.differences)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "base": self.base,
-            "other": self.other,
-            "num_compared": self.num_compared,
-            "num_same": self.num_compared - len(self.differences),
-            "num_near_ties": self.num_near_ties,
-            "num_unexplained": self.num_unexplained,
-            "num_unlike": self.num_unlike,
-            "differences": [item.to_json() for item in self.differences],
-        }
 
 
 def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:
@@ -103,19 +92,19 @@ def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:
 
 
 def texts_of_file(path: Path) -> dict[Turn, TokenText]:
-    """The answers in a file of `--rows`; none where it is another file, which has no tokens."""
-    rows = ResultFile(path).rows
-    if not rows or not isinstance(rows[0].get("settings"), dict):
+    """The answers in a file of `--output`; empty for another file."""
+    file = ResultFile(path)
+    if not file.rows or not isinstance(file.rows[0].get("settings"), dict):
         return {}
     return {
-        (row["digest"], row["turn"]): TokenText(
-            name=str(row.get("id", f"prompt {row['index'] + 1}")),
-            prompt_ids=tuple(row["prompt_token_ids"]),
-            token_ids=tuple(row["token_ids"]),
-            is_cut=row["finish_reason"] == "length",
+        (row.digest, row.turn): TokenText(
+            name=f"prompt {row.index + 1}" if row.id is None else str(row.id),
+            prompt_ids=row.prompt_token_ids,
+            token_ids=row.token_ids,
+            is_cut=row.finish_reason is FinishReason.LENGTH,
         )
-        for row in rows[1:]
-        if "error" not in row
+        for row in file.read_rows(JournalRow)
+        if row.error is None
     }
 
 

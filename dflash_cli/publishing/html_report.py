@@ -18,10 +18,9 @@ from dflash_cli.acceptance.acceptance_report import (
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.comparison_report import letter
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_cli.publishing.drawing import COLOURS, MARKS
 from dflash_cli.publishing.figures import find_figures
 from dflash_cli.publishing.svg_figure import draw_svg
-
-MARKS = "●■◆"
 
 
 def to_html(results: Sequence[StoredEvaluation]) -> str:
@@ -43,10 +42,11 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
         subtitle="Tokens that each verify step commits, in total, by position and by category",
         results=[_result(place, item) for place, item in enumerate(results)],
-        notes=[item.source.warning for item in evaluations[:1] if item.source.warning],
+        notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
         figures=figures,
         rejected=REJECTED,
+        colours=COLOURS,
     )
 
 
@@ -60,19 +60,20 @@ def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
         "interval": _interval_text(evaluation.total),
         "facts": _facts(evaluation),
         "shapes": evaluation.shapes,
+        "remarks": evaluation.remarks,
         "tables": [
             (title.capitalize(), *_without_bars(columns, rows)) for title, (columns, rows) in tables(evaluation).items()
         ],
-        "failures": [failure.error for failure in evaluation.failures],
+        "failures": [failure.error for failure in evaluation.failed],
         "command": command_line(evaluation),
         "provenance": [(name, str(value)) for name, value in provenance(evaluation).items()],
     }
 
 
 def _interval_text(total: Summary) -> str:
-    found = total.interval
+    found = total.acceptance_len_interval
     if found is None:
-        return f"tokens a step; no interval: {total.no_interval}"
+        return f"tokens a step; no interval: {total.acceptance_len_no_interval}"
     return f"tokens a step; {100 * found.confidence:g}% interval [{found.low:.3f}, {found.high:.3f}]"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline, markdown_table
+from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.exports.export_format import name_of
+from dflash_cli.publishing.markdown_report import markdown_table
 
 TAGS = ("dflash", "speculative-decoding")
 METRIC = "acceptance_length"
@@ -76,7 +77,7 @@ def _hub_name(evaluation: Evaluation) -> str | None:
 def _results(evaluation: Evaluation) -> list[EvalResult]:
     """The acceptance length over all prompts, and by category."""
     groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *evaluation.categories.items()]
-    source = evaluation.source.name.rpartition("/")[2]
+    source = evaluation.prompts.name.rpartition("/")[2]
     return [
         EvalResult(
             task_type="text-generation",
@@ -99,14 +100,14 @@ def _metric_args(summary: Summary) -> dict[str, Any]:
         "num_speculative_tokens": summary.counts.num_speculative_tokens,
         "num_prompts": summary.num_conversations,
     }
-    if summary.interval is not None:
-        ends = [round(summary.interval.low, 3), round(summary.interval.high, 3)]
-        found |= {"interval": ends, "confidence": summary.interval.confidence}
+    interval = summary.acceptance_len_interval
+    if interval is not None:
+        found |= {"interval": [round(interval.low, 3), round(interval.high, 3)], "confidence": interval.confidence}
     return found
 
 
 def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str]) -> list[str]:
-    total, source = evaluation.total, evaluation.source
+    total, source = evaluation.total, evaluation.prompts
     lines = [
         "## Acceptance",
         "",
@@ -127,25 +128,17 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
 
 
 def _interval_line(total: Summary) -> str:
-    if total.interval is None:
-        return f"There is no interval: {total.no_interval}."
-    return f"In brackets is the {100 * total.interval.confidence:g}% interval over prompts."
+    if total.acceptance_len_interval is None:
+        return f"There is no interval: {total.acceptance_len_no_interval}."
+    return f"In brackets is the {100 * total.acceptance_len_interval.confidence:g}% interval over prompts."
 
 
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
     groups = [*evaluation.categories.items(), ("all", evaluation.total)]
     return [
-        (category, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
+        (category, str(summary.num_conversations), str(summary.counts.num_drafts), summary.length_text)
         for category, summary in groups
     ]
-
-
-def _length(summary: Summary) -> str:
-    if summary.counts.acceptance_len is None:
-        return "-"
-    interval = summary.interval
-    ends = f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
-    return f"{summary.counts.acceptance_len:.3f}{ends}"
 
 
 def _shares(total: Summary) -> str:
@@ -156,10 +149,9 @@ def _shares(total: Summary) -> str:
 
 def _conditions(evaluation: Evaluation) -> list[str]:
     settings, measured = evaluation.settings, evaluation.measured
-    packages = measured.get("packages") or {}
-    found = [f"prompts `{evaluation.source.name.rpartition('/')[2]}` (digest {measured.get('prompts_digest')})"]
+    found = [f"prompts `{evaluation.prompts.name.rpartition('/')[2]}` (digest {measured.prompts_digest})"]
     found += [f"{key} {settings[key]}" for key in CONDITIONS if settings.get(key) is not None]
     found += [
         f"{role} digest {settings[f'{role}_digest']}" for role in ("draft", "target") if f"{role}_digest" in settings
     ]
-    return [*found, f"dflash-cli {packages.get('dflash-cli')} on {measured.get('device_name')}, {measured.get('date')}"]
+    return [*found, f"dflash-cli {measured.packages.get('dflash-cli')} on {measured.device_name}, {measured.date}"]

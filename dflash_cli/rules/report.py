@@ -1,4 +1,4 @@
-"""Everything a validation found, worst first."""
+"""The result of a validation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Any
 from dflash_cli.rules.rule import Finding, Level, Severity
 from dflash_cli.rules.subject import NamedEngine
 from dflash_cli.rules.verdict import Verdict
+from dflash_cli.terminal.shown import Shown, Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say which checks could not run."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
+    """Findings, worst first. `num_rules` counts the rules that ran, and `notes` say which checks could not run."""
 
     path: Path
     dialect: str | None
@@ -23,11 +24,18 @@ class Report:
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def summary(self) -> list[str]:
+        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
+        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
+
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
 
     def fails(self, *, strict: bool = False) -> bool:
-        """Whether the draft does not pass; with `strict`, warnings count too."""
+        """Whether there is an error, or with `strict` a warning."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
     def to_json(self) -> dict[str, Any]:

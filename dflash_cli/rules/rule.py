@@ -1,21 +1,22 @@
-"""What a rule is and what it reports.
+"""Rules, and the problems and findings they report.
 
-A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject`, or at the
-level kv-transfer two servers, and yields a `Problem` for each thing that is wrong. It works on the raw config and the
-headers, so that a config too broken to be read is still explained. The first line of its docstring is what must hold;
-the rest is for `dflash explain`.
+A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)`. It takes a `Subject`, or two
+servers at the level kv-transfer, and yields a `Problem` for each fault. It reads the raw config and the headers, so
+that it also explains a config that cannot be parsed. The first line of its docstring states what must hold; `dflash
+explain` prints the rest.
 
-Whatever else follows from a rule, beside its findings, is stated by flags of `check`, never by its id.
+Flags of `check` state every other consequence of a rule. No code asks for a rule's id.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
 from typing import Any, Literal, Protocol
 
+from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.subject import NamedEngine
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
@@ -24,6 +25,7 @@ Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 Level = Literal["headers", "weights", "run"]
 LEVELS: tuple[Level, ...] = ("headers", "weights", "run")
+"""The levels at which a draft is validated."""
 RuleLevel = Literal["headers", "weights", "run", "kv-transfer"]
 RULE_LEVELS: tuple[RuleLevel, ...] = (*LEVELS, "kv-transfer")
 """The levels at which a draft is validated, and the level of rules on two servers."""
@@ -37,18 +39,17 @@ PACKAGES: Mapping[RuleLevel, tuple[str, ...]] = {
 """Level -> the packages and modules that register its rules."""
 
 Outcome = Literal["stops", "drops", "serves"]
-"""What an engine does with a draft that breaks a rule: refuse it or crash, serve it with lower acceptance, or serve
-it as usual."""
+"""The result of serving a draft that breaks a rule: the engine refuses it or crashes, acceptance drops, or neither."""
 
 Stage = Literal["files", "identity", "rest", "unexplained"]
 """When a rule runs. Without a config, only the rules of stage `files` run. If a rule of stage `identity` finds a draft
 of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains them."""
 
 BFLOAT16 = "bfloat16"
-"""A `serve_flag`: the pair must be served in bfloat16, whatever the target's config says."""
+"""A `serve_flag`: serve the pair in bfloat16, whatever the target's config says."""
 
 FIX_COPY = "dflash validate {draft} --fix-out {out}"
-FIX_TO_NATIVE = "dflash convert {draft} {out} --to native --target {target}"
+FIX_TO_COMMON = f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}}"
 FIX_INSPECT = "dflash inspect {draft} --tensors"
 FIX_RUN_LEVEL = "dflash validate {draft} --target {target} --level run"
 FIX_OTHER_TARGET = "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO"
@@ -68,19 +69,30 @@ MAX_FINDINGS = 50
 """The most findings of one rule that a report lists."""
 
 MAX_COUNTED = 10_000
-"""Problems of one rule that are looked at to group them."""
+"""The most problems of one rule that are grouped."""
 
-REMOVED: Any = object()
-"""As a value in `Problem.repair`: remove the key."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Traits that the findings of a rule share with it.
+
+    level               the level that runs the rule
+    stage               when the rule runs
+    stops_runtime       an error also stops the runtime of dflash, like an error that stops every engine
+    serve_flag          a need that the serve command must meet; each engine knows the option
+    is_about_training   the rule doubts how the draft was trained, so a copy with another config repairs nothing
+    """
+
+    level: RuleLevel = "headers"
+    stage: Stage = "rest"
+    stops_runtime: bool = False
+    serve_flag: str | None = None
+    is_about_training: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong: `location` is file:key, `effect` what it leads to, `fix` what to do.
-
-    `engines` names those it is about; empty if it is about all. `stage`, `level`, `stops_runtime`, `serve_flag` and
-    `is_about_training` are those of the rule, see `check`.
-    """
+class Finding(Traits):
+    """One fault: its location (file:key), its effect and its fix. `engines` is empty if it concerns every engine."""
 
     id: str
     severity: Severity
@@ -92,14 +104,10 @@ class Finding:
     engines: tuple[str, ...] = ()
     outcome: Outcome = "serves"
     repair: Mapping[str, Any] = field(default_factory=dict)
-    level: RuleLevel = "headers"
-    stage: Stage = "rest"
-    stops_runtime: bool = False
-    serve_flag: str | None = None
-    is_about_training: bool = False
+    correction: str = ""
 
     def concerns(self, engine: str) -> bool:
-        """Whether the finding is about that engine."""
+        """Whether the finding concerns that engine."""
         return not self.engines or engine in self.engines
 
     def to_json(self) -> dict[str, Any]:
@@ -109,10 +117,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault that a rule yields; fields that it leaves empty are taken from the rule.
+    """A fault that a rule yields. The rule's own value stands in for an empty field.
 
-    `engines` are those of the rule's engines that this problem is about, if it is not about all of them. `repair` maps
-    dotted config keys to the one value that can be right, or to REMOVED.
+    engines      the engines it concerns, if not every engine of the rule
+    repair       dotted config key -> the only right value, or REMOVED
+    correction   what the user may correct if the evidence convinces them
     """
 
     location: str
@@ -123,10 +132,11 @@ class Problem:
     outcome: Outcome | None = None
     engines: tuple[str, ...] | None = None
     repair: Mapping[str, Any] = field(default_factory=dict)
+    correction: str = ""
 
 
 class _Judged(Protocol):
-    """What a rule can be about: a `Subject`, or at the level kv-transfer a pair of servers."""
+    """A `Subject`, or two servers at the level kv-transfer."""
 
     def engine(self, name: str) -> NamedEngine | None: ...
 
@@ -135,12 +145,11 @@ class _Judged(Protocol):
 
 
 Check = Callable[[Any], Iterator[Problem]]
-"""It takes what is judged at its level."""
 EngineNames = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Traits):
     """A registered check; see `check` for its fields."""
 
     id: str
@@ -149,14 +158,9 @@ class Rule:
     effect: str
     fix: str
     source: str
-    level: RuleLevel
     outcome: Outcome
     about: EngineNames
     unnamed: Severity | None
-    stage: Stage
-    stops_runtime: bool
-    serve_flag: str | None
-    is_about_training: bool
 
     @property
     def title(self) -> str:
@@ -174,45 +178,42 @@ class Rule:
 
     @property
     def theme(self) -> str:
-        """What the rules of the same file are about, in a word or two."""
+        """The subject of the rules in the same file, in a word or two."""
         return self.module.rpartition(".")[2].replace("_", " ")
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines that the rule is about; empty if it is about all."""
+        """The engines that the rule is about; empty if it is about every engine."""
         return self.about() if callable(self.about) else self.about
 
     def findings(self, subject: _Judged) -> list[Finding]:
-        """The findings of the rule, at most MAX_FINDINGS and a last one that says there are more."""
+        """At most MAX_FINDINGS findings of the rule, and one more that says that there are others."""
         engines = self.engines
         named = tuple(name for name in engines if subject.engine(name) is not None)
         severity = self.unnamed if engines and not named else self.severity
         if severity is None:
             return []
-        words = subject.command_words
+        words, traits = subject.command_words, {item.name: getattr(self, item.name) for item in fields(Traits)}
         problems = list(islice(_grouped(self.run(subject)), MAX_FINDINGS + 1))
         found = [
             Finding(
-                id=self.id,
-                severity=item.severity or severity,
-                location=item.location,
-                message=item.message,
+                self.id,
+                item.severity or severity,
+                item.location,
+                item.message,
                 effect=item.effect or self.effect,
                 fix=fill(item.fix or self.fix, words),
                 source=self.source,
                 engines=item.engines or named or engines,
                 outcome=item.outcome or self.outcome,
                 repair=item.repair,
-                level=self.level,
-                stage=self.stage,
-                stops_runtime=self.stops_runtime,
-                serve_flag=self.serve_flag,
-                is_about_training=self.is_about_training,
+                correction=item.correction,
+                **traits,
             )
             for item in problems[:MAX_FINDINGS]
         ]
         if len(problems) > MAX_FINDINGS:
-            found.append(replace(found[-1], message="and more of the same kind, not listed"))
+            found.append(replace(found[-1], message="more faults of the same kind, not listed"))
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -240,31 +241,26 @@ def check(
     effect: str,
     fix: str,
     source: str,
-    level: RuleLevel = "headers",
     outcome: Outcome | None = None,
     engines: EngineNames = (),
     unnamed: Severity | None = None,
+    level: RuleLevel = "headers",
     stage: Stage = "rest",
     stops_runtime: bool = False,
     serve_flag: str | None = None,
     is_about_training: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as the rule of that id.
+    """Register a function as the rule of that id. A problem may replace effect, fix, severity, outcome and engines.
 
-    effect, fix    used unless a problem has its own; `fix` is the command to try, in which `{draft}`, `{target}` and
-                   `{out}` stand for the user's names
-    source         the thread or code the rule comes from
-    outcome        what engines do; by default they stop at an error and serve the rest. Of a warning only `diagnose`
-                   asks it: one that lowers acceptance is named where acceptance is low
-    engines        the engines it is about; empty if it is about all
-    unnamed        its severity if it is about engines of which the user named none; with None it does not run then
-    stage          when it runs
-    stops_runtime  an error stops the runtime of dflash too, as does an error that stops every engine
-    serve_flag     a need that the serve command must meet; each engine knows by which option
-    is_about_training
-                   it doubts how the draft was trained, so that a copy that states something else repairs nothing
+    fix        the command to try, in which `{draft}`, `{target}` and `{out}` stand for the user's names
+    source     the thread or code that the rule comes from
+    outcome    by default an engine stops at an error and serves the rest. `diagnose` names a warning that drops
+               acceptance if acceptance is low.
+    engines    the engines that the rule is about; empty if it is about every engine
+    unnamed    the severity if the rule is about engines and the user named none of them. With None it does not run.
+
+    For the others see `Traits`.
     """
-    assumed: Outcome = "stops" if severity == "error" else "serves"
 
     def decorate(function: Check) -> Check:
         rule = Rule(
@@ -274,10 +270,10 @@ def check(
             effect=effect,
             fix=fix,
             source=source,
-            level=level,
-            outcome=outcome or assumed,
+            outcome=outcome or ("stops" if severity == "error" else "serves"),
             about=engines,
             unnamed=unnamed,
+            level=level,
             stage=stage,
             stops_runtime=stops_runtime,
             serve_flag=serve_flag,
@@ -291,23 +287,23 @@ def check(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """The rules of every level in order of id."""
+    """The rules of every level, by id."""
     return tuple(sorted((rule for level in RULE_LEVELS for rule in rules_of(level)), key=lambda rule: rule.id))
 
 
 @cache
 def rules_of(level: RuleLevel) -> tuple[Rule, ...]:
-    """The rules of one level in order of id. Modules of other levels are not imported."""
+    """The rules of one level, by id. Imports no module of another level."""
     for package in PACKAGES[level]:
         CHECKS.discover(package)
     return tuple(sorted((rule for rule in CHECKS.values() if rule.level == level), key=lambda rule: rule.id))
 
 
 def ignored_ids(given: Collection[str], levels: Collection[RuleLevel] = LEVELS) -> frozenset[str]:
-    """The ids of rules to skip.
+    """The ids of rules to skip, in upper case.
 
     Raises:
-        UsageError: an id that no rule of these levels has.
+        UsageError: no rule of these levels has such an id.
     """
     ids = frozenset(part.strip().upper() for part in given) - {""}
     unknown = sorted(ids - {rule.id for level in levels for rule in rules_of(level)})
@@ -323,7 +319,7 @@ def ignored_ids(given: Collection[str], levels: Collection[RuleLevel] = LEVELS) 
 
 
 def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
-    """Problems that differ only in their location as one, with the first location and how many more there are."""
+    """The problems. Problems that differ only in location become one, which counts the other locations."""
     alike: dict[tuple[object, ...], list[Problem]] = {}
     for item in islice(problems, MAX_COUNTED):
         said = (item.message, item.effect, item.fix, item.severity, item.outcome, item.engines)
@@ -336,5 +332,5 @@ def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """A `fix` with names in place of its placeholders."""
+    """A `fix` with its placeholders replaced by names."""
     return PLACEHOLDER.sub(lambda found: words[found[1]], template)

@@ -1,4 +1,4 @@
-"""What rules check: everything that could be read of a draft, with the target and engines it is checked against."""
+"""The subject of rules: a draft as far as it can be read, its target, and the engines that the user named."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
-from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
-from dflash_cli.formats.unserved import SINK_KEY
+from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
+from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
 CONFIG_FILE = "config.json"
-SPECULATORS_BODY = "transformer_layer_config"
-MAX_LAYERS = 10_000
+UNRECOGNISED = Unrecognised()
 
 BODY_SIZES = {
     "hidden_size": "hidden_size",
@@ -35,11 +33,11 @@ BODY_SIZES = {
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
-"""Published key -> field of `DraftConfig`, for the sizes that tensor shapes follow from."""
+"""Decoder key -> field of `DraftConfig`, for the sizes that determine tensor shapes."""
 
 
 class NamedEngine(Protocol):
-    """A serving engine that the user named, at one release. `release` is empty where the engine has none."""
+    """A serving engine that the user named, at one release. `release` is empty for an engine without releases."""
 
     @property
     def name(self) -> str: ...
@@ -48,22 +46,21 @@ class NamedEngine(Protocol):
     def release(self) -> tuple[int, ...]: ...
 
     def served_causality(self, subject: "Subject") -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None where that is not known for the release."""
+        """Causality of each layer as the engine serves it; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Everything that could be read of a draft, and the target and engines it is checked against.
-
-    A draft under validation may be broken, so each part may be missing, and an error says why:
+    """A draft, its target and the named engines. A broken draft lacks parts, and an error says why:
 
     config      empty if config.json cannot be read (`config_error`)
     detection   None if no dialect recognises the config (`parse_error`)
     parsed      None if the dialect cannot read the config (`parse_error`)
-    dims        None if the config does not state even the sizes of the draft
+    dims        None if the config does not state the sizes of the draft
     tensors     None if the headers cannot be read (`weights_error`)
 
-    `draft_reference` and `target_reference` are what the user typed.
+    `draft_reference` and `target_reference` are the words that the user typed. In `known`, rules keep results that
+    other rules need too.
     """
 
     path: Path
@@ -83,7 +80,6 @@ class Subject:
     engines: Sequence[NamedEngine] = ()
     num_speculative_tokens: int | None = None
     known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What one rule has found out that another asks for too, by a name of theirs."""
 
     @property
     def target(self) -> TargetFacts | None:
@@ -91,117 +87,67 @@ class Subject:
 
     @property
     def target_json(self) -> Mapping[str, Any]:
-        """The target's config as it is written; empty without a target."""
+        """The target's config.json; empty without a target."""
         return self.target_source.checkpoint.config if self.target_source is not None else {}
+
+    @property
+    def format(self) -> Format:
+        """The dialect of the draft, which reads and locates its fields."""
+        return self.detection.format if self.detection is not None else UNRECOGNISED
 
     @property
     def dialect(self) -> str | None:
         return self.detection.format.name if self.detection is not None else None
 
     @property
-    def is_speculators(self) -> bool:
-        return "speculators_model_type" in self.config or "speculators_config" in self.config
-
-    @property
-    def body(self) -> Mapping[str, Any]:
-        """The object that holds the decoder keys."""
-        return as_object(self.config.get(SPECULATORS_BODY)) if self.is_speculators else self.config
-
-    @property
-    def nested(self) -> Mapping[str, Any]:
-        """`dflash_config` of a native draft."""
-        return {} if self.is_speculators else as_object(self.config.get("dflash_config"))
+    def stated(self) -> StatedConfig:
+        """The fields of the config."""
+        return StatedConfig(self.format, self.config)
 
     def load(self, name: str) -> "torch.Tensor | None":
-        """The tensor of that canonical name, None where the draft has none."""
+        """The tensor of a canonical name, None if the draft has no such tensor."""
         if self.checkpoint is None or name not in (self.tensors or {}):
             return None
         return self.checkpoint.load(name)
 
     def location(self, key: str) -> str:
-        """A key at the top level of the config."""
+        """The location of a dotted key of the config."""
         return f"{CONFIG_FILE}:{key}"
 
-    def body_location(self, key: str) -> str:
-        """A key of the decoder body."""
-        return self.location(f"{SPECULATORS_BODY}.{key}" if self.is_speculators else key)
+    def at(self, field: str) -> str:
+        """The location of the key that states a field; if none does, of the key to add."""
+        return self.location(self.stated.key(field))
 
-    def homes(self, key: str) -> dict[str, Any]:
-        """Every location that states a key which native drafts may nest, with its value; the one that wins first."""
-        found = {self.location(f"dflash_config.{key}"): self.nested[key]} if key in self.nested else {}
-        return {**found, self.location(key): self.config[key]} if key in self.config else found
+    def expected_at(self, field: str) -> str:
+        """The location of the key to add for a field, whether or not another key states it."""
+        return self.location(self.format.new_key(field))
 
-    def stated(self, key: str) -> Any:
-        """The value an engine takes for such a key, None where there is none."""
-        return next((value for value in self.homes(key).values() if value is not None), None)
-
-    @property
-    def tap_key(self) -> str:
-        return "aux_hidden_state_layer_ids" if self.is_speculators else "target_layer_ids"
-
-    @property
-    def tap_location(self) -> str:
-        return next(iter(self.homes(self.tap_key)), self.location(self.tap_key))
-
-    @property
-    def taps(self) -> list[int] | None:
-        """Tapped layers as outputs numbered from 0, None where they are no list of integers."""
-        value = self.stated(self.tap_key)
-        if not isinstance(value, list) or not value or not all(is_int(item) for item in value):
-            return None
-        return [item - 1 for item in value] if self.is_speculators else list(value)
-
-    @property
-    def block_size(self) -> int | None:
-        value = self.stated("block_size")
-        return value if is_int(value) else None
-
-    @property
-    def vocabulary_sizes(self) -> tuple[int, int] | None:
-        """The draft's and the target's vocabulary as the draft states them, where both can be told."""
-        vocab = self.body.get("vocab_size")
-        reduced = self.config.get("draft_vocab_size", vocab)
-        return (reduced, vocab) if is_int(reduced) and is_int(vocab) else None
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The stated kind of each layer; all full where nothing is stated."""
-        value = self.body.get("layer_types")
-        if isinstance(value, list):
-            return [item for item in value if isinstance(item, str)]
-        count = self.body.get("num_hidden_layers")
-        return [FULL] * (count if is_int(count) and 0 < count < MAX_LAYERS else 1)
+    def body_at(self, key: str) -> str:
+        """The location of a key of the decoder."""
+        return self.location(self.format.body + key)
 
     @property
     def is_served(self) -> bool:
-        """Whether the config can be read as it is, and asks for nothing that DFlash does not compute."""
-        return self.parsed is not None and not self.parsed.unserved and self.block_size is not None
+        """Whether the config can be read and asks for nothing that DFlash does not compute."""
+        return self.parsed is not None and not self.parsed.unserved and self.stated.block_size is not None
 
     @property
     def trained_causality(self) -> tuple[bool, ...] | None:
-        """Causality of each layer as the config states it for its own dialect; None where it cannot be read."""
+        """Causality of each layer as its own dialect reads the config; None if the config cannot be read."""
         return self.parsed.config.causal if self.parsed is not None else None
 
-    @property
-    def is_causality_stated(self) -> bool:
-        """Whether the config says how its sliding layers attend in the block; other layers have one way only."""
-        if SLIDING not in self.layer_types:
-            return True
-        if self.is_speculators:
-            return "sliding_window_non_causal" in self.config
-        return self.config.get("is_causal") is not None or self.nested.get("causal") is not None
-
     def causality_in_words(self, causal: Sequence[bool]) -> str:
-        """`the config states 2 of 5`, or that it is only read so."""
-        verb = "the config states" if self.is_causality_stated else "the config states none and is read as"
+        """`the config states 2`, or how many layers are read as causal if the config states no causality."""
+        states = self.stated.states_causality
+        verb = "the config states" if states else "the config states no causality and is read as"
         return f"{verb} {sum(causal)}"
 
     @property
     def num_target_layers(self) -> int | None:
-        """The target's depth: from the target where it is given, else as the draft states it."""
+        """The number of layers of the target if it is given, else the number that the draft states."""
         if self.target is not None:
             return self.target.num_layers
-        value = self.stated("num_target_layers")
+        value = self.stated.value("num_target_layers")
         return value if is_int(value) and value > 0 else None
 
     def engine(self, name: str) -> NamedEngine | None:
@@ -210,12 +156,12 @@ class Subject:
 
     @property
     def served_name(self) -> str:
-        """What an engine is told to load: the reference, or the directory where the reference means nothing to it."""
+        """The name that an engine loads the draft by: the reference, or the directory if no engine can resolve it."""
         return served_name(self.draft_reference or str(self.path), self.path)
 
     @property
     def command_words(self) -> dict[str, str]:
-        """What stands for `{draft}`, `{target}` and `{out}` in a command to paste, quoted for the shell."""
+        """The words for `{draft}`, `{target}` and `{out}` in a command, quoted for the shell."""
         draft = self.draft_reference or str(self.path)
         stem = PurePath(draft.partition("@")[0]).name.replace(":", "-") or "draft"
         return {
@@ -234,10 +180,10 @@ def open_subject(
     engines: Sequence[NamedEngine] = (),
     num_speculative_tokens: int | None = None,
 ) -> Subject:
-    """Read as much of a draft as can be read, and note the errors that stopped the rest.
+    """Read as much of a draft as possible. The subject keeps the errors that stopped the rest.
 
     Raises:
-        CheckpointNotFound: there is no draft.
+        CheckpointNotFound: the draft is absent.
     """
     given: dict[str, Any] = {
         "path": draft if isinstance(draft, Path) else draft.path,
@@ -254,6 +200,7 @@ def open_subject(
         return Subject(config={}, config_error=error, **given)
     tensors, weights_error = _read_headers(checkpoint)
     detection, parsed, parse_error = _parse(checkpoint, frozenset(tensors or ()), num_speculative_tokens)
+    stated = StatedConfig(detection.format if detection is not None else UNRECOGNISED, checkpoint.config)
     return Subject(
         config=checkpoint.config,
         checkpoint=checkpoint,
@@ -262,7 +209,7 @@ def open_subject(
         detection=detection,
         parsed=parsed,
         parse_error=parse_error,
-        dims=parsed.config if parsed is not None else _guess_dims(checkpoint.config),
+        dims=parsed.config if parsed is not None else _guess_sizes(stated),
         **given,
     )
 
@@ -277,31 +224,32 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo] | No
 def _parse(
     checkpoint: Checkpoint, tensor_names: frozenset[str], num_speculative_tokens: int | None
 ) -> tuple[Detection | None, ParsedConfig | None, CheckpointError | UnsupportedError | None]:
-    """The dialect, the config as that dialect reads it, and the error because of which one of them is None.
+    """The dialect, the config as the dialect reads it, and the error if one of the two is None.
 
-    A block that is stated nowhere is that of the tokens that engines are to draft, if the user says how many.
+    If the config states no block size and the user says how many tokens to draft, the block has one token more.
     """
-    config, detection = checkpoint.config, None
-    if num_speculative_tokens is not None and Subject(path=checkpoint.path, config=config).stated("block_size") is None:
-        config = {**config, "block_size": num_speculative_tokens + 1}
+    detection = None
     try:
         detection = detect_from(checkpoint.config, tensor_names, checkpoint.config_path)
+        stated = StatedConfig(detection.format, checkpoint.config)
+        config = checkpoint.config
+        if num_speculative_tokens is not None and stated.value("block_size") is None:
+            config = stated.with_value("block_size", num_speculative_tokens + 1)
         with naming_file(checkpoint.config_path):
             return detection, detection.format.read_config(config, checkpoint.config_path), None
     except (CheckpointError, UnsupportedError) as error:
         return detection, None, error
 
 
-def _guess_dims(config: Mapping[str, Any]) -> DraftConfig | None:
-    """The draft's sizes where the config states them, with stand-ins for everything shapes do not depend on."""
-    subject = Subject(path=Path(), config=config)
-    body = subject.body
+def _guess_sizes(stated: StatedConfig) -> DraftConfig | None:
+    """The sizes that the config states, with stand-ins for fields that no tensor shape depends on."""
+    body = stated.body
     if not all(is_int(body.get(key)) and 0 < body[key] < 2**31 for key in BODY_SIZES):
         return None
     if body["num_hidden_layers"] > MAX_LAYERS:
         return None
     fields = {name: body[key] for key, name in BODY_SIZES.items()}
-    reduced = config.get("draft_vocab_size")
+    reduced = stated.value("draft_vocab_size")
     try:
         return DraftConfig(
             **fields,
@@ -310,12 +258,12 @@ def _guess_dims(config: Mapping[str, Any]) -> DraftConfig | None:
             max_position_embeddings=1,
             rope=RopeConfig(theta=1.0),
             block_size=2,
-            target_layer_ids=tuple(range(len(subject.taps or (0,)))),
+            target_layer_ids=tuple(range(len(stated.taps or (0,)))),
             mask_token_id=0,
             causal=(False,) * fields["num_layers"],
             windows=(None,) * fields["num_layers"],
             attention_bias=body.get("attention_bias") is True,
-            has_sinks=subject.nested.get(SINK_KEY) is True,
+            has_sinks=stated.value("has_sinks") is True,
         )
     except InvalidConfig:
         return None

@@ -1,4 +1,4 @@
-"""Check a draft, alone or against a target: every finding at once, from JSON and headers alone by default."""
+"""Run the rules on a draft, alone or with its target. By default they read only JSON and headers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRequest:
-    """What to check: a draft, and the target and engines to check it against. References are what the user typed."""
+class ValidationPlan:
+    """A draft to check, with a target and engines. References are the words that the user typed."""
 
     draft: "Location"
     draft_reference: str | None = None
@@ -29,18 +29,18 @@ class ValidationRequest:
     num_speculative_tokens: int | None = None
 
 
-def validate_draft(request: ValidationRequest) -> Report:
-    """Run every rule of the level.
+def validate_draft(request: ValidationPlan) -> Report:
+    """The report of every rule up to the level.
 
     Raises:
-        CheckpointNotFound: the draft or the target is not there.
-        CheckpointError, UnsupportedError: the target, not the draft, cannot be read.
+        CheckpointNotFound: the draft or the target is absent.
+        CheckpointError, UnsupportedError: the target cannot be read.
     """
     return validate_subject(open_requested(request), request)
 
 
-def open_requested(request: ValidationRequest) -> Subject:
-    """Open the draft that a request names, with its target and engines.
+def open_requested(request: ValidationPlan) -> Subject:
+    """The draft that a request names, with its target and engines.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `validate_draft`.
@@ -55,14 +55,14 @@ def open_requested(request: ValidationRequest) -> Subject:
     )
 
 
-def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
-    """`validate_draft`, on a subject that is open."""
+def validate_subject(subject: Subject, request: ValidationPlan) -> Report:
+    """`validate_draft` of an open subject."""
     findings, num_rules = find_up_to(subject, request.level)
     return report_of(subject, request, findings, num_rules)
 
 
-def report_of(subject: Subject, request: ValidationRequest, findings: Sequence[Finding], num_rules: int) -> Report:
-    """The report on findings: explained and ignored ones left out, the worst first, with a verdict for each engine."""
+def report_of(subject: Subject, request: ValidationPlan, findings: Sequence[Finding], num_rules: int) -> Report:
+    """The report on findings, without explained and ignored findings, and with a verdict for each engine."""
     kept = [item for item in _drop_explained(findings) if item.id not in request.ignored]
     kept.sort(key=lambda item: (SEVERITIES.index(item.severity), item.id, item.location))
     return Report(
@@ -78,9 +78,9 @@ def report_of(subject: Subject, request: ValidationRequest, findings: Sequence[F
 
 
 def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
-    """Findings up to a level that reads headers or weights, and how many rules ran.
+    """The findings up to the level headers or weights, and the number of rules that ran.
 
-    Without a config nothing more can be said, and a checkpoint of another kind is held to no other rule.
+    Without a config only the rules on files run, and for a checkpoint of another kind only those on identity.
     """
     on_files = [rule for rule in rules_of("headers") if rule.stage == "files"]
     findings = apply_rules(on_files, subject)
@@ -97,7 +97,7 @@ def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
 
 
 def _rules_of(level: Level) -> list[Rule]:
-    """The rules of one level that run after those on files and identity."""
+    """The rules of one level that run after the rules on files and identity."""
     return [rule for rule in rules_of(level) if rule.stage in ("rest", "unexplained")]
 
 
@@ -106,7 +106,7 @@ def apply_rules(rules: Sequence[Rule], subject: Subject) -> list[Finding]:
 
 
 def _drop_explained(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out that the config cannot be read where another error already says what is wrong with it."""
+    """Without findings of stage `unexplained` if another error says what is wrong with the config."""
     is_explained = any(
         item.severity == "error" and item.location.startswith(CONFIG_FILE) and item.stage != "unexplained"
         for item in findings

@@ -1,4 +1,4 @@
-"""Whether an engine can serve a draft, and with how much of its acceptance, judged from the findings."""
+"""Whether an engine can serve a draft, and whether acceptance drops, judged from the findings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,13 @@ from dflash_cli.rules.subject import NamedEngine, Subject
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one engine does with the draft. `causal` is None where it is not known for the release.
+    """How one engine serves the draft.
 
-    `trained` is what the config is read as; with `is_stated` the config says so itself. `outcome` is the worst of
-    the findings', or "unknown" for a draft of another kind than DFlash, which the engine may well serve as that kind.
+    outcome     the worst outcome of the findings; "unknown" for a draft of another kind, which the engine may serve
+    reasons     the ids of the rules with that outcome
+    causal      causality of each layer as the engine serves it; None if it is not known for the release
+    trained     causality of each layer as the config is read; None if it cannot be read
+    is_stated   whether the config states the causality
     """
 
     engine: NamedEngine
@@ -36,7 +39,7 @@ class Verdict:
 
     def _attention(self) -> str:
         if self.causal is None:
-            return "" if self.trained is None else ", not known whether causally in this release"
+            return "" if self.trained is None else ", causality not known for this release"
         served, total = sum(self.causal), len(self.causal)
         text = f", runs {served} of {total} layers causally" if served else f", runs all {total} layers non-causally"
         if self.trained is not None and self.trained != self.causal:
@@ -55,7 +58,7 @@ class Verdict:
 
 
 def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
-    """One verdict for each engine that was named."""
+    """One verdict for each named engine."""
     return tuple(_judge(subject, findings, engine) for engine in subject.engines)
 
 
@@ -67,4 +70,4 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
     served, trained = engine.served_causality(subject), subject.trained_causality
-    return Verdict(engine, outcome, reasons, served, trained, subject.is_causality_stated)
+    return Verdict(engine, outcome, reasons, served, trained, subject.stated.states_causality)

@@ -20,17 +20,21 @@ ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """What tables draw with, for a terminal that has ASCII only."""
 
 _is_quiet = False
+_is_json = False
 _kind: str | None = None
 _verbosity = -1  # not set yet
 
 
-def configure(*, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None) -> None:
+def configure(
+    *, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None, json: bool | None = None
+) -> None:
     """Set how much is printed; None leaves a setting as it is.
 
     `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
-    `kind` is what the JSON documents of this run are, the name of the command that writes them.
+    `kind` is the kind of this run's JSON documents: the name of the command. `json` asks for them instead of text.
     """
-    global _is_quiet, _verbosity, _kind
+    global _is_quiet, _verbosity, _kind, _is_json
+    _is_json = _is_json if json is None else json
     _kind = _kind if kind is None else kind
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
@@ -43,10 +47,25 @@ def is_quiet() -> bool:
     return _is_quiet
 
 
+def is_json() -> bool:
+    """Whether results are printed as JSON documents."""
+    return _is_json
+
+
 def result(text: str, *, end: str = "\n") -> None:
     """Write a command's result to stdout, as it is."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
+
+
+def page(text: str) -> None:
+    """Show a long text in a pager if it is read on a terminal; otherwise write it to stdout as it is."""
+    if not is_terminal():
+        result(text, end="")
+        return
+    import pydoc
+
+    pydoc.pager(text)
 
 
 def result_bytes(content: bytes) -> None:
@@ -60,18 +79,17 @@ def result_bytes(content: bytes) -> None:
         stream.flush()
 
 
-def result_json(document: dict[str, Any]) -> None:
-    """Write the one JSON document of a `--json` run, with its schema version and its kind first.
-
-    The kind is the command's name unless the document has one of its own.
-    """
+def result_json(document: Any) -> None:
+    """Write the one JSON document of a `--json` run: an object of a class with a KIND."""
     result(json_document(document))
 
 
-def json_document(document: dict[str, Any], indent: int | None = None) -> str:
-    """The text of a document, with its schema version and its kind first."""
-    head = {"schema_version": SCHEMA_VERSION, "kind": _kind}
-    return json.dumps(head | document, ensure_ascii=False, allow_nan=False, indent=indent)
+def json_document(document: Any, indent: int | None = None, *, kind: str | None = None) -> str:
+    """The text of a document. A mapping gets the schema version and a kind, by default that of the run."""
+    from dflash_runtime.documents import to_json
+
+    head = {"schema_version": SCHEMA_VERSION, "kind": kind or _kind} if isinstance(document, dict) else {}
+    return json.dumps(head | to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def note(text: str) -> None:

@@ -1,104 +1,130 @@
-"""Help pages: the essentials first, a panel a theme, examples at the end. Drawn as plain text, so that rich stays out.
+"""Help pages as plain text, as wide as the terminal: usage, text, examples, essential options.
 
-`formatter` is the help formatter that Typer makes for the terminal's width.
+Words, flags and commands are never split: a line that does not fit stays whole. Rich is not imported.
 """
 
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from dflash_cli.terminal.parameters import (
+from dflash_cli.terminal.requests import (
     DRAFTING,
     ENGINE,
     ESSENTIALS,
     MEASURING,
     OPTIONS,
     OUTPUT,
+    PROMPTS,
     SAMPLING,
     Parameter,
-    Signature,
 )
 
-PANELS = (ESSENTIALS, OPTIONS, MEASURING, SAMPLING, DRAFTING, ENGINE, OUTPUT)
-"""Themes in the order in which they are shown."""
+GROUPS = (ESSENTIALS, OPTIONS, PROMPTS, MEASURING, SAMPLING, DRAFTING, ENGINE, OUTPUT)
+"""Headings of --help-all in their order."""
+MAX_SHORT_OPTIONS = 15
+"""The most rows of a short help page, arguments included."""
 WIDEST_FLAGS = 32
-HELP_ROW = ("-h, --help", "Show this page.")
+WIDEST_PAGE = 120
+INDENT = "  "
+
+Rows = Sequence[tuple[str, str]]
 
 
-def write_page(formatter: Any, *, command: str, text: str, signature: Signature, examples: Sequence[str],
-               docs: str | None) -> None:  # fmt: skip
-    """The help page of one command."""
-    formatter.write_usage(command, " ".join(usage_pieces(signature.parameters)))
-    write_text(formatter, text)
-    panels = _by_panel(signature.parameters)
-    for title, members in panels.items():
-        rows = [_row(item) for item in members if not item.is_hidden]
-        write_rows(formatter, title, [*rows, HELP_ROW] if title == list(panels)[-1] else rows)
-    write_examples(formatter, examples)
-    if docs is not None:
-        write_text(formatter, f"More: {docs}", indent=0)
+def draw_command(
+    command: str,
+    text: str,
+    parameters: Sequence[Parameter],
+    examples: Sequence[str],
+    docs: str | None,
+    *,
+    is_full: bool,
+) -> str:
+    """The help page of a command: its essential options, or all of them."""
+    sections = {group: [_row(item) for item in members] for group, members in _by_group(parameters).items()}
+    if not is_full:
+        essentials = sections.get(ESSENTIALS) or sections.get(OPTIONS, [])
+        short = [_row(item) for item in parameters if item.name == "as_json"]
+        sections = {"Options": [*essentials, *short, ("--help-all", "Show all options.")]}
+    else:
+        sections[OUTPUT] = [*sections.get(OUTPUT, []), ("-h, --help", "Show the examples and the most used options.")]
+    usage = " ".join([command, *usage_pieces(parameters)])
+    return draw(usage, text, examples, sections, more(docs, command.rpartition(" ")[0]))
+
+
+def more(docs: str | None, program: str) -> str:
+    """The last line of a page, which names the page of docs."""
+    return f"More: {program} docs {docs}".rstrip() if docs is not None else ""
+
+
+def draw(usage: str, text: str, examples: Sequence[str], sections: Mapping[str, Rows], last: str) -> str:
+    """A page of usage, text, examples and sections of rows."""
+    width = min(shutil.get_terminal_size().columns, WIDEST_PAGE)
+    blocks = [f"Usage: {usage}"]
+    blocks += [_fill(" ".join(part.split()), width, INDENT) for part in text.strip().split("\n\n") if part]
+    if examples:
+        heading = "Examples" if len(examples) > 1 else "Example"
+        blocks.append("\n".join([f"{heading}:", *(INDENT + line for line in examples)]))
+    blocks += ["\n".join([f"{title}:", *_table(rows, width)]) for title, rows in sections.items() if rows]
+    blocks += [last] if last else []
+    return "\n\n".join(blocks) + "\n"
 
 
 def usage_pieces(parameters: Iterable[Parameter]) -> list[str]:
     """`[OPTIONS] DRAFT [PROMPT]...`."""
     pieces = ["[OPTIONS]"]
     for item in parameters:
-        if not item.flags:
+        if item.is_argument:
             name = item.metavar if item.is_required else f"[{item.metavar}]"
             pieces.append(f"{name}..." if item.is_list else name)
     return pieces
 
 
-def write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A heading and, below it, a line a name with what it means."""
-    with formatter.section(title):
-        formatter.write_dl(rows, col_max=WIDEST_FLAGS)
+def _table(rows: Rows, width: int) -> list[str]:
+    """Rows of names and texts in two columns. A name that is too wide, or a narrow terminal, takes two lines a row."""
+    column = max((len(name) for name, _ in rows if len(name) <= WIDEST_FLAGS), default=0) + 2 * len(INDENT)
+    if width < 2 * column:
+        column = 3 * len(INDENT)
+    lines = []
+    for name, text in rows:
+        filled = _fill(text, width, " " * column)
+        first = f"{INDENT}{name}"
+        if len(first) + len(INDENT) > column:
+            lines += [first, filled]
+        else:
+            lines.append(first.ljust(column) + filled.lstrip())
+    return lines
 
 
-def write_text(formatter: Any, text: str, indent: int = 2) -> None:
-    """Paragraphs, wrapped to the width."""
-    if not text:
-        return
-    formatter.write_paragraph()
-    formatter.current_indent += indent
-    formatter.write_text(text)
-    formatter.current_indent -= indent
+def _fill(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
-def write_examples(formatter: Any, examples: Sequence[str]) -> None:
-    """Commands to paste, each on a line of its own however wide the terminal is."""
-    if examples:
-        with formatter.section("Examples" if len(examples) > 1 else "Example"):
-            formatter.write("".join(f"  {line}\n" for line in examples))
-
-
-def _by_panel(parameters: Sequence[Parameter]) -> Mapping[str, list[Parameter]]:
-    """Parameters by their theme, in the order of PANELS; arguments before options."""
-    panels: dict[str, list[Parameter]] = {}
-    for title in (*PANELS, *(item.panel for item in parameters)):
-        members = [item for item in parameters if item.panel == title]
-        if members:
-            panels[title] = sorted(members, key=lambda item: bool(item.flags))
-    return panels
+def _by_group(parameters: Sequence[Parameter]) -> dict[str, list[Parameter]]:
+    """Parameters by heading, in the order of GROUPS."""
+    found = {group: [item for item in parameters if item.option.group == group] for group in GROUPS}
+    return {group: members for group, members in found.items() if members}
 
 
 def _row(item: Parameter) -> tuple[str, str]:
-    if not item.flags:
-        return item.metavar, item.help + (" [required]" if item.is_required else "")
-    flags = sorted(item.flags, key=lambda flag: flag.startswith("--"))
-    name = " / ".join([", ".join(flags), *item.off_flags])
+    if item.is_argument:
+        by_flag = f" Also given by {item.flag}." if item.flag else ""
+        return item.metavar, item.option.text + by_flag
+    flags = ", ".join(sorted(item.flags, key=lambda flag: flag.startswith("--")))
+    name = f"{flags} / {item.option.off}" if item.option.off else flags
     if not item.is_switch:
         name += f" {item.metavar}"
-    return name, item.help + _note(item)
+    return name, item.option.text + _default(item)
 
 
-def _note(item: Parameter) -> str:
-    """Whether an option must be given, or what it is without."""
+def _default(item: Parameter) -> str:
+    """The default, unless the help says it or the default is the absence of a value."""
     if item.is_required:
-        return " [required]"
-    if not item.shows_default or item.default is None or (item.is_switch and not item.off_flags):
+        return " Required."
+    if item.default in (None, ()) or (item.is_switch and not item.option.off) or "Default:" in item.option.text:
         return ""
     if item.is_switch:
-        shown = (item.flags if item.default else item.off_flags)[0].lstrip("-")
-    else:
-        shown = f"{item.default:g}" if isinstance(item.default, float) else str(item.default)
-    return f" [default: {shown}]"
+        return f" Default: {(item.flag if item.default else item.option.off).lstrip('-')}."
+    values = item.default if isinstance(item.default, tuple) else (item.default,)
+    return f" Default: {','.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)}."

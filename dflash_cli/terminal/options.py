@@ -1,225 +1,197 @@
-"""Options that several commands share, written once: single ones as annotations, sets of them as groups.
+"""Options that several verbs share: bases of request classes."""
 
-A command takes a group as one parameter; `parameters` shows the group's fields in its place.
-"""
-
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import typer
-
-from dflash_cli.terminal.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, SAMPLING, parse_size
+from dflash_cli.terminal.requests import (
+    DRAFTING,
+    ENGINE,
+    ESSENTIALS,
+    MEASURING,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    SIZE,
+    Argument,
+    Option,
+    Request,
+    parse_size,
+)
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
-DRAFT_HELP = "Draft: a directory, a hub repository org/repo[@revision], or a bundled one: tiny, tiny:reduced."
-
-DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help=DRAFT_HELP)]
-OptionalDraftArg = Annotated[str | None, typer.Argument(metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")]
-DraftOption = Annotated[
-    str | None,
-    typer.Option("--draft", "-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.", rich_help_panel=ESSENTIALS),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        metavar="TARGET",
-        help="Target: a directory, a hub repository org/repo[@revision], or the bundled one: tiny. Default: the target "
-        "that the draft names.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document instead of text.", rich_help_panel=OUTPUT)
-]
-PromptsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--prompts",
-        "-p",
-        metavar="FILE",
-        help="JSON Lines, each with prompt, messages, turns or prompt_token_ids; - reads stdin.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-DatasetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dataset",
-        metavar="NAME",
-        help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench, as "
-        "NAME[/SUBSET][=PLACE][:N]. PLACE is a folder, a file or a hub repository; N is how many.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-DatasetFormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dataset-format",
-        metavar="PROJECT",
-        help="Make prompts of the dataset's rows as this project does, such as z-lab, vllm or specforge. Default: "
-        "z-lab, or for speed-bench specdec-bench.",
-        rich_help_panel=MEASURING,
-    ),
-]
-CausalityOption = Annotated[
-    Literal["causal", "non-causal", "layer-types"] | None,
-    typer.Option(
-        "--causality",
-        help="Overrule the draft's config: each position of a block attends to earlier ones only (causal), to all "
-        "(non-causal), or to earlier ones only in sliding-window layers (layer-types).",
-        show_default=False,
-        rich_help_panel=DRAFTING,
-    ),
-]
-MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        min=1,
-        metavar="N",
-        help="Generate at most N tokens for each prompt.",
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-ChatOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--raw",
-        help="Wrap each prompt in the target's chat template, or continue it as plain text (for base models). Default: "
-        "plain text, but for datasets and mix-64 the template where there is one.",
-        show_default=False,
-        rich_help_panel=ESSENTIALS,
-    ),
-]
-TemplateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help='Arguments of the chat template, such as {"enable_thinking": false}.',
-        rich_help_panel=SAMPLING,
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        min=1,
-        metavar="N",
-        help="CPU threads to use. Default: 1 for a small pair, otherwise one for each core this process may use.",
-        rich_help_panel=ENGINE,
-    ),
-]
-WorkersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        help="Spread the prompts over N processes, one for each GPU, or over a Ray cluster: auto or ray://host:port, "
-        "with #N for so many workers. A lost worker's prompts are asked again. Needs ray (extra: ray).",
-        rich_help_panel=ENGINE,
-    ),
-]
-TargetRuntimeOption = Annotated[
-    Literal["auto", "native", "transformers", "transformers-cache"],
-    typer.Option(
-        "--target-runtime",
-        help="Whose code runs the target: this runtime's (native), or transformers', which is slow: over the same KV "
-        "pages where these do, otherwise, or always (transformers-cache), with its own cache, one request after "
-        "another. auto is native where it serves the target's model type, transformers otherwise.",
-        rich_help_panel=ENGINE,
-    ),
-]
-DeviceMapOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device-map",
-        metavar="MAP",
-        help="Spread a target that is too large for one GPU: auto (over all GPUs and the host's memory), one device, "
-        "or a JSON file of modules and devices. It runs through transformers then, and needs accelerate (extra: big).",
-        rich_help_panel=ENGINE,
-    ),
-]
-LockOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--lock",
-        metavar="FILE",
-        help="Exit with 3 unless draft and target are those that dflash lock wrote to FILE; reads every byte of them.",
-        rich_help_panel=MEASURING,
-    ),
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that already exist.", rich_help_panel=OUTPUT)]
+REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
+DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
+TARGET_HELP = f"Target: {REFERENCE}: tiny."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
+def parse_object(text: str) -> Mapping[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: the text is not one.
+    """
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
+    """Refuse options whose values are not the defaults.
+
+    Raises:
+        UsageError: the first option of these fields that was changed does not go with `because`.
+    """
+    for item in request.changed():
+        if item.name in names:
+            raise UsageError(
+                f"{item.title} does not go with {because}",
+                id="options-exclude-each-other",
+                field=item.title,
+                found=getattr(request, item.name),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(Request):
+    """The draft that a verb is about."""
+
+    draft: Annotated[str, Argument(flag="--draft", short="-d", metavar="DRAFT", help=DRAFT_HELP)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(Request):
+    """The target of the draft."""
+
+    target: Annotated[
+        str | None,
+        Option(
+            short="-t", metavar="TARGET", group=ESSENTIALS,
+            help=f"{TARGET_HELP} Default: the target that the draft names.",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(TargetOptions):
+    """A draft and its target; the bundled pair if neither is given."""
+
+    draft: Annotated[
+        str | None,
+        Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny."),
+    ] = None
+    causality: Annotated[
+        Literal["causal", "non-causal", "layer-types"] | None,
+        Option(
+            group=DRAFTING,
+            help="Attention inside a block, instead of the draft's config: to earlier positions (causal), to all "
+            "(non-causal), or to earlier positions in sliding-window layers only (layer-types).",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Request):
+    """The prompts that a pair or a server answers."""
+
+    prompts: Annotated[
+        str | Path | Sequence[str | Sequence[int]] | None,
+        Option(
+            short="-p", metavar="FILE", group=ESSENTIALS, parse=str, is_setting=False,
+            help="Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin. "
+            "Default: the bundled prompts.",
+        ),
+    ] = None  # fmt: skip
+    dataset: Annotated[
+        str | None,
+        Option(
+            metavar="NAME", group=ESSENTIALS, is_setting=False,
+            help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench. NAME may "
+            "be NAME/SUBSET=SOURCE:N with a folder, file or hub repository as SOURCE and N prompts.",
+        ),
+    ] = None  # fmt: skip
+    dataset_format: Annotated[
+        str | None,
+        Option(
+            metavar="PROJECT", group=PROMPTS, is_setting=False,
+            help="Make prompts from the dataset's rows as this project does: z-lab, vllm or specforge, for example. "
+            "Default: z-lab; for speed-bench specdec-bench.",
+        ),
+    ] = None  # fmt: skip
+    num_prompts: Annotated[
+        int | None,
+        Option(min=1, group=ESSENTIALS, help="Use a sample of N prompts. Default: all."),
+    ] = None
+    sample: Annotated[
+        Literal["stratified", "head", "random"],
+        Option(
+            group=PROMPTS,
+            help="How --num-prompts chooses: in proportion from each category, the first prompts, or at random.",
+        ),
+    ] = "stratified"
+    max_new_tokens: Annotated[
+        int, Option(short="-n", min=1, group=ESSENTIALS, help="Generate at most N tokens per prompt.")
+    ] = 128
+    chat: Annotated[
+        bool | None,
+        Option(
+            flag="--chat", off="--raw", group=ESSENTIALS,
+            help="Put prompts into the target's chat template, or continue them as plain text. Default: plain text; "
+            "the template for datasets and the bundled chats.",
+        ),
+    ] = None  # fmt: skip
+    thinking: Annotated[
+        tuple[str, ...],
+        Option(
+            group=PROMPTS, metavar="on,off",
+            help="Set the chat template's enable_thinking; on,off measures both side by side. For a template with "
+            'another name for it: --chat-template-kwargs {"NAME": "$thinking"}.',
+        ),
+    ] = ()  # fmt: skip
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            metavar="JSON", group=PROMPTS, parse=parse_object, expected="a JSON object",
+            help='Arguments of the chat template, such as {"custom_flag": false}.',
+        ),
+    ] = None  # fmt: skip
+
+    @property
+    def template_options(self) -> str | None:
+        """`chat_template_kwargs` as JSON text."""
+        return None if self.chat_template_kwargs is None else json.dumps(dict(self.chat_template_kwargs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(Request):
     """How tokens are chosen."""
 
     temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            min=0.0,
-            metavar="X",
-            help="Sampling temperature; 0 always takes the most likely token.",
-            rich_help_panel=SAMPLING,
-        ),
+        float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
     ] = 0.0
-    top_k: Annotated[
-        int,
-        typer.Option(
-            "--top-k",
-            min=0,
-            metavar="N",
-            help="Sample from the N most likely tokens only; 0 means all.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0
+    top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
     top_p: Annotated[
         float,
-        typer.Option(
-            "--top-p",
-            metavar="X",
-            help="Sample from the smallest set of most likely tokens whose probabilities add up to X.",
-            rich_help_panel=SAMPLING,
+        Option(
+            above=0, max=1, group=SAMPLING,
+            help="Sample from the fewest most likely tokens whose probabilities sum to X.",
         ),
-    ] = 1.0
-    seed: Annotated[
-        int,
-        typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed for sampling.", rich_help_panel=SAMPLING),
-    ] = 0
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Keep generating past stop tokens.", rich_help_panel=SAMPLING)
-    ] = False
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--stop-token-id",
-            min=0,
-            metavar="ID",
-            help="Another token id that ends an answer; may be repeated.",
-            rich_help_panel=SAMPLING,
+    ] = 1.0  # fmt: skip
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
+    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Option(
+            flag="--stop-token-id", min=0, metavar="ID,...", group=SAMPLING, help="More token ids that end an answer."
         ),
-    ] = None
-    verify_width: Annotated[
-        int | None,
-        typer.Option(
-            "--verify-width",
-            min=1,
-            metavar="N",
-            help="Verify only the first N positions of each block, counting the last committed token as the first. The "
-            "draft still fills the whole block; with 1 it is not run. Default: all K + 1 positions.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = None
+    ] = ()
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
+    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """The runtime's form."""
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -227,167 +199,262 @@ class SamplingOptions:
             top_k=self.top_k,
             top_p=self.top_p,
             seed=self.seed,
-            stop_token_ids=tuple(self.stop_token_id or ()),
+            stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
-            verify_width=self.verify_width,
+            verify_width=self.verified_rows,
         )
 
+    @property
+    def verified_rows(self) -> int | None:
+        """Rows of a block to verify, the anchor included; None for all."""
+        return None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How the engine runs."""
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(SamplingOptions):
+    """How tokens are chosen and verified with a draft."""
 
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            min=0,
-            metavar="K",
-            help="Tokens to draft in each step. A block is the last committed token and K drafted ones, so the "
-            "maximum, and the default, is the draft's block size minus one. 0 runs the target without a draft.",
-            rich_help_panel=DRAFTING,
+        Option(
+            short="-k", metavar="K", min=0, group=ESSENTIALS,
+            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
+            "is also the most.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"],
-        typer.Option(
-            "--draft-sampling",
-            help="Draft the most likely tokens (greedy), or sample them and accept each so that the target's "
-            "distribution is kept (probabilistic).",
-            rich_help_panel=DRAFTING,
+        Option(
+            group=DRAFTING,
+            help="Draft the most likely tokens, or sample them and accept by rejection, which keeps the target's "
+            "distribution.",
         ),
     ] = "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(DraftingOptions):
+    """How tokens are chosen, drafted and verified, with one width for all steps."""
+
+    verify_width: Annotated[
+        int | None,
+        Option(
+            min=1, group=DRAFTING,
+            help="Verify the first N positions of a block, the last committed token included. The draft still fills "
+            "the block, unless N is 1. Default: all K + 1.",
+        ),
+    ] = None  # fmt: skip
+
+    @property
+    def verified_rows(self) -> int | None:
+        return self.verify_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Request):
+    """Where a pair runs."""
+
     device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="Device to run on: auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE
+        str, Option(metavar="DEVICE", group=ENGINE, is_setting=False, help="auto, cpu, cuda or cuda:N.")
+    ] = "auto"
+    target_runtime: Annotated[
+        Literal["auto", "native", "transformers", "transformers-cache"],
+        Option(
+            group=ENGINE,
+            help="native: this tool's code. transformers: Hugging Face's, slower. transformers-cache: the same with "
+            "its own KV cache, one request at a time. auto: native where supported.",
         ),
     ] = "auto"
+    device_map: Annotated[
+        str | None,
+        Option(
+            metavar="MAP", group=ENGINE, is_setting=False,
+            help="Split a target over several devices: auto, one device, or a JSON file of modules and devices. The "
+            "target then runs through transformers and needs accelerate (extra: big).",
+        ),
+    ] = None  # fmt: skip
+    threads: Annotated[
+        int | None,
+        Option(
+            min=1, group=ENGINE, is_setting=False,
+            help="CPU threads. Default: 1 for a small pair, otherwise one per core.",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(DeviceOptions):
+    """How the engine runs."""
+
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float64"],
-        typer.Option(
-            "--dtype",
-            help="Number format of the models; auto is bfloat16 on a GPU and float32 on the CPU.",
-            rich_help_panel=ENGINE,
-        ),
+        Option(group=ENGINE, help="Number format of the models; auto is bfloat16 on a GPU and float32 on a CPU."),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "triton", "reference"],
-        typer.Option(
-            "--kernels",
-            help="Kernels to run; auto is triton on a GPU and reference on the CPU.",
-            rich_help_panel=ENGINE,
-        ),
+        Option(group=ENGINE, help="Kernels to run; auto is triton on a GPU and reference on a CPU."),
     ] = "auto"
-    target_runtime: TargetRuntimeOption = "auto"
-    device_map: DeviceMapOption = None
-    max_num_requests: Annotated[
-        int,
-        typer.Option(
-            "--max-num-requests",
-            "--max-num-seqs",
-            min=1,
-            metavar="N",
-            help="Run at most N requests together.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = 16
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            "--max-model-len",
-            min=2,
-            metavar="N",
-            help="Most tokens that a prompt and its answer may have together. Default: as many as the pair allows.",
-            rich_help_panel=ENGINE,
+        Option(
+            min=2, group=ENGINE, is_setting=False,
+            help="Most tokens of a prompt and its answer together. Default: the most that the pair allows.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     max_batched_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-batched-tokens",
-            "--max-num-batched-tokens",
-            min=1,
-            metavar="N",
-            help="Rows of a step that reads prompts, at most: of these and of requests that decode beside them. "
-            "Default: 8192 on a GPU, 2048 on a CPU.",
-            rich_help_panel=ENGINE,
+        Option(
+            min=1, group=ENGINE, is_setting=False,
+            help="Most tokens in one step, prefill and decode together. Default: 8192 on a GPU, 2048 on a CPU.",
         ),
-    ] = None
-    page_size: Annotated[
-        int,
-        typer.Option(
-            "--page-size", min=1, metavar="N", help="Tokens in each page of the KV cache.", rich_help_panel=ENGINE
-        ),
-    ] = 16
+    ] = None  # fmt: skip
+    page_size: Annotated[int, Option(min=1, group=ENGINE, is_setting=False, help="Tokens per KV page.")] = 16
     kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-memory",
-            metavar="SIZE",
-            help="Memory for the KV cache, such as 512M or 20G, in units of 1,024. Default: what is free.",
-            rich_help_panel=ENGINE,
+        int | None,
+        Option(
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_setting=False,
+            help="Memory for the KV cache, such as 512M or 20G. Default: the free memory.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory-utilization", metavar="X", help="Fraction of the GPU's memory to use.", rich_help_panel=ENGINE
-        ),
+        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of GPU memory to use.")
     ] = 0.9
     prefix_cache: Annotated[
         bool,
-        typer.Option(
-            "--prefix-cache/--no-prefix-cache",
-            help="Reuse the KV cache of prompts that begin with the same tokens.",
-            rich_help_panel=ENGINE,
+        Option(
+            off="--no-prefix-cache", group=ENGINE, is_setting=False,
+            help="Reuse the KV of prompts that begin with the same tokens.",
         ),
-    ] = True
+    ] = True  # fmt: skip
     prefix_store: Annotated[
         str | None,
-        typer.Option(
-            "--prefix-store",
-            metavar="DIR",
-            help="Keep the KV of prompts in DIR, and begin prompts of later runs of the same pair with it.",
-            rich_help_panel=ENGINE,
+        Option(
+            metavar="DIR", group=ENGINE, is_setting=False,
+            help="Keep the KV of prompts in DIR for later runs of the same pair.",
         ),
-    ] = None
+    ] = None  # fmt: skip
     scheduling: Annotated[
         Literal["async", "sync"],
-        typer.Option(
-            "--scheduling",
-            help="Queue steps before earlier ones have returned (async), or wait for each (sync).",
-            rich_help_panel=ENGINE,
+        Option(
+            group=ENGINE, is_setting=False,
+            help="Launch a step before the results of the last are read (async), or wait for each (sync).",
         ),
-    ] = "async"
+    ] = "async"  # fmt: skip
     graphs: Annotated[
         bool,
-        typer.Option(
-            "--graphs/--no-graphs",
-            help="Capture steps as CUDA graphs, which take less time to start.",
-            rich_help_panel=ENGINE,
-        ),
+        Option(off="--no-graphs", group=ENGINE, is_setting=False, help="Capture steps as CUDA graphs."),
     ] = True
 
-    def config(self) -> EngineConfig:
-        """The runtime's form."""
+    def engine_config(self, **own: Any) -> EngineConfig:
+        """The runtime's form. `own` are fields of the config that a verb decides."""
         return EngineConfig(
-            device=self.device,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            target_runtime=self.target_runtime,
-            device_map=self.device_map,
-            num_draft_tokens=self.num_speculative_tokens,
-            draft_sampling=self.draft_sampling,
-            max_model_len=self.max_model_len,
-            max_num_requests=self.max_num_requests,
-            max_batched_tokens=self.max_batched_tokens,
-            page_size=self.page_size,
-            kv_memory_bytes=parse_size(self.kv_memory, "--kv-memory") if self.kv_memory is not None else None,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            prefix_cache=self.prefix_cache,
-            prefix_store=self.prefix_store,
-            scheduling=self.scheduling,
-            graphs=self.graphs,
+            **{
+                "device": self.device,
+                "dtype": self.dtype,
+                "kernels": self.kernels,
+                "target_runtime": self.target_runtime,
+                "device_map": self.device_map,
+                "max_model_len": self.max_model_len,
+                "max_batched_tokens": self.max_batched_tokens,
+                "page_size": self.page_size,
+                "kv_memory_bytes": self.kv_memory,
+                "gpu_memory_utilization": self.gpu_memory_utilization,
+                "prefix_cache": self.prefix_cache,
+                "prefix_store": self.prefix_store,
+                "scheduling": self.scheduling,
+                "graphs": self.graphs,
+                **own,
+            }
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcurrencyOptions(Request):
+    """How many requests run at once."""
+
+    concurrency: Annotated[
+        int, Option(min=1, group=ENGINE, is_setting=False, help="Run at most N requests at once.")
+    ] = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalOptions(Request):
+    """The interval of a measured acceptance length."""
+
+    confidence: Annotated[float, Option(above=0, below=1, group=MEASURING, help="Confidence level of intervals.")] = (
+        0.95
+    )
+    num_resamples: Annotated[
+        int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 leaves it out.")
+    ] = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(Request):
+    """A threshold that the acceptance length must reach."""
+
+    min_acceptance: Annotated[
+        float | None,
+        Option(group=ESSENTIALS, is_setting=False, help="Exit with 3 if the acceptance length is below X."),
+    ] = None
+    gate: Annotated[
+        Literal["point", "lower"],
+        Option(
+            group=MEASURING, is_setting=False,
+            help="Compare --min-acceptance with the acceptance length (point) or its interval's lower end (lower).",
+        ),
+    ] = "point"  # fmt: skip
+    allow_failed: Annotated[
+        bool,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="Exit with 0 although prompts failed. They are named and left out of the result.",
+        ),
+    ] = False  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForceOptions(Request):
+    """Whether files are replaced."""
+
+    force: Annotated[bool, Option(group=OUTPUT, is_setting=False, help="Replace files that exist.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableOptions(ForceOptions):
+    """A file that keeps finished answers, so that an interrupted run can continue."""
+
+    output: Annotated[
+        Path | None,
+        Option(
+            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
+        ),
+    ] = None  # fmt: skip
+    resume: Annotated[
+        bool,
+        Option(
+            group=ESSENTIALS, is_setting=False,
+            help="Continue an interrupted run: answer only the prompts that --output lacks.",
+        ),
+    ] = False  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and self.output is None:
+            raise UsageError(
+                "--resume needs --output, the file to continue", id="resume-without-output", field="--resume"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockOptions(Request):
+    """A lock that the pair must match."""
+
+    lock: Annotated[
+        Path | None,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="Exit with 3 unless draft and target are the ones that dflash lock pinned in FILE. Reads all bytes.",
+        ),
+    ] = None  # fmt: skip

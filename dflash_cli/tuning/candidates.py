@@ -9,13 +9,13 @@ does, but after it the next anchor is another.
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
@@ -24,25 +24,25 @@ from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.llm import LLM
 
 Way = Literal["whole", "resized", "narrowed"]
-"""The trained block; a block of K + 1 rows; the trained block, of which the first K + 1 rows are verified."""
+WAYS = "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Candidate:
     """A number of drafted tokens, and in which way they are drafted."""
 
-    num_draft_tokens: int
-    way: Way
+    num_speculative_tokens: int
+    way: Annotated[Way, WAYS]
 
     @property
     def name(self) -> str:
         """`resized-3`, as files and documents have it."""
-        return f"{self.way}-{self.num_draft_tokens}"
+        return f"{self.way}-{self.num_speculative_tokens}"
 
     @property
     def verify_width(self) -> int | None:
         """Rows of the block that are verified, where that is not all of them."""
-        return self.num_draft_tokens + 1 if self.way == "narrowed" else None
+        return self.num_speculative_tokens + 1 if self.way == "narrowed" else None
 
 
 def default_numbers(trained: int) -> list[int]:
@@ -70,7 +70,7 @@ def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
 def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> LoadedPair:
     """The pair as `config` asks for it, drafting as a candidate does; a pair for measuring has a tiny KV cache."""
     assert pair.draft is not None, "a pair that was loaded with a draft"
-    number = None if candidate.way == "narrowed" else candidate.num_draft_tokens
+    number = None if candidate.way == "narrowed" else candidate.num_speculative_tokens
     restored = replace(
         pair.config, num_draft_tokens=number, max_num_requests=config.max_num_requests, num_pages=config.num_pages
     )
@@ -81,7 +81,7 @@ def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> Load
 def measure_candidate(
     session: PairSession,
     candidate: Candidate,
-    request: EvaluationRequest,
+    request: EvaluationPlan,
     config: EngineConfig,
     *,
     pair: LoadedPair | None = None,
@@ -102,7 +102,7 @@ def measure_candidate(
     own.check_params(params)
     own.warm_up(params, len(request.rows))
     found = measure(own, replace(request, params=params), progress=progress)
-    if found.failures:
-        first = found.failures[0]
+    if found.failed:
+        first = found.failed[0]
         raise RequestError(f"{first.error} (of {candidate.name})", hint="take the prompt out, or raise --max-model-len")
     return found

@@ -7,20 +7,23 @@ drafting step is the draft's and what the target's is found by leaving each out,
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any
+from typing import Annotated, ClassVar
 
 import torch
 
-from dflash_cli.generation.answers import plural
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.generation.run_facts import PairRun
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import DFlashError, GateFailed, UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 MIN_STEPS = 4
@@ -35,11 +38,11 @@ PART_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Decoding at one batch size, over all its rounds. `tokens_per_step` is that of one request."""
+    """Decoding at one batch size, over all its rounds."""
 
     tokens_per_second: float
     step_ms: float
-    tokens_per_step: float
+    tokens_per_step: Annotated[float, "of one request"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +59,33 @@ class BatchSpeed:
     adaptive: Speed | None = None
 
     @property
+    @computed_key
     def speedup(self) -> float:
         """How many times as fast drafting makes decoding."""
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
     @property
+    @computed_key
     def adaptive_speedup(self) -> float | None:
         """The same with adaptive width."""
         return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": self.speedup, "adaptive_speedup": self.adaptive_speedup}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchDocument:
+    """Result of `dflash bench`."""
+
+    KIND: ClassVar[str] = "bench"
+
+    draft: str | None
+    target: str | None
+    num_speculative_tokens: int
+    max_new_tokens: int
+    num_rounds: int
+    num_prompts: Annotated[int, "prompts that the rounds can take"]
+    prompts: PromptSource
+    batches: tuple[BatchSpeed, ...]
+    measured: PairRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
@@ -24,6 +24,7 @@ from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.step_costs import StepCosts, Times
+from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 
 Payoff = Literal["pays", "does not pay", "undecided"]
 
@@ -32,59 +33,46 @@ Payoff = Literal["pays", "does not pay", "undecided"]
 class Speedup:
     """How many times as fast a candidate makes decoding; without an `interval` too few prompts were measured."""
 
-    candidate: Candidate
-    value: float
+    candidate: Annotated[Candidate, INLINE]
+    speedup: float
     interval: Interval | None
 
     @property
+    @computed_key
     def payoff(self) -> Payoff:
         """Whether it is shown to be faster than plain decoding, or slower."""
         if self.interval is None or self.interval.low <= 1 <= self.interval.high:
             return "undecided"
         return "pays" if self.interval.low > 1 else "does not pay"
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_speculative_tokens": self.candidate.num_draft_tokens,
-            "way": self.candidate.way,
-            "speedup": self.value,
-            "interval": self.interval.to_json() if self.interval else None,
-            "payoff": self.payoff,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Every candidate for the prompts of a category, or for all, at a batch size; the best stands first.
+    """Every candidate at a batch size, for the prompts of a category or for all prompts."""
 
-    `level` are candidates that cannot be told from the best.
-    """
-
-    category: str | None
+    category: Annotated[str | None, "null: all prompts"]
     batch: int
-    speedups: tuple[Speedup, ...]
-    level: tuple[Candidate, ...]
+    speedups: Annotated[tuple[Speedup, ...], "the best first"]
+    ties: Annotated[tuple[Candidate, ...], HIDDEN]
+
+    @property
+    @computed_key
+    def level(self) -> list[str]:
+        """Candidates that cannot be told from the best, such as resized-3."""
+        return [item.name for item in self.ties]
 
     @property
     def best(self) -> Speedup:
         return self.speedups[0]
 
     @property
+    @computed_key
     def payoff(self) -> Payoff:
         """Drafting pays where the best candidate does, and does not where every candidate is shown to be slower."""
         if self.best.payoff == "pays":
             return "pays"
         is_hopeless = all(item.payoff == "does not pay" for item in self.speedups)
         return "does not pay" if is_hopeless else "undecided"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "category": self.category,
-            "batch": self.batch,
-            "payoff": self.payoff,
-            "level": [item.name for item in self.level],
-            "speedups": [item.to_json() for item in self.speedups],
-        }
 
 
 def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confidence: float) -> list[Choice]:
@@ -106,7 +94,7 @@ def overall_best(choices: Sequence[Choice]) -> Candidate | None:
     for choice in choices:
         for item in choice.speedups:
             if item.candidate.way != "narrowed":
-                logs.setdefault(item.candidate, []).append(math.log(item.value))
+                logs.setdefault(item.candidate, []).append(math.log(item.speedup))
     return max(logs, key=lambda candidate: fmean(logs[candidate]), default=None)
 
 
@@ -130,7 +118,7 @@ def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
 def _scheduled(choice: Choice) -> int:
     resized = [item for item in choice.speedups if item.candidate.way != "narrowed"]
     pays = any(item.payoff != "does not pay" for item in resized)
-    return resized[0].candidate.num_draft_tokens if resized and pays else 0
+    return resized[0].candidate.num_speculative_tokens if resized and pays else 0
 
 
 def _choose(
@@ -144,13 +132,13 @@ def _choose(
     ]
     if not found:
         return None
-    best, *others = sorted(found, key=lambda item: -item.value)
+    best, *others = sorted(found, key=lambda item: -item.speedup)
     level = 1 - (1 - confidence) / max(1, len(others))  # so that all comparisons hold together (Bonferroni)
     sides = {
         item.candidate: _arm(evaluations[item.candidate], category, costs.of(item.candidate, batch)) for item in found
     }
     tied = [item.candidate for item in others if not is_slower(sides[item.candidate], sides[best.candidate], level)]
-    return Choice(category=category, batch=batch, speedups=(best, *others), level=tuple(tied))
+    return Choice(category=category, batch=batch, speedups=(best, *others), ties=tuple(tied))
 
 
 def speedup(
@@ -163,14 +151,14 @@ def speedup(
         return None
     plain = costs.plain[batch]
     value = length * fmean(plain) / fmean(times)
-    if summary.interval is None:
-        return Speedup(candidate=candidate, value=value, interval=None)
-    confidence = summary.interval.confidence
+    if summary.acceptance_len_interval is None:
+        return Speedup(candidate=candidate, speedup=value, interval=None)
+    confidence = summary.acceptance_len_interval.confidence
     of_times = _ratio_width(plain, times, confidence)
-    above = math.hypot(math.log(summary.interval.high / length), of_times)
-    below = math.hypot(math.log(length / summary.interval.low), of_times)
+    above = math.hypot(math.log(summary.acceptance_len_interval.high / length), of_times)
+    below = math.hypot(math.log(length / summary.acceptance_len_interval.low), of_times)
     interval = Interval(value * math.exp(-below), value * math.exp(above), confidence)
-    return Speedup(candidate=candidate, value=value, interval=interval)
+    return Speedup(candidate=candidate, speedup=value, interval=interval)
 
 
 @dataclass(frozen=True, slots=True)

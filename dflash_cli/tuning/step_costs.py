@@ -9,22 +9,40 @@ document of `dflash tune --json` has the same under `step_times`, and is read to
 of the same rounds, one after the other, so that what disturbed a round is not taken for a difference.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from dflash_cli.comparing.measured_result import ResultFile
 from dflash_cli.tuning.candidates import Candidate, Way, resize
 from dflash_cli.tuning.speed import SpeedRequest, measure_rounds
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, from_json
 from dflash_runtime.errors import UsageError
-from dflash_runtime.json_values import is_number
 
+Value = TypeVar("Value")
 Times = tuple[float, ...]
 """Milliseconds of a step, each time it was measured."""
 WAYS: tuple[Way, ...] = ("resized", "narrowed")
+
+
+Milliseconds = Annotated[float, Limits(above=0, below=1e6)]
+TimesByBatch = Mapping[int, Milliseconds | tuple[Milliseconds, ...]]
+TimesByK = Mapping[int, TimesByBatch]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Milliseconds of decode steps: one number per batch size, or one for each time that it was measured."""
+
+    source: Annotated[str, NOT_REQUIRED] = ""
+    plain: Annotated[TimesByBatch, "by batch size"]
+    resized: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
+    narrowed: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
+    settings: Annotated[Settings, OPTIONAL, "of the measurement; --resume compares them"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,43 +61,50 @@ class StepCosts:
         """A candidate's steps; None where they are not known."""
         return self.drafting.get(candidate, {}).get(batch)
 
-    def to_json(self) -> dict[str, Any]:
-        """The form of a file; the whole block stands under `resized`."""
-        found: dict[str, Any] = {"source": self.source, "plain": _to_text_keys(self.plain)}
-        found |= {way: {} for way in WAYS}
+    @property
+    def times(self) -> StepTimes:
+        """The document; the whole block is under `resized`."""
+        ways: dict[str, dict[int, TimesByBatch]] = {way: {} for way in WAYS}
         for candidate, times in sorted(self.drafting.items()):
             way = "resized" if candidate.way == "whole" else candidate.way
-            found[way][str(candidate.num_draft_tokens)] = _to_text_keys(times)
-        return found
+            ways[way][candidate.num_speculative_tokens] = dict(sorted(times.items()))
+        plain = dict(sorted(self.plain.items()))
+        return StepTimes(source=self.source, plain=plain, resized=ways["resized"], narrowed=ways["narrowed"])
+
+
+def read_step_times(path: Path) -> StepTimes:
+    """Read a file of step times, or the step times in a document of `dflash tune --json`.
+
+    Raises:
+        CheckpointNotFound: the file does not exist.
+        UsageError: the file holds something else; names the field.
+    """
+    file = ResultFile(path)
+    document = file.parsed.get("step_times") if file.parsed.get("kind") == "tune" else file.parsed
+    hint = 'expected {"plain": {"1": MS}, "resized": {"7": {"1": MS}}}: keys are K, then batch sizes'
+    return from_json(StepTimes, document, path=path, error=UsageError, hint=hint)
 
 
 def read_step_costs(path: Path, trained: int) -> StepCosts:
-    """Read a file of step times, for a draft that was trained to draft so many tokens.
+    """The step times in a file, for a draft that was trained to draft `trained` tokens.
 
     Raises:
-        CheckpointNotFound: there is no such file.
-        UsageError: it is none, naming the field.
+        CheckpointNotFound: the file does not exist.
+        UsageError: the file holds something else; names the field.
     """
-    file = ResultFile(path)
-    document = file.document
-    if isinstance(document, dict) and document.get("kind") == "tune":
-        document = document.get("step_times")
-    if not isinstance(document, dict):
-        raise file.refuse(
-            "is no JSON object of step times", hint='expected {"plain": {"1": MS}, "resized": {"7": ...}}'
-        )
-    unknown = sorted(document.keys() - {"plain", "source", "settings", *WAYS})
-    if unknown:
-        raise file.refuse(f"{unknown[0]}: not known, expected plain, resized, narrowed or source")
+    times = read_step_times(path)
     drafting: dict[Candidate, Mapping[int, Times]] = {}
-    for way in WAYS:
-        for number, times in _as_numbers(file, way, document.get(way, {})).items():
+    ways: tuple[tuple[Way, Mapping[int, TimesByBatch]], ...] = (
+        ("resized", times.resized),
+        ("narrowed", times.narrowed),
+    )
+    for way, by_number in ways:
+        for number, by_batch in _from_one(by_number, way, path):
             candidate = Candidate(number, "whole" if number == trained else way)
-            drafting.setdefault(candidate, _as_times(file, f"{way}.{number}", times))
-    plain = _as_times(file, "plain", document.get("plain"))
+            drafting.setdefault(candidate, _as_times(by_batch, f"{way}.{number}", path))
     if not drafting:
-        raise file.refuse("resized: found none, expected the steps of some K", hint="keys are K, then batch sizes")
-    return StepCosts(plain=plain, drafting=drafting, source=str(document.get("source", path)))
+        raise UsageError(path=path, field="resized", found=times.resized, expected="step times of one K or more")
+    return StepCosts(plain=_as_times(times.plain, "plain", path), drafting=drafting, source=times.source or str(path))
 
 
 def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[int]) -> None:
@@ -88,7 +113,7 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     Raises:
         UsageError: naming what is not there.
     """
-    known = {item.num_draft_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
+    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
     for batch in batches:
         if batch not in costs.plain:
             raise UsageError(f"{costs.source}: plain.{batch}: missing, expected milliseconds of a plain step")
@@ -130,26 +155,22 @@ def num_timed_rounds(candidates: Sequence[Candidate], request: SpeedRequest) -> 
     return (len(candidates) + 1) * len(request.batches) * (request.num_rounds + 1)
 
 
-def _to_text_keys(times: Mapping[int, Times]) -> dict[str, list[float]]:
-    return {str(batch): list(values) for batch, values in sorted(times.items())}
+def _as_times(by_batch: TimesByBatch, where: str, path: Path) -> dict[int, Times]:
+    found = {}
+    for batch, values in _from_one(by_batch, where, path):
+        found[batch] = values if isinstance(values, tuple) else (values,)
+        if not found[batch]:
+            raise UsageError(path=path, field=f"{where}.{batch}", found=[], expected="milliseconds of a step")
+    return found
 
 
-def _as_numbers(file: ResultFile, where: str, value: object) -> dict[int, object]:
-    """An object whose keys are whole numbers from 1 on."""
-    if not isinstance(value, dict):
-        raise file.refuse(f"{where}: found {value!r}, expected an object of numbers")
-    for key in value:
-        if not (key.isdecimal() and int(key)):
-            raise file.refuse(f"{where}: found the key {key!r}, expected a whole number from 1 on")
-    return {int(key): item for key, item in value.items()}
+def _from_one(by_number: Mapping[int, Value], where: str, path: Path) -> Iterator[tuple[int, Value]]:
+    """The items of a mapping whose keys are whole numbers from 1 on.
 
-
-def _as_times(file: ResultFile, where: str, value: object) -> dict[int, Times]:
-    return {batch: _as_list(file, f"{where}.{batch}", item) for batch, item in _as_numbers(file, where, value).items()}
-
-
-def _as_list(file: ResultFile, where: str, value: object) -> Times:
-    found = value if isinstance(value, list) else [value]
-    if not found or not all(is_number(item) and 0 < item < 1e6 for item in found):
-        raise file.refuse(f"{where}: found {value!r}, expected milliseconds of a step, or a list of them")
-    return tuple(map(float, found))
+    Raises:
+        UsageError: a key is 0.
+    """
+    for number, value in by_number.items():
+        if number < 1:
+            raise UsageError(path=path, field=f"{where}.{number}", found=number, expected="a whole number from 1 on")
+        yield number, value

@@ -1,7 +1,7 @@
 """What engines are told of a K that was found best, and of one for each range of batch sizes."""
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair, served_name
 from dflash_cli.checkpoints.references import find_checkpoint
@@ -13,9 +13,18 @@ from dflash_cli.tuning.tensorrt_llm import speculative_settings, without
 Schedule = tuple[tuple[int, int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What one engine is given to serve a tuned pair."""
+
+    engine: str
+    text: Annotated[str | None, "the command, or settings for a file"] = None
+    refusal: Annotated[str | None, "why the engine would not serve the pair"] = None
+
+
 def tuned_engines(
     engines: str, draft: str, target: str, num_draft_tokens: int, schedule: Schedule
-) -> list[dict[str, Any]]:
+) -> list[EngineSettings]:
     """For each engine of `vllm,tensorrt-llm` the settings as text, or why it would not serve the pair.
 
     A schedule that has one K for all batch sizes is none.
@@ -27,13 +36,13 @@ def tuned_engines(
     rows = [_row(engine, judged, several) for engine in named]
     if without(engines) != engines:
         text = speculative_settings(served_name(draft, judged.locations[0]), num_draft_tokens, several)
-        rows.append({"engine": TENSORRT_LLM, "text": text, "refusal": None})
+        rows.append(EngineSettings(TENSORRT_LLM, text))
     return rows
 
 
-def _row(engine: ServingEngine, judged: JudgedPair, schedule: Schedule) -> dict[str, Any]:
+def _row(engine: ServingEngine, judged: JudgedPair, schedule: Schedule) -> EngineSettings:
     refusal = judged.refusals[engine.name]
     if refusal is not None:
-        return {"engine": str(engine), "text": None, "refusal": refusal.message}
+        return EngineSettings(str(engine), refusal=refusal.message)
     served = replace(judged.served, schedule=schedule)
-    return {"engine": str(engine), "text": engine.serve_command(served).text, "refusal": None}
+    return EngineSettings(str(engine), engine.serve_command(served).text)

@@ -1,6 +1,5 @@
 """Measure every candidate, what its steps take, and what other number formats would change. Knows no terminal."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +11,12 @@ from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.acceptance_difference import holm
 from dflash_cli.acceptance.journal import check_journal
-from dflash_cli.acceptance.measure import EvaluationRequest
-from dflash_cli.comparing.measured_result import MeasuredResult, ResultFile
+from dflash_cli.acceptance.measure import EvaluationPlan
+from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Contrast, compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
@@ -27,10 +27,12 @@ from dflash_cli.tuning.step_costs import (
     measure_step_costs,
     num_timed_rounds,
     read_step_costs,
+    read_step_times,
 )
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
+from dflash_runtime.documents import to_json
+from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 DEFAULT_BATCHES = (1, 8, 32)
 TIMED_TOKENS = 64
@@ -61,14 +63,14 @@ class _Silence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningRequest:
+class TuningPlan:
     """What is tried on which prompts; None leaves the numbers of drafted tokens, or batch sizes, to the pair or a file.
 
     `config` is how the engine runs while acceptance is measured. With a `folder` every answer, and the step times, are
     kept in it, and `resume` and `force` of `evaluation` are about its files.
     """
 
-    evaluation: EvaluationRequest
+    evaluation: EvaluationPlan
     config: EngineConfig
     numbers: Sequence[int] | None = None
     batches: Sequence[int] | None = None
@@ -78,8 +80,8 @@ class TuningRequest:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Tuning(Shown):
     """What `dflash tune` found.
 
     `ways` has for each K below the trained one how far the narrowed block's acceptance is above the resized one's;
@@ -92,8 +94,17 @@ class Tuning:
     ways: Mapping[int, Contrast]
     what_ifs: Mapping[str, Contrast]
     session: PairSession
-    request: TuningRequest
+    request: TuningPlan
     seconds: float
+
+    def summary(self) -> list[str]:
+        best = self.overall
+        found = (
+            "drafting pays at no batch size"
+            if best is None
+            else f"best over all batch sizes: K {best.num_speculative_tokens}"
+        )
+        return [found, f"{len(self.evaluations)} candidates, batch sizes {', '.join(map(str, self.costs.batches))}"]
 
     @property
     def overall(self) -> Candidate | None:
@@ -111,7 +122,7 @@ class Tuning:
         return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
 
 
-def tune(session: PairSession, request: TuningRequest, progress: TuningProgress | None = None) -> Tuning:
+def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
     """Measure every candidate on all prompts, and choose.
 
     `session` is loaded as `speed.smallest` says, since each candidate has a KV cache of its own.
@@ -146,30 +157,30 @@ def tune(session: PairSession, request: TuningRequest, progress: TuningProgress 
     )
 
 
-def _at_batches(given: StepCosts, request: TuningRequest) -> StepCosts:
+def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
     """The times of a file at the batch sizes that are asked for, by default all of them."""
     batches = request.batches or given.batches
     check_complete(given, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
 
 
-def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> Sequence[int]:
+def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequence[int]:
     if request.numbers is not None:
         return request.numbers
     if given is None:
         return default_numbers(trained)
-    numbers = sorted({item.num_draft_tokens for item in given.drafting})
+    numbers = sorted({item.num_speculative_tokens for item in given.drafting})
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(
             f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
             "the draft was trained for",
-            hint=f"choose among them: --num-speculative-tokens-list {fitting or trained}",
+            hint=f"choose among them: --num-speculative-tokens {fitting or trained}",
         )
     return numbers
 
 
-def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatIf]) -> None:
+def _check_journals(request: TuningPlan, measured: Sequence[Candidate | WhatIf]) -> None:
     """Refuse before anything is measured what would be refused when its turn has come."""
     for item in measured:
         path = _journal_of(item, request)
@@ -177,7 +188,7 @@ def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatI
             check_journal(path, resume=request.evaluation.resume, force=request.evaluation.force)
 
 
-def _journal_of(item: Candidate | WhatIf, request: TuningRequest) -> Path | None:
+def _journal_of(item: Candidate | WhatIf, request: TuningPlan) -> Path | None:
     return None if request.folder is None else request.folder / f"{_name_of(item)}.jsonl"
 
 
@@ -188,7 +199,7 @@ def _name_of(item: Candidate | WhatIf) -> str:
 def _measure(
     session: PairSession,
     candidate: Candidate,
-    request: TuningRequest,
+    request: TuningPlan,
     progress: TuningProgress,
     what_if: WhatIf | None = None,
 ) -> Evaluation:
@@ -201,7 +212,7 @@ def _measure(
 
 
 def _find_step_costs(
-    session: PairSession, candidates: Sequence[Candidate], request: TuningRequest, progress: TuningProgress
+    session: PairSession, candidates: Sequence[Candidate], request: TuningPlan, progress: TuningProgress
 ) -> StepCosts:
     """Those that an interrupted run has kept, where they are of the same; else measured now, and kept."""
     asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)
@@ -217,26 +228,28 @@ def _find_step_costs(
     settings = session.run_settings(asked.params, chat=asked.chat) | {
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
-    settings = json.loads(json.dumps(settings))
+    settings = to_json(settings)
     if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
         costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
     if path is not None:
         with atomic_text(path) as stream:
-            stream.write(json_line({**costs.to_json(), "settings": settings}))
+            stream.write(json_line(replace(costs.times, settings=settings)))
     return costs
 
 
 def _settings_of(path: Path) -> object:
-    """Under which settings the times of a file were measured; None where there is no such file."""
-    document = ResultFile(path).document if path.exists() else None
-    return document.get("settings") if isinstance(document, dict) else None
+    """The settings under which the times of a file were measured; None if the file holds no step times."""
+    try:
+        return read_step_times(path).settings
+    except (UsageError, CheckpointNotFound):
+        return None
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
     """For each K below the trained one: by how much the narrowed block's acceptance is above the resized one's."""
-    numbers = [item.num_draft_tokens for item in evaluations if item.way == "resized"]
+    numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
     found = {}
     for number in numbers:
         sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]

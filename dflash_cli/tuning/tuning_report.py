@@ -1,16 +1,23 @@
 """What `tune` found as JSON, as tables of at most 80 columns, and as advice in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, Table
-from dflash_cli.acceptance.intervals.statistics import Interval, Summary
-from dflash_cli.comparing.comparison_report import contrast_json, difference_text, p_value_text
+from dflash_cli.acceptance.acceptance_report import Table
+from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
+from dflash_cli.comparing.comparison_report import ContrastEntry, difference_text, p_value_text
 from dflash_cli.comparing.result_comparison import Contrast
+from dflash_cli.generation.prompt_source import PromptSource
+from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, Speedup
+from dflash_cli.tuning.step_costs import StepTimes
+from dflash_cli.tuning.tuned_engines import EngineSettings
 from dflash_cli.tuning.tuner import Tuning
+from dflash_runtime.documents import INLINE
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
@@ -24,42 +31,101 @@ WHAT_IF_LEGEND = """simulated: values are rounded to the format and computed wit
 what a format does to step times is not part of it"""
 
 
-def to_json(tuning: Tuning) -> dict[str, Any]:
-    """The document of `dflash tune --json`, but for the engines' flags."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthEntry:
+    """An acceptance length."""
+
+    acceptance_len: float | None
+    acceptance_len_interval: Interval | None
+    num_conversations: int
+
+    @classmethod
+    def of(cls, summary: Summary) -> "LengthEntry":
+        """The acceptance length of a summary."""
+        return cls(
+            acceptance_len=summary.counts.acceptance_len,
+            acceptance_len_interval=summary.acceptance_len_interval,
+            num_conversations=summary.num_conversations,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateEntry:
+    """The acceptance length of one candidate."""
+
+    candidate: Annotated[Candidate, INLINE]
+    total: Annotated[LengthEntry, INLINE]
+    categories: Mapping[str, LengthEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class WayEntry:
+    """The narrowed block compared with the resized block, for one K."""
+
+    num_speculative_tokens: int
+    contrast: Annotated[ContrastEntry, INLINE]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfEntry:
+    """A rounded pair compared with the pair as it is."""
+
+    what_if: str
+    contrast: Annotated[ContrastEntry, INLINE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneDocument:
+    """Result of `dflash tune`."""
+
+    KIND: ClassVar[str] = "tune"
+
+    draft: str | None
+    target: str | None
+    candidates: tuple[CandidateEntry, ...]
+    ways: tuple[WayEntry, ...]
+    step_times: Annotated[StepTimes, "read by --step-times"]
+    choices: tuple[Choice, ...]
+    num_speculative_tokens: Annotated[
+        int | None, "the best K over all batch sizes, of those that engines take; null if drafting does not pay"
+    ]
+    schedule: Annotated[tuple[tuple[int, int, int], ...], "first batch size, last batch size, K"]
+    advice: tuple[str, ...]
+    what_ifs: tuple[WhatIfEntry, ...]
+    settings: Annotated[Mapping[str, Any], "of the trained block"]
+    prompts: PromptSource
+    measured: EvaluationRun | ReplayRun
+    seconds: float
+    engines: Annotated[tuple[EngineSettings, ...], "empty if drafting pays at no batch size"]
+
+
+def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
+    """The document of a tuning and of the settings that engines are given."""
     whole = tuning.whole
-    return {
-        "draft": tuning.session.references["draft"],
-        "target": tuning.session.references["target"],
-        "candidates": [_candidate_json(candidate, item) for candidate, item in tuning.evaluations.items()],
-        "ways": [{"num_speculative_tokens": number, **contrast_json(line)} for number, line in tuning.ways.items()],
-        "step_times": tuning.costs.to_json(),
-        "choices": [item.to_json() for item in tuning.choices],
-        "num_speculative_tokens": tuning.overall.num_draft_tokens if tuning.overall else None,
-        "schedule": [list(item) for item in tuning.schedule],
-        "advice": list(advice(tuning.choices)),
-        "what_ifs": [{"what_if": name, **contrast_json(line)} for name, line in tuning.what_ifs.items()],
-        "settings": dict(whole.settings),
-        "prompts": whole.source.to_json(),
-        "measured": dict(whole.measured),
-        "seconds": round(tuning.seconds, 6),
-    }
-
-
-def _candidate_json(candidate: Candidate, evaluation: Evaluation) -> dict[str, Any]:
-    return {
-        "num_speculative_tokens": candidate.num_draft_tokens,
-        "way": candidate.way,
-        **_length_json(evaluation.total),
-        "categories": {name: _length_json(summary) for name, summary in evaluation.categories.items()},
-    }
-
-
-def _length_json(summary: Summary) -> dict[str, Any]:
-    return {
-        "acceptance_len": summary.counts.acceptance_len,
-        "acceptance_len_interval": summary.interval.to_json() if summary.interval else None,
-        "num_conversations": summary.num_conversations,
-    }
+    return TuneDocument(
+        draft=tuning.session.references["draft"],
+        target=tuning.session.references["target"],
+        candidates=tuple(
+            CandidateEntry(
+                candidate=candidate,
+                total=LengthEntry.of(item.total),
+                categories={name: LengthEntry.of(summary) for name, summary in item.categories.items()},
+            )
+            for candidate, item in tuning.evaluations.items()
+        ),
+        ways=tuple(WayEntry(number, ContrastEntry.of(line)) for number, line in tuning.ways.items()),
+        step_times=tuning.costs.times,
+        choices=tuple(tuning.choices),
+        num_speculative_tokens=tuning.overall.num_speculative_tokens if tuning.overall else None,
+        schedule=tuple(tuning.schedule),
+        advice=tuple(advice(tuning.choices)),
+        what_ifs=tuple(WhatIfEntry(name, ContrastEntry.of(line)) for name, line in tuning.what_ifs.items()),
+        settings=whole.settings,
+        prompts=whole.prompts,
+        measured=whole.measured,
+        seconds=round(tuning.seconds, 6),
+        engines=tuple(engines),
+    )
 
 
 def advice(choices: Sequence[Choice]) -> Iterator[str]:
@@ -71,10 +137,10 @@ def advice(choices: Sequence[Choice]) -> Iterator[str]:
 
 def _advice(choice: Choice) -> str:
     best, start = choice.best, f"batch {choice.batch}: "
-    number = f"K {best.candidate.num_draft_tokens}{_way(best.candidate)}"
-    gain = f"{best.value:.2f}{_span(best.interval)}"
+    number = f"K {best.candidate.num_speculative_tokens}{_way(best.candidate)}"
+    gain = _number(best.speedup, best.interval)
     if choice.payoff == "pays":
-        level = ", ".join(f"{item.num_draft_tokens}{_way(item)}" for item in sorted(choice.level))
+        level = ", ".join(f"{item.num_speculative_tokens}{_way(item)}" for item in sorted(choice.ties))
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
     if choice.payoff == "does not pay":
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
@@ -85,7 +151,7 @@ def _advice(choice: Choice) -> str:
 def settings_line(tuning: Tuning) -> str:
     """What the settings of engines are of."""
     assert tuning.overall is not None, "a pair for which drafting pays somewhere"
-    number = tuning.overall.num_draft_tokens
+    number = tuning.overall.num_speculative_tokens
     line = f"engines resize the block: of those K {number} is best over these batch sizes, in the geometric mean"
     if len(tuning.schedule) < 2:
         return line
@@ -103,7 +169,7 @@ def ways_table(tuning: Tuning) -> Table:
     ]  # fmt: skip
     whole = next(candidate for candidate in tuning.evaluations if candidate.way == "whole")
     length = tuning.whole.total.counts.acceptance_len
-    rows.append((str(whole.num_draft_tokens), _number(length), _number(length), "the whole block", "", ""))
+    rows.append((str(whole.num_speculative_tokens), _number(length), _number(length), "the whole block", "", ""))
     return columns, rows
 
 
@@ -131,7 +197,7 @@ def category_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     for choice in tuning.choices:
         if choice.category is not None:
             found.setdefault(choice.category, {})[choice.batch] = choice
-    rows = [(_short(name), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
+    rows = [(shorten(name, CATEGORY_WIDTH), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
     return _columns("best K", batches), rows
 
 
@@ -176,8 +242,8 @@ def _mark(choice: Choice, candidate: Candidate) -> str:
     item = next((item for item in choice.speedups if item.candidate == candidate), None)
     if item is None:
         return "-"
-    mark = "*" if item is choice.best else "=" if candidate in choice.level else " "
-    return f"{item.value:.2f}{_span(item.interval)}{mark}"
+    mark = "*" if item is choice.best else "=" if candidate in choice.ties else " "
+    return f"{_number(item.speedup, item.interval)}{mark}"
 
 
 def _best(choice: Choice | None) -> str:
@@ -186,24 +252,16 @@ def _best(choice: Choice | None) -> str:
     best: Speedup = choice.best
     sign = {"pays": "", "undecided": "?", "does not pay": "-"}[choice.payoff]
     way = {"whole": "", "resized": "r", "narrowed": "n"}[best.candidate.way]
-    return f"{best.candidate.num_draft_tokens}{way} {best.value:.2f}{sign}"
+    return f"{best.candidate.num_speculative_tokens}{way} {best.speedup:.2f}{sign}"
 
 
 def _name(candidate: Candidate) -> str:
-    return f"{candidate.num_draft_tokens} {candidate.way}"
+    return f"{candidate.num_speculative_tokens} {candidate.way}"
 
 
 def _way(candidate: Candidate) -> str:
     return "" if candidate.way == "whole" else f" {candidate.way}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _span(interval: Interval | None) -> str:
-    return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…"
+def _number(value: float | None, interval: Interval | None = None) -> str:
+    return value_text(value, interval, ".2f")

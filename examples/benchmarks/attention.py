@@ -1,12 +1,12 @@
-"""Time attention of blocks of rows over paged contexts, as a step calls it, with random keys that are in no cache.
+"""Time attention of blocks over paged contexts, as a step calls it, with random keys that are in no cache.
 
     python3 examples/benchmarks/attention.py [--cases 8x16@520,64x8@64-4352] [--shape qwen3-8b] [--out attention.jsonl]
 
-A case is requests x rows @ context: tokens that all requests have, or two bounds between which theirs are log-uniform.
-The layers of the target follow one another as one CUDA graph, each over its own part of the pages. The floor is the
-bytes of queries, keys, values and results over the bandwidth of a copy; the error is relative, against float64, of the
-first, middle and last request. Rows are JSON lines; the table is printed last. A case that fails says so in one line,
-the others go on, and the exit code is 1.
+A case is requests x rows @ context. The context is one length for all requests, or two bounds with log-uniform lengths
+between them. The layers of the target run one after another as one CUDA graph, each over its own part of the pages.
+The floor is the bytes of queries, keys, values and results over the bandwidth of a copy. The error is relative to
+float64, for the first, middle and last request. Rows are JSON lines; the table comes last. A case that fails prints
+one line, the others continue, and the exit code is 1.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from timing.pairs import SHAPES, Shape, log_uniform, open_device, run_dtype
 from timing.report import Recorder, table
 
 PAGE, CAPACITY = 16, 32_768
-"""Tokens of a page, and of the longest text that the page table has room for: the number of parts depends on it."""
+"""Tokens of a page, and of the longest text in the page table. The number of parts depends on CAPACITY."""
 
 CASES = (
     "1x1@520,8x1@520,16x1@520,32x1@680,32x1@1360,64x1@680,64x1@64-4352,8x1@8200,"
@@ -40,7 +40,7 @@ NUM_TURNS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Requests with as many rows each, and the bounds of their contexts."""
+    """Requests, rows of each, and the bounds of their contexts."""
 
     num_requests: int
     num_rows: int
@@ -63,7 +63,7 @@ class Case:
         return f"{self.num_requests}x{self.num_rows}@{span}"
 
     def lengths(self) -> list[int]:
-        """Of each request, the same in every run."""
+        """Context length of each request, the same in every run."""
         levels = torch.rand(self.num_requests, generator=torch.Generator().manual_seed(1))
         return log_uniform(levels, self.shortest, self.longest)
 
@@ -86,13 +86,13 @@ class Layers:
 
     @property
     def num_bytes(self) -> int:
-        """That a layer must read and write."""
+        """Bytes that a layer must read and write."""
         shape, num_rows = self._shape, self._blocks.shape[1] * self._blocks.shape[2]
         num_heads = 2 * shape.heads * num_rows + 2 * shape.kv_heads * (sum(self._lengths) + num_rows)
         return num_heads * shape.head_dim * self._blocks.element_size()
 
     def attend(self, kernels: Kernels) -> Tensor:
-        """Every layer, the last one's result."""
+        """Run every layer -> the result of the last one."""
         for layer in range(self._shape.layers):
             out = kernels.block_attention(
                 *self._block(layer), *self._caches(layer), self.page_table, self.lens, is_causal=True, window=None
@@ -100,7 +100,7 @@ class Layers:
         return out
 
     def error(self, out: Tensor) -> float:
-        """Of the last layer's result."""
+        """Relative error of the last layer's result."""
         checked = sorted({0, len(self._lengths) // 2, len(self._lengths) - 1})
         width = max(-(-self._lengths[index] // PAGE) for index in checked)
         exact = REFERENCE.block_attention(
@@ -119,7 +119,7 @@ class Layers:
 
 
 def measure(recorder: Recorder, case: Case, shape: Shape, kernels: Kernels, rates: Rates, like: Tensor) -> None:
-    """Microseconds a layer, the best of some turns."""
+    """Record microseconds per layer, the best of several turns."""
     layers = Layers(case, shape, like)
     error = layers.error(layers.attend(kernels))
     turns = [device_ms(lambda: layers.attend(kernels), like.device) / shape.layers * 1000 for _ in range(NUM_TURNS)]
@@ -129,22 +129,22 @@ def measure(recorder: Recorder, case: Case, shape: Shape, kernels: Kernels, rate
 
 
 def parse_cases(text: str) -> list[Case]:
-    """Cases with commas between them."""
+    """Parse cases separated by commas."""
     return [Case.parse(item) for item in text.split(",")]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cases", type=parse_cases, default=CASES, help="such as 8x16@520,64x8@64-4352")
-    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    parser.add_argument("--cases", type=parse_cases, default=CASES, help="cases, such as 8x16@520,64x8@64-4352")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; 1 where a case failed."""
+    """Measure and print a table. Returns 1 if a case failed."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
     dtype = run_dtype(device)
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (row["case"], row["us"], row["floor_us"], row["ratio"], 100 * row["error"])
             for row in recorder.of("attention")
         ]
-        print(table(("requests x rows @ context", "us a layer", "floor", "ratio", "error %"), rows))
+        print(table(("requests x rows @ context", "us per layer", "floor", "ratio", "error %"), rows))
         return 1 if recorder.num_failures else 0
 
 

@@ -1,11 +1,11 @@
-"""Time a conversion against `cp` of the same weights, with hashing apart, and measure its memory.
+"""Time a conversion against `cp` of the same weights, hashing apart, and measure its memory.
 
     python3 examples/benchmarks/convert.py [--gigabytes 10] [--repeats 5] [--directory DIR]
 
-Writes a draft of that size with random weights, so that nothing of it is sparse, then copies and converts it in turn.
-Both read from the page cache as far as it holds the file, and both end before the disk has everything; the medians of
-interleaved runs are compared. The conversion runs in a process of its own, whose peak is read from its own /proc
-entry: what getrusage says of a child begins with the memory of its parent.
+Writes a draft of that size with random bytes, so that the file is not sparse, then copies and converts it in turn. Both
+read from the page cache as far as it holds the file, and both end before the disk has all data. Medians of interleaved
+runs are compared. The conversion runs in a new process, and its peak memory comes from that process's /proc entry.
+getrusage is not used: for a child it starts with the memory of its parent.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 source, out, to, verification = sys.argv[1:]
-plan = plan_conversion(open_draft(Path(source)), ConversionRequest(to=to, verifier="acme/target"))
+plan = plan_conversion(open_draft(Path(source)), ConversionSpec(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)
 peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 print(json.dumps({**manifest["timings"], "peak_megabytes": peak / 1024}))
@@ -44,7 +44,7 @@ print(json.dumps({**manifest["timings"], "peak_megabytes": peak / 1024}))
 
 
 def draft_of(gigabytes: float) -> DraftConfig:
-    """A draft of the 8B shape, with as many layers as the size asks for."""
+    """A draft of the 8B shape with enough layers for the size."""
 
     def make(num_layers: int) -> DraftConfig:
         return DraftConfig(
@@ -83,11 +83,11 @@ def _matrices(config: DraftConfig) -> list[tuple[int, int]]:
 
 
 def write_draft(path: Path, config: DraftConfig) -> None:
-    """A native checkpoint with random bytes for weights."""
-    from dflash_cli.formats.dialect import get_format
+    """Write a native checkpoint with random bytes as weights."""
+    from dflash_cli.formats.native import Native
 
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(get_format("native").write_config(config, {})))
+    (path / "config.json").write_text(json.dumps(Native().write_config(config, {})))
     entries: dict[str, Any] = {}
     position = 0
     for name, shape in body_shapes(config).items():
@@ -123,12 +123,14 @@ def convert(source: Path, out: Path, to: str, verification: str) -> dict[str, fl
 
 
 def main() -> None:
-    """Run both in turn and print medians."""
+    """Run copy and conversion in turn and print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=None, help="where to write; default: the system's place")
-    parser.add_argument("--to", default="speculators", help="as for dflash convert")
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="folder for temporary files (default: the system's)"
+    )
+    parser.add_argument("--to", default="speculators", help="dialect, as for dflash convert")
     arguments = parser.parse_args()
     config = draft_of(arguments.gigabytes)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
@@ -149,7 +151,7 @@ def main() -> None:
 
 
 def report(size: int, copies: list[float], conversions: list[dict[str, float]], verified: dict[str, float]) -> None:
-    """The table."""
+    """Print the table."""
     copied = statistics.median(copies)
     converted = statistics.median(item["copy_s"] for item in conversions)
     hashed = statistics.median(item["hash_s"] for item in conversions)
@@ -165,7 +167,7 @@ def report(size: int, copies: list[float], conversions: list[dict[str, float]], 
 
 
 def spread(seconds: list[float]) -> str:
-    """All runs, the quickest first."""
+    """Seconds of all runs, in ascending order."""
     return " ".join(f"{item:.2f}" for item in sorted(seconds))
 
 

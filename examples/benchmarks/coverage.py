@@ -1,11 +1,11 @@
-"""How often intervals of the acceptance length cover the truth, by method, in worlds whose truth is known.
+"""Measure how often intervals of the acceptance length cover the truth, by method, in simulated worlds.
 
-    python examples/benchmarks/coverage.py                     # the tables of docs/statistics.md, in five minutes
+    python examples/benchmarks/coverage.py              # the tables of docs/measurements/coverage.md, in five minutes
     python examples/benchmarks/coverage.py --worlds heavy --prompts 20 --methods widened,BCa
 
-In each of 2,000 replications prompts are drawn from a world, each with its own chance that a draft is accepted and its
-own lengths of answers, and an interval of tokens per step is taken. A method that says 95% should cover the truth in 93
-to 97 of 100 replications; the standard error of a figure is 0.5.
+Each of 2,000 replications draws prompts from a world. Each prompt has its own acceptance probability and its own answer
+lengths. Then an interval of tokens per step is computed. A 95% method should cover the truth in 93 to 97 of 100
+replications; the standard error of a number is 0.5.
 """
 
 import argparse
@@ -33,9 +33,9 @@ LENGTHS = np.arange(1, K + 2)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How prompts are drawn: the chance of a draft and the median length of an answer by prompt, and its spread.
+    """How prompts are drawn: acceptance probability and median answer length of each prompt, and the spread of lengths.
 
-    Lengths are log-normal with spread `sigma`, cut at `longest`; 0 makes all answers as long.
+    Lengths are log-normal with spread `sigma`, cut at `longest`. With `sigma` 0 all answers have length `longest`.
     """
 
     meaning: str
@@ -57,7 +57,7 @@ def _two_clouds(rng: Generator, shape: tuple[int, int]) -> tuple[Floats, float]:
 
 
 CATEGORIES = np.array([[0.85, 300], [0.8, 250], [0.4, 150], [0.6, 60], [0.3, 120]])
-"""Mean chance and median length of code, mathematics, chat, extraction, translation."""
+"""Mean probability and median length of code, mathematics, chat, extraction, translation."""
 
 
 def _categories(rng: Generator, shape: tuple[int, int]) -> tuple[Floats, Floats]:
@@ -77,12 +77,12 @@ WORLDS = {
 
 
 def draw_counts(world: World, rng: Generator, shape: tuple[int, int], num_turns: int) -> Floats:
-    """How often each acceptance length occurred in each conversation: `[replications, conversations, K + 1]`."""
+    """Counts of each acceptance length in each conversation: `[replications, conversations, K + 1]`."""
     chance, median = world.draw(rng, shape)
     turns = (*shape, num_turns)
     spread = np.exp(world.sigma * rng.normal(size=turns)) if world.sigma else np.full(turns, math.inf)
     num_tokens = np.clip(np.asarray(median)[..., None] * spread, 2, world.longest)
-    # Turns of a conversation resemble each other and are not the same.
+    # Turns of a conversation are similar, but not equal.
     odds = np.log(np.clip(chance, 1e-6, 1 - 1e-6) / np.clip(1 - chance, 1e-6, 1))[..., None]
     shares = _shares(1 / (1 + np.exp(-odds - 0.3 * rng.normal(size=turns))))
     num_steps = np.maximum(1, np.rint(num_tokens / (shares @ LENGTHS))).astype(np.int64)
@@ -91,7 +91,7 @@ def draw_counts(world: World, rng: Generator, shape: tuple[int, int], num_turns:
 
 
 def _shares(chance: Floats) -> Floats:
-    """Share of steps of each length where each draft is accepted with this chance: `[..., K + 1]`."""
+    """Share of steps of each acceptance length for this acceptance probability: `[..., K + 1]`."""
     reached = chance[..., None] ** np.arange(K + 1)
     return np.concatenate([reached[..., :-1] - reached[..., 1:], reached[..., -1:]], axis=-1)
 
@@ -118,18 +118,18 @@ def true_ratio(world: World, num_turns: int, position: int = 0) -> float:
 
 
 def widened(units: Floats, num_resamples: int) -> Floats:
-    """The method in use."""
+    """The method that `dflash` uses."""
     return resampled_bounds(units, confidence=CONFIDENCE, num_resamples=num_resamples, seed=1)
 
 
 def _parts(units: Floats) -> tuple[Floats, Floats, int, Floats]:
-    """Tokens, steps, how many units, and the ratio of sums."""
+    """Tokens, steps, number of units, and the ratio of sums."""
     tokens, steps = units[:, 0, :, 0], units[:, 0, :, 1]
     return tokens, steps, tokens.shape[1], tokens.sum(1) / steps.sum(1)
 
 
 def _drawn(units: Floats, num_resamples: int) -> tuple[Floats, Floats]:
-    """How often each unit was drawn `[num_resamples, U]`, and the ratios of the resamples."""
+    """Counts of each unit in each resample `[num_resamples, U]`, and the ratios of the resamples."""
     tokens, steps, count, _ = _parts(units)
     times = np.random.default_rng(1).multinomial(count, np.full(count, 1 / count), num_resamples).astype(float)
     return times, (times @ tokens.T) / (times @ steps.T)
@@ -199,7 +199,7 @@ METHODS = {
 
 
 def coverage(bounds: Floats, truth: float) -> float:
-    """In how many of 100 replications the truth lies between the bounds."""
+    """Percent of replications with the truth between the bounds."""
     return float(100 * ((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).mean())
 
 
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace, name: str, num_turns: int, count: int) 
 
 
 def measure_positions(options: argparse.Namespace, name: str, count: int) -> list[float]:
-    """Coverage of the method in use for the share of each position, in conversations of one turn."""
+    """Coverage of `widened` for the share of each position, in conversations of one turn."""
     rng = np.random.default_rng(count + 1)
     units = as_position_units(draw_counts(WORLDS[name], rng, (options.replications, count), 1))
     bounds = widened(units, options.bootstrap // 2).reshape(-1, K, 2)

@@ -1,17 +1,18 @@
-"""Time a target with experts at the shape of Qwen3-30B-A3B with random weights: one layer's experts, and whole steps.
+"""Time a target with experts at the shape of Qwen3-30B-A3B with random weights: the experts of a layer, and whole
+steps.
 
     python3 examples/benchmarks/experts.py [--parts layer,steps] [--rows 1,16] [--ways captured,kernels] [--batches 1,8]
     python3 examples/benchmarks/experts.py --device cpu --shape small
 
-Of a layer's ways, grouped is torch's grouped products, and captured the same as a CUDA graph, as kernels are, our own;
-choosing is what of these comes before the experts. Other are rows for which they choose other experts than torch does:
-logits in 16 bits tie, and a sum in another order is rounded to a neighbour.
+Ways to compute the experts of a layer: one_by_one, grouped (torch's grouped products), captured (grouped as a CUDA
+graph), kernels (our own, also captured), and choosing (only the routing of kernels). "other %" is the share of rows
+for which a way chooses other experts than torch. 16-bit logits tie, and another order of summation rounds differently.
 
-The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
-layer those of the experts that its rows chose, of a step those of every layer, of the head, and of the draft if there
-is one. How many experts the rows of a step touch follows from how many rows there are, as if each chose at random: of
-128, of which a row takes 8, one row touches 8, the 16 rows of a block 82, and 128 rows all. Captured says whether steps
-are CUDA graphs; a part that fails says so in one line, and the tables are printed last.
+The floor is the time to read the weights at the rate of a copy, which is measured. A layer reads the experts that its
+rows choose. A step reads every layer, the head, and the draft if there is one. The number of experts that a step reads
+is computed as if each row chose at random: of 128 experts with 8 per row, one row uses 8, the 16 rows of a block 82,
+and 128 rows all. "captured" says whether steps are CUDA graphs. A part that fails prints one line. The tables come
+last.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from timing.report import release, say, table
 
 MAX_LEN = 1024
 NUM_LAYERS = 4
-"""Layers whose experts are timed in a row."""
+"""Number of layers that are timed one after another."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ Row = list[object]
 
 
 def attempt(what: Sequence[object], call: Callable[[], Row], width: int) -> Row:
-    """A row of a table; a failure is a row that says so."""
+    """Values of a table row, or None for each value if the call fails."""
     try:
         return [*what, *call()]
     except Exception as error:
@@ -87,7 +88,7 @@ def normal(shape: Sequence[int], placement: Placement) -> Tensor:
 
 
 def make_experts(shape: Shape, placement: Placement) -> Experts:
-    """A layer's experts with random weights."""
+    """The experts of a layer with random weights."""
     return Experts(
         normal((shape.num_experts, shape.hidden), placement),
         normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement),
@@ -100,8 +101,10 @@ def make_experts(shape: Shape, placement: Placement) -> Experts:
 def layer_rows(
     shape: Shape, placement: Placement, bandwidth: float, counts: Sequence[int], ways: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows, way, microseconds and their floor, means of layers; and how the first layer's compare with torch's, in %:
-    the error for the same choices against the experts one by one, and the rows for which others are chosen.
+    """Rows, way, microseconds, floor, error % and other % of each measurement, means over layers.
+
+    The error compares the first layer with `one_by_one` on the same choices. Other is the share of rows for which the
+    way chooses other experts than torch.
     """
     layers = [make_experts(shape, placement) for _ in range(NUM_LAYERS)]
     bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
@@ -118,25 +121,25 @@ def layer_rows(
 
 WAYS = ("one_by_one", "grouped", "captured", "kernels", "choosing")
 CAPTURED, OURS = ("captured", "kernels", "choosing"), ("kernels", "choosing")
-"""Of the ways those that are CUDA graphs, where there is a GPU; and those with our kernels in place of torch's."""
+"""The ways that run as CUDA graphs on a GPU, and the ways that use our kernels."""
 
 
 def run_way(way: str, experts: Experts, hidden: Tensor) -> None:
-    """Parts are left as they are: the norm that follows in a step adds them up."""
+    """Run one way. Parts are not added up, because the next norm of a step does that."""
     routes = experts.choose(hidden)
     if way != "choosing":
         compute(way, experts, hidden, *routes)
 
 
 def compute(way: str, experts: Experts, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Parts [P, T, hidden]."""
+    """The experts' output as parts [P, T, hidden]."""
     if way == "one_by_one":
         return experts.one_by_one(hidden, chosen, scores)[None]
     return experts.grouped(hidden, chosen, scores)
 
 
 def compare(way: str, layer: Experts, kernels: Kernels, hidden: Tensor) -> Row:
-    """The error of the experts' outputs by norm, where they are computed; and the rows with other experts."""
+    """The relative error of the experts' outputs (None for choosing) and the share of rows with other experts, in %."""
     routes, ours = layer.choose(hidden), replace(layer, kernels=kernels)
     is_other = (ours.choose(hidden)[0].sort().values != routes[0].sort().values).any(1)
     share = 100 * float(is_other.double().mean())
@@ -148,7 +151,7 @@ def compare(way: str, layer: Experts, kernels: Kernels, hidden: Tensor) -> Row:
 
 
 def chain_us(chain: Sequence[Callable[[], object]], device: torch.device, *, is_captured: bool) -> Row:
-    """Microseconds of one of several layers in a row, so that caches hold nothing of the next one's weights."""
+    """Microseconds per layer. Several layers run in a row, so that no cache holds the next layer's weights."""
 
     def run() -> None:
         for call in chain:
@@ -194,7 +197,7 @@ def configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
 
 
 def target_weights(shape: Shape, config: TargetConfig, placement: Placement) -> dict[str, Tensor]:
-    """Random weights, the experts stacked as they are loaded."""
+    """Random weights, with stacked experts as after loading."""
     shapes = Qwen3MoeTarget.expected_shapes(config)
     plain = {name: size for name, size in shapes.items() if ".experts." not in name}
     weights = dict(stack_projections((name, make(name, size, placement)) for name, size in plain.items()))
@@ -212,7 +215,7 @@ def make(name: str, size: tuple[int, ...], placement: Placement) -> Tensor:
 
 
 def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwidth: float) -> Iterator[Row]:
-    """Arm, batch, captured, ms a step, and the floor of reading what its rows need."""
+    """Arm, batch, captured, ms per step, and the floor of each measurement."""
     target_config, draft_config = configs(shape)
     weights = target_weights(shape, target_config, placement)
     draft_weights = {name: make(name, size, placement) for name, size in owned_shapes(draft_config).items()}
@@ -222,7 +225,7 @@ def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwi
         for arm in ("plain", "dflash"):
             for batch in batches:
                 read = read_bytes(shape, weights, batch * (BLOCK if arm == "dflash" else 1))
-                if arm == "dflash":  # whose head is the target's
+                if arm == "dflash":  # the draft uses the target's head
                     read += sum(tensor.nbytes for tensor in (*draft_weights.values(), target.head.weight))
                 pair = LoadedPair(
                     target=target, draft=draft if arm == "dflash" else None, placement=placement,
@@ -237,14 +240,14 @@ def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwi
 
 
 def read_bytes(shape: Shape, weights: dict[str, Tensor], num_rows: int) -> float:
-    """What so many rows read: everything but the embedding, and of the experts those that random choices touch."""
+    """Bytes of weights that `num_rows` rows read: all but the embedding, and the experts that random choices use."""
     share = 1 - (1 - shape.num_chosen / shape.num_experts) ** num_rows
     used = {name: tensor for name, tensor in weights.items() if "embed_tokens" not in name}
     return sum(tensor.nbytes * (share if ".experts." in name else 1) for name, tensor in used.items())
 
 
 def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
-    """Milliseconds a step: a long run less a short one, by the steps it has more."""
+    """Milliseconds per step: the difference of a long and a short run over the difference of their steps."""
     llm = LLM(pair)
     llm.warm_up()
     generator = torch.Generator().manual_seed(0)
@@ -263,9 +266,11 @@ def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--parts", default="layer,steps", help="what to time")
-    parser.add_argument("--rows", help="of a layer, by default those of the shape")
-    parser.add_argument("--ways", default="captured,kernels,choosing", help=f"of a layer: {', '.join(WAYS)}")
+    parser.add_argument("--parts", default="layer,steps", help="parts to time (default: layer,steps)")
+    parser.add_argument("--rows", help="numbers of rows of a layer (default: the shape's)")
+    parser.add_argument(
+        "--ways", default="captured,kernels,choosing", help=f"ways to compute a layer: {', '.join(WAYS)}"
+    )
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
@@ -286,7 +291,7 @@ def main() -> int:
         for row in step_rows(shape, placement, batches, bandwidth):
             steps.append(row)
             say(f"{row[0]}, batch {row[1]}, captured {row[2]}: {row[3]} ms")
-        print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is all weights that its rows touch, once")
+        print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step reads every weight that its rows use once")
         print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
     return 1 if any(row[-2] is None for row in (*steps, *(row[:-2] for row in layers))) else 0
 

@@ -1,12 +1,14 @@
-"""How fast each connector carries a hand-off from one process to another on this machine.
+"""Time the connectors that carry hand-offs between two processes on this machine.
 
     python examples/benchmarks/handoff.py [--backend file,gloo,nixl,nccl,link] [--megabytes 0,64,512] [--rounds 5]
 
-A payload has the shape of a request's pages: KV of a target and of a draft in bfloat16, so many megabytes in all. The
-other process wants it before it is saved. The time is from the save until the other side has all of it, checked
-against its checksums where there are some; the median of the rounds after a first one. `file` writes to a temporary
-folder (--folder). `nccl` sends from GPU 0 to GPU 1 of this machine; `nixl` goes the same way with --gpus. `link` is no
-connector: a copy from GPU 0 to GPU 1 within one process, which is what the link between them gives.
+A payload has the shape of a request's pages: KV of a target and of a draft in bfloat16, with the given size. The other
+process wants it before it is saved. The time runs from the save until the other side has all of it and has compared
+checksums, if there are any. Printed is the median of all rounds but the first.
+
+- `file` writes to a temporary folder (`--folder`).
+- `nccl` sends from GPU 0 to GPU 1 of this machine; `nixl` does the same with `--gpus`.
+- `link` is a plain copy from GPU 0 to GPU 1 within one process, the speed of the link.
 """
 
 import argparse
@@ -24,18 +26,18 @@ from typing import Any
 import torch
 
 from dflash_runtime.kv_transfer.connector import Connector, TransferRole
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
-from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.scheduling.request import SamplingParams
 
 LIMIT_S = 120.0
 PAGE_SIZE, WIDTH, TARGET_LAYERS, DRAFT_LAYERS = 64, 1024, 36, 5
-"""Of Qwen3-8B and its draft: 8 KV heads of 128 numbers."""
+"""Sizes of Qwen3-8B and its draft. WIDTH is 8 KV heads of 128 numbers."""
 
 
 def payload(key: str, megabytes: float, device: torch.device) -> Handoff:
-    """A hand-off of at least so many megabytes, its pages filled with noise."""
+    """A hand-off of at least `megabytes`, with random pages."""
     page_bytes = 2 * PAGE_SIZE * WIDTH * 2 * (TARGET_LAYERS + DRAFT_LAYERS)
     num_pages = -(-int(megabytes * 1e6) // page_bytes)
     tensors = {
@@ -60,12 +62,12 @@ def device_of(arguments: argparse.Namespace, role: TransferRole, backend: str) -
 
 
 def keys_of(arguments: argparse.Namespace) -> list[tuple[str, float]]:
-    """Each hand-off's key and size, in order."""
+    """Key and size of each hand-off, in order."""
     return [(f"{size:g}-{turn}", size) for size in arguments.megabytes for turn in range(arguments.rounds + 1)]
 
 
 def receive(arguments: argparse.Namespace, place: str) -> None:
-    """The other process: loads every key, one after the other, and says when it has it."""
+    """Run the other process: load one key after another and print a line for each."""
     connector = open_connector(place, "decode", LIMIT_S, device_of(arguments, "decode", arguments.backend[0]))
     for key, _ in keys_of(arguments):
         loading = connector.load(key)
@@ -78,7 +80,7 @@ def receive(arguments: argparse.Namespace, place: str) -> None:
 def seconds(connector: Connector, handoff: Handoff, other: "subprocess.Popen[str]") -> float:
     assert other.stdout is not None
     assert other.stdout.readline() == "wanted\n"
-    time.sleep(0.02)  # so that the want is there
+    time.sleep(0.02)  # the want must arrive first
     started = time.perf_counter()
     connector.save(handoff).result(LIMIT_S)
     assert other.stdout.readline() == "loaded\n"
@@ -86,7 +88,7 @@ def seconds(connector: Connector, handoff: Handoff, other: "subprocess.Popen[str
 
 
 def measure(arguments: argparse.Namespace, backend: str, folder: Path) -> list[dict[str, Any]]:
-    """A row a size: megabytes, milliseconds, GB/s."""
+    """One row per size: megabytes, milliseconds, GB/s."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"{backend}://127.0.0.1:{server.getsockname()[1]}"
     place = str(folder) if backend == "file" else place
@@ -115,7 +117,7 @@ def row_of(backend: str, num_bytes: int, seconds: float) -> dict[str, Any]:
 
 
 def measure_link(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows as `measure` has them, of copies between GPUs."""
+    """Rows like `measure`, for copies between GPUs."""
     rows = []
     for size in arguments.megabytes:
         sent = torch.randn(max(1, int(size * 1e6) // 4), device="cuda:0")

@@ -1,11 +1,11 @@
-"""Time decode steps of some requests while the KV of others is loaded beside them, and without.
+"""Time decode steps while the KV of other requests is loaded, and without loads.
 
     python3 examples/benchmarks/handoff_steps.py [--shape qwen3-8b] [--prompt-len 4096] [--batch 8] [--steps 200]
 
-Hand-offs lie in the memory of this process, so that what is timed is the engine's part: copying to the device on a
-stream of its own, putting rows into pages, switching the request on. Each request that is loaded ends soon after, and
-decodes meanwhile, which makes steps longer by itself: steps are told apart by how many requests they decode. Those of
-the same engine before any load are compared with those beside loads of as many requests.
+Hand-offs are in the memory of this process, so only the engine's work is timed: copying to the device on a separate
+stream, writing rows into pages, switching the request on. Each loaded request decodes briefly, which makes steps
+longer by itself. Steps are therefore grouped by the number of requests that they decode, and compared with steps of
+the same engine before any load.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from dflash_runtime.transfers import HandoffPlan
 from timing.pairs import SHAPES, build_pair, open_device, random_prompt
 
 NUM_WARM = 20
-"""Steps that are not counted, before either part."""
+"""Warm-up steps before each part."""
 
 
 class HeldHandoffs:
-    """A connector that keeps hand-offs in the memory of this process, and gives each as often as it is asked for."""
+    """A connector that keeps hand-offs in the memory of this process and returns each any number of times."""
 
     name = "memory"
     takes_device = False
@@ -54,7 +54,7 @@ class HeldHandoffs:
         return future
 
     def refuse(self, key: str, reason: str) -> None:
-        """Nothing is refused here."""
+        """Do nothing: this connector refuses no hand-off."""
 
     def is_wanted(self, key: str) -> bool:
         return False
@@ -64,19 +64,19 @@ class HeldHandoffs:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of each prompt that is handed over")
+    parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of each prompt that is loaded")
     parser.add_argument("--batch", type=int, default=8, help="requests that decode meanwhile")
-    parser.add_argument("--steps", type=int, default=200, help="steps of either part")
-    parser.add_argument("--out", type=Path, help="write all times here, as JSON")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each part")
+    parser.add_argument("--out", type=Path, help="write all times as JSON")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
     max_len = max(given.prompt_len + 64, 512 + 20 * (2 * given.steps + 4 * NUM_WARM))
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass
 class StepsOf:
-    """Milliseconds of steps, and how many requests each of them decodes."""
+    """Milliseconds of steps, and the number of requests that each decodes."""
 
     ms: list[float]
     batch: list[int]
@@ -113,7 +113,7 @@ class StepsOf:
 def measure(
     llm: LLM, decoding: Sequence[tuple[int, ...]], prompt: tuple[int, ...], connector: HeldHandoffs, num_steps: int
 ) -> tuple[StepsOf, StepsOf, list[float]]:
-    """Steps alone, steps beside loads, and milliseconds of each load from its request to its last token."""
+    """Steps without loads, steps during loads, and milliseconds of each load from its request to its last token."""
     engine = llm.engine
     long = SamplingParams(max_new_tokens=llm.limits.max_model_len, ignore_eos=True)
     for index, item in enumerate(decoding):
@@ -137,7 +137,7 @@ def _steps(
     prompt: tuple[int, ...] = (),
     loads: list[float] | None = None,
 ) -> StepsOf:
-    """Time steps; with a plan one request is always being loaded."""
+    """Time steps. With a plan, one request is always being loaded."""
     loading: Request | None = None
     params, begun = SamplingParams(max_new_tokens=2, ignore_eos=True), 0.0
     ms: list[float] = []
@@ -152,14 +152,14 @@ def _steps(
             started = time.perf_counter()
             llm.engine.step()
             ms.append(1000 * (time.perf_counter() - started))
-    # What a call waits for is the step that was queued so many calls before.
+    # A call waits for the step that was queued `delay` calls earlier.
     delay = llm.engine.max_in_flight
     return StepsOf(ms[NUM_WARM:], batches[NUM_WARM - delay : len(ms) - delay])
 
 
 @contextmanager
 def _counting(llm: LLM) -> Iterator[list[int]]:
-    """How many requests each step decodes that is queued meanwhile."""
+    """Collect the number of decoding requests of every step queued in the block."""
     runner, counts = llm.engine.runner, []
     submit = runner.submit
 
@@ -175,9 +175,9 @@ def _counting(llm: LLM) -> Iterator[list[int]]:
 
 
 def table(alone: StepsOf, beside: StepsOf, loads: Sequence[float], num_bytes: int, given: argparse.Namespace) -> str:
-    """Means and tails, beside loads by how many requests a step decodes."""
+    """Means and tails. Steps during loads are grouped by the number of decoding requests."""
     usual = alone.of(given.batch)
-    rows = [f"{given.prompt_len} tokens, {num_bytes / 2**20:.0f} MiB each; ms of a step", _row("alone", usual)]
+    rows = [f"{given.prompt_len} tokens, {num_bytes / 2**20:.0f} MiB each; ms per step", _row("alone", usual)]
     for size in sorted(set(beside.batch)):
         name = f"beside loads, {size}"
         share = f"  mean / alone {statistics.mean(beside.of(size)) / statistics.mean(usual):.3f}"

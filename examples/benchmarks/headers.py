@@ -1,11 +1,11 @@
-"""How long `dflash validate` takes for an 8B pair from headers alone, on one core.
+"""Time `dflash validate` for an 8B pair from headers alone, on one core.
 
     python examples/benchmarks/headers.py [--runs 20] [--limit 0.3] [--profile]
 
 The pair has the shapes of Qwen3-8B (36 layers, 399 tensors in 5 shards, 16.4 GB) and of its b16 draft (5 layers, 58
-tensors, 2.1 GB). The files are sparse: their headers are real and their data is holes, so they take no room. Our own
-time is the command's less that of an interpreter that does nothing, the median of the runs after a first one. Byte
-code is kept between runs, as it is for an installed package, whatever the environment says.
+tensors, 2.1 GB). The files are sparse: their headers are real, and their data takes no disk space. Our own time is the
+time of the command minus the time of an interpreter that does nothing, the median of all runs but the first. Byte code
+is kept between runs, as for an installed package, whatever the environment says.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def draft_shapes() -> Shapes:
 
 
 def body(num_layers: int) -> dict[str, Any]:
-    """The config keys that both share."""
+    """The config keys of both target and draft."""
     return {
         "model_type": "qwen3",
         "hidden_size": HIDDEN,
@@ -82,7 +82,7 @@ def body(num_layers: int) -> dict[str, Any]:
 
 
 def write_sparse(path: Path, shapes: Shapes) -> None:
-    """A safetensors file with a real header and no data."""
+    """Write a safetensors file with a real header and sparse data."""
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * math.prod(shape)
@@ -94,7 +94,7 @@ def write_sparse(path: Path, shapes: Shapes) -> None:
 
 
 def make_pair(home: Path) -> tuple[Path, Path]:
-    """Write both checkpoints."""
+    """Write the checkpoints of target and draft."""
     draft, target = home / "Qwen3-8B-DFlash-b16", home / "Qwen3-8B"
     draft.mkdir()
     target.mkdir()

@@ -1,11 +1,13 @@
-"""What the host spends on a step: scheduling and commits, with long texts, with a prompt that waits, in a full pool.
+"""Time the host's part of a step: scheduling and commits, with long contexts, a waiting prompt, and a full pool.
 
     python3 examples/benchmarks/host_time.py [--requests 32] [--contexts 1000,120000] [--out host.jsonl]
 
-The scheduler runs as in an engine with two steps in flight, and nothing runs on a device: results are made up, of each
-block as many tokens as a draw says. `decoding` are steps of requests after so many tokens of context; `waiting` the
-same while another prompt has no row; `full pool` all steps of one prompt whose every page has to be taken from another
-text. Rows are JSON lines; the table is printed last.
+The scheduler runs as in an engine with two steps in flight, but without a device: results are invented, with a random
+number of accepted draft tokens. Rows are JSON lines; the table comes last.
+
+    decoding     steps of requests after this many tokens of context
+    waiting      the same while another prompt waits for a row
+    full pool    all steps of one prompt whose pages must all be taken from other texts
 """
 
 import argparse
@@ -32,14 +34,14 @@ from timing.report import Recorder, say, table
 
 VOCAB = 151_936
 PROMPT_ROWS = 8192
-"""Rows of a step with prompts."""
+"""Most rows of a step with prompts."""
 
 IN_FLIGHT = 2
 COLUMNS = ("what", "requests", "tokens", "ms", "95% ms")
 
 
 class Host:
-    """A scheduler whose steps take no time; `requests` rows, and pages for so many tokens."""
+    """A scheduler with `num_requests` rows and pages for `num_tokens` tokens. Its steps finish at once."""
 
     def __init__(self, num_requests: int, num_tokens: int, max_model_len: int) -> None:
         pool = PagePool(-(-num_tokens // PAGE_SIZE) + 1, PAGE_SIZE)
@@ -52,13 +54,13 @@ class Host:
         self._in_flight: deque[Batch] = deque()
 
     def add(self, num_tokens: int, num_answered: int) -> None:
-        """A prompt of random tokens."""
+        """Add a prompt of random tokens."""
         prompt = tuple(self._random.randrange(VOCAB) for _ in range(num_tokens))
         params = SamplingParams(max_new_tokens=num_answered, ignore_eos=True)
         self.scheduler.add(Request(index=next(self._count), prompt_token_ids=prompt, params=params))
 
     def step(self) -> float:
-        """Queue a step and commit the oldest -> milliseconds of both."""
+        """Queue a step and commit the oldest one -> milliseconds of both."""
         began = time.perf_counter()
         batch = self.scheduler.schedule(is_drained=not self._in_flight)
         spent = time.perf_counter() - began
@@ -76,7 +78,7 @@ class Host:
         return spent * 1000
 
     def _results(self, batch: Batch) -> list[tuple[Request, StepOutput]]:
-        """What a device would have given: the first tokens of prompts, and of blocks as many as are accepted."""
+        """Invented results: first tokens of prompts, and a random number of accepted tokens per block."""
         results = []
         for chunk in batch.chunks:
             if chunk.is_last:
@@ -91,7 +93,7 @@ class Host:
 
 
 def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 0) -> list[float]:
-    """Milliseconds of each step of so many requests, with a prompt of `waiting` tokens in the queue."""
+    """Milliseconds of each step of `num_requests` requests, with a prompt of `waiting` tokens in the queue."""
     room = (num_steps + 2 * IN_FLIGHT + -(-num_requests * context // PROMPT_ROWS)) * BLOCK + 4 * BLOCK
     num_tokens = num_requests * (context + room + PAGE_SIZE) + waiting
     host = Host(num_requests, num_tokens, max(context, waiting) + room + 4 * BLOCK)
@@ -106,7 +108,7 @@ def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 
 
 
 def evicting_ms(num_tokens: int) -> float:
-    """Milliseconds of all steps of one prompt, in a pool that prompts before it have filled."""
+    """Milliseconds of all steps of one prompt, in a pool filled by earlier prompts."""
     host = Host(1, 4 * num_tokens, num_tokens + 4 * BLOCK)
     spent = 0.0
     for _ in range(6):
@@ -118,7 +120,7 @@ def evicting_ms(num_tokens: int) -> float:
 
 
 def measure(recorder: Recorder, given: argparse.Namespace) -> None:
-    """All rows."""
+    """Measure and record every row."""
     for context in given.contexts:
         for what, waiting in (("decoding", 0), ("waiting", given.waiting)):
             times = sorted(decoding_ms(given.requests, context, given.steps, waiting))
@@ -131,21 +133,21 @@ def measure(recorder: Recorder, given: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument(
         "--contexts", type=lambda text: [int(item) for item in text.split(",")], default=[1000, 120_000]
     )
-    parser.add_argument("--waiting", type=int, default=140_000, help="tokens of the prompt that waits")
+    parser.add_argument("--waiting", type=int, default=140_000, help="tokens of the waiting prompt")
     parser.add_argument("--evicted", type=int, default=32_768, help="tokens of the prompt in a full pool")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     given = make_parser().parse_args(arguments)
     with Recorder(given.out, torch.device("cpu")) as recorder:
         measure(recorder, given)

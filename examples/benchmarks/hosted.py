@@ -1,11 +1,11 @@
-"""Time targets that transformers' code runs, over our pages and with its own cache, at a shape with random weights.
+"""Time targets that run through transformers' code, over our pages and with its own cache, with random weights.
 
     python3 examples/benchmarks/hosted.py [--shape qwen3.5-4b] [--batches 1,4] [--device cpu --shape small]
 
-A random model of transformers' classes is saved in a temporary folder and loaded as any target, trial included. A
-drafting step accepts next to nothing, so that it has a rejected block to take back. Wrong counts tokens of a text that
-are not the target's best choice by one forward without a cache; ties are those within rounding. A runtime that fails
-says so in one line, and the table is printed last.
+A random model of transformers' classes is saved in a temporary folder and loaded like any target, trial included. A
+drafting step accepts almost nothing, so nearly every block must be taken back. "wrong" counts tokens of a text that
+are not the target's best choice in one forward without a cache; "ties" are within rounding. A runtime that fails
+prints one line. The table comes last.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Row = list[object]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model type with its sizes, and the runtimes to time it in."""
+    """A model type with its sizes, and the runtimes to time."""
 
     model_type: str
     vocab: int
@@ -53,7 +53,7 @@ class Shape:
 
 
 def linear(layers: int, **sizes: Any) -> dict[str, Any]:
-    """Gated delta nets in all layers but every fourth."""
+    """Sizes of a model with gated delta nets in all layers except every fourth."""
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * (layers // 4)
     return {"num_hidden_layers": layers, "layer_types": kinds, **sizes}
 
@@ -88,7 +88,7 @@ SHAPES = {
 
 
 def save_model(shape: Shape, path: Path, placement: Placement) -> None:
-    """A random model as a checkpoint."""
+    """Save a random model as a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stated = {"vocab_size": shape.vocab, "max_position_embeddings": MAX_LEN, "eos_token_id": 1, "pad_token_id": None}
@@ -113,7 +113,7 @@ def make_draft(target: Target, placement: Placement) -> DFlashDraft:
 
 
 def measure(shape: Shape, runtime: str, batches: Sequence[int], path: Path, placement: Placement) -> list[Row]:
-    """Rows of one runtime: how blocks are read, the arm, batch, ms a step, tokens that are wrong, and ties."""
+    """Rows of one runtime: how blocks are read, arm, batch, ms per step, wrong tokens, ties."""
     began = time.perf_counter()
     target = load_target(open_target(path), placement, runtime)
     way = "paged"
@@ -138,11 +138,11 @@ def measure(shape: Shape, runtime: str, batches: Sequence[int], path: Path, plac
 
 
 def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
-    """Wrong tokens and near-ties of one text."""
+    """Numbers of wrong tokens and near-ties in one text."""
     prompt = torch.randint(1, shape.vocab - 1, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     llm = LLM(pair)
     verdict = llm.check_lossless(llm.generate([prompt], SamplingParams(max_new_tokens=64, ignore_eos=True)))
-    return verdict.num_wrong, verdict.num_ties
+    return verdict.num_wrong, verdict.num_near_ties
 
 
 def main() -> int:
@@ -164,7 +164,7 @@ def main() -> int:
             except Exception as error:
                 num_failures += 1
                 say(f"{runtime} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
-    print(table(("runtime", "blocks", "arm", "batch", "ms a step", "wrong", "ties"), rows))
+    print(table(("runtime", "blocks", "arm", "batch", "ms per step", "wrong", "ties"), rows))
     return 1 if num_failures else 0
 
 

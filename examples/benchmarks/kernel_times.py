@@ -2,9 +2,9 @@
 
     python3 examples/benchmarks/kernel_times.py [--only attention] [--sweep]
 
-Attention of plain blocks is in `attention.py`. Needs a CUDA device. Times are medians of CUDA graph replays over
-rotating inputs, so that caches stay cold; the floor is the bytes that must move divided by what a copy reaches on the
-same device.
+Needs a CUDA device. `attention.py` measures attention of plain blocks. Times are medians of CUDA graph replays over
+rotating inputs, so that caches stay cold. The floor is the number of bytes that must move over the measured rate of a
+copy.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dflash_kernels.suite import REFERENCE, triton_kernels
 HEADS, KV, HEAD_DIM, HIDDEN, INNER, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 12_288, 5, 151_936, 16, 16
 KERNELS = triton_kernels()
 Case = tuple[str, Callable[[], object], float, float]
-"""Name, the call to time, its relative error, the bytes it must move."""
+"""Name, call to time, relative error, bytes that must move."""
 
 
 def normal(*shape: int) -> Tensor:
@@ -34,20 +34,20 @@ def normal(*shape: int) -> Tensor:
 
 
 def paged_caches(num_pages: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of several layers, [L, P, PAGE, KV, D] each, which lie in pages as those of a `KVCache` do."""
+    """Keys and values of several layers [L, P, PAGE, KV, D], stored in pages like a `KVCache`."""
     keys, values = normal(num_pages, LAYERS, 2, PAGE, KV, HEAD_DIM).permute(2, 1, 0, 3, 4, 5)
     return keys, values
 
 
 def rotating(make: Callable[[], Sequence[Tensor]], call: Callable[..., object], copies: int) -> Callable[[], object]:
-    """`call` on one of several input sets after the other; 8 calls make one timed graph."""
+    """`call` on the next of several input sets. 8 calls make one timed graph."""
     sets = [make() for _ in range(copies)]
     turns = itertools.cycle(sets)
     return lambda: call(*next(turns))
 
 
 def median_us(call: Callable[[], object], calls: int = 24, repeats: int = 15) -> float:
-    """Device time of one call: a graph of `calls` of them, replayed."""
+    """Device microseconds per call, from a replayed graph of `calls` calls."""
     for _ in range(3):
         call()
     graph = torch.cuda.CUDAGraph()
@@ -100,7 +100,7 @@ def attention_case(
 
 
 def small_cases(requests: int) -> list[Case]:
-    """What runs once or twice a layer, and context KV."""
+    """Kernels that run once or twice per layer, and the store of context KV."""
     tokens = requests * ROWS
     weight, head_norms, layer_weights = normal(HIDDEN), normal(HEADS + KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
     cos, sin = normal(tokens, HEAD_DIM), normal(tokens, HEAD_DIM)
@@ -138,7 +138,7 @@ def small_cases(requests: int) -> list[Case]:
 
 
 def token_cases(requests: int) -> list[Case]:
-    """What runs once a step."""
+    """Kernels that run once per step."""
     tokens = requests * ROWS
     logits = normal(tokens, VOCAB) * 3
     seeds = torch.arange(tokens, device="cuda")
@@ -176,7 +176,7 @@ def token_cases(requests: int) -> list[Case]:
 
 
 def sweep(bandwidth: float) -> None:
-    """Times of the passes over logits with other launch parameters than those of `launch_config`, marked by *."""
+    """Time the passes over logits with many launch parameters; * marks the ones of `launch_config`."""
     print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
     for tokens in (16, 128, 480, 512):
         floor = 2 * tokens * VOCAB / bandwidth
@@ -207,7 +207,7 @@ def sweep(bandwidth: float) -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a microsecond that a large copy moves, read and written. Not in a graph, whose copies are slower."""
+    """Bytes per microsecond of a large copy, read and written. Copies in a graph are slower."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times: list[float] = []
@@ -223,8 +223,10 @@ def copy_bandwidth() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--sweep", action="store_true", help="only the passes over logits, with other tiles and warps")
+    parser.add_argument("--only", default="", help="run only cases with this text in their name")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time only the passes over logits, with other tiles and warps"
+    )
     options = parser.parse_args()
     only = options.only
     torch.manual_seed(0)

@@ -1,14 +1,14 @@
-"""A mixed offline load: many requests of different lengths given at once, and how long it takes until all are answered.
+"""Time a mixed offline load: many requests of different lengths arrive at once and are all answered.
 
     python3 examples/benchmarks/load.py [--arms plain,dflash,adaptive] [--acceptance 6.5] [--out load.jsonl]
     python3 examples/benchmarks/load.py --arms plain,dflash,vllm-plain,vllm-dflash --acceptance 6.5
 
-Random weights of a real shape; prompts from 64 to 4,096 tokens (log-uniform) and answers from 32 to 512 (uniform), the
-same in every arm. A run that is not timed comes first and passes through all batch sizes, so that kernels and graphs
-are there. Acceptance is next to nothing unless it is forced, and then rows say `synthetic`; vLLM accepts as often by
-its own synthetic mode. Times to the first token count from the beginning, when all requests are given. Rows are JSON
-lines; the table is printed last. An arm that fails says so in one line, the others go on, and the exit code is 1.
-With `--steps` our arms run the load once more, and a table says what the steps of each kind take.
+Weights are random with a real shape. Prompts have 64 to 4,096 tokens (log-uniform) and answers 32 to 512 (uniform), the
+same in every arm. An untimed run comes first and passes through all batch sizes, so that kernels are compiled and
+graphs captured. Random weights accept almost nothing. `--acceptance` forces a mean, and rows then say `synthetic`;
+vLLM uses its own synthetic mode. Times to the first token count from the start, when all requests arrive. Rows are
+JSON lines; the table comes last. An arm that fails prints one line, the others continue, and the exit code is 1. With
+`--steps` our arms run the load once more, and a table shows the time of each kind of step.
 """
 
 import argparse
@@ -47,7 +47,7 @@ KIND_COLUMNS = ("requests", "prompt rows", "steps", "rows of blocks", "of prompt
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts, and how many tokens each is answered with."""
+    """Prompts, and the number of answer tokens of each."""
 
     prompts: list[tuple[int, ...]]
     output_lengths: list[int]
@@ -64,7 +64,7 @@ class Load:
 
 
 def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int) -> Load:
-    """Seeded, so that every run and every arm has the same."""
+    """A seeded load, the same in every run and every arm."""
     generator = torch.Generator().manual_seed(0)
     levels = torch.rand(2, num_requests, generator=generator, dtype=torch.float64)
     prompts = log_uniform(levels[0], min(SHORTEST_PROMPT, max_prompt), max_prompt)
@@ -73,14 +73,14 @@ def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int)
 
 
 def warm_load(load: Load, num_running: int, tokens_a_step: float) -> Load:
-    """As many requests as run at a time, with answers that end one after the other: every batch size is met."""
+    """`num_running` requests with answers that end one after another, so that every batch size occurs."""
     prompts = load.prompts[:num_running]
     return Load(prompts, [BLOCK + round(1.5 * tokens_a_step * index) for index in range(len(prompts))])
 
 
 @dataclass
 class Run:
-    """What one run of a load gave."""
+    """Measurements of one run of a load."""
 
     seconds: float
     num_steps: int
@@ -91,18 +91,18 @@ class Run:
 
     @property
     def step_percentiles(self) -> dict[str, float]:
-        """The median, and what 5 and 1 of 100 steps take longer than."""
+        """Median, 95th and 99th percentile of step times."""
         ordered = sorted(self.step_ms)
         return {f"step_p{percent}_ms": at_percentile(ordered, percent) for percent in (50, 95, 99)}
 
 
 def at_percentile(ordered: Sequence[float], percent: int) -> float:
-    """The least of these that so many percent of them do not exceed."""
+    """The percentile of sorted values: `percent` of them are at most as large."""
     return ordered[math.ceil(percent / 100 * len(ordered)) - 1]
 
 
 def run_load(llm: LLM, load: Load, title: str) -> Run:
-    """Queue everything, and step until nothing is left."""
+    """Queue all requests and step until all are answered."""
     requests, first = load.requests(), dict[int, float]()
     engine, num_ended = llm.engine, 0
     wait(llm.device)
@@ -132,7 +132,7 @@ def run_load(llm: LLM, load: Load, title: str) -> Run:
 def measure_ours(
     random: RandomPair, arm: str, load: Load, acceptance: float | None, num_running: int, *, has_steps: bool
 ) -> Row:
-    """One of our arms, with the memory that it may take by default."""
+    """Measure one of our arms with the default memory settings."""
     pair = engine_pair(
         random, arm, acceptance, max_num_requests=num_running, prefix_cache=False,
         max_model_len=random.pair.limits.max_model_len,
@@ -162,12 +162,12 @@ def measure_ours(
 
 
 def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, given: argparse.Namespace) -> Row:
-    """The same load in vLLM, which is started for it."""
+    """Start vLLM and measure the same load."""
     cell: Row = {
         "kind": "load", "prompts": [list(prompt) for prompt in load.prompts], "output_lengths": load.output_lengths,
         "num_warm": given.max_num_requests,
     }  # fmt: skip
-    say(f"{arm}: starting it")
+    say(f"{arm}: starting")
     is_drafting = arm == "vllm-dflash"
     (found,) = run_vllm(
         shape, [cell], is_drafting=is_drafting, acceptance=acceptance, max_model_len=load.longest + 4 * BLOCK,
@@ -180,7 +180,7 @@ def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, g
 
 
 def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, given: argparse.Namespace) -> None:
-    """Complete a row by what all arms have in common, and say it."""
+    """Add the common fields to a row, record it and print a line."""
     first = sorted(found["first_token_s"])
     is_forced = acceptance is not None and "plain" not in arm
     row = {
@@ -215,7 +215,7 @@ def show(recorder: Recorder) -> None:
 
 
 def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace, device: torch.device) -> None:
-    """Ours on one pair of models; then, with nothing of ours left on the device, vLLM."""
+    """Run our arms on one pair of models, free the device, then run vLLM's arms."""
     shape = SHAPES[given.shape]
     load = make_load(shape, given.requests, given.max_prompt, given.max_answer)
     ours = [arm for arm in arms if not arm.startswith("vllm")]
@@ -250,16 +250,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-prompt", type=int, default=4096)
     parser.add_argument("--max-answer", type=int, default=512)
-    parser.add_argument("--max-num-requests", type=int, default=64, help="at a time")
+    parser.add_argument("--max-num-requests", type=int, default=64, help="requests that run at a time")
     parser.add_argument("--arms", default="plain,dflash,adaptive")
-    parser.add_argument("--acceptance", type=float, help="force so many tokens a step; rows say synthetic")
-    parser.add_argument("--steps", action="store_true", help="say what steps of each kind take, in another run")
+    parser.add_argument("--acceptance", type=float, help="force this mean acceptance length; rows say synthetic")
+    parser.add_argument("--steps", action="store_true", help="time each kind of step in another run")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
+    parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
     parser.add_argument(
-        "--vllm-timeout", type=float, default=280, help="seconds that vLLM may take, its start included"
+        "--vllm-timeout", type=float, default=280, help="seconds for vLLM, its start included (default: 280)"
     )
-    parser.add_argument("--out", type=Path, help="results as JSON lines")
+    parser.add_argument("--out", type=Path, help="write results as JSON lines")
     return parser
 
 

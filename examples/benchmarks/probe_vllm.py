@@ -1,13 +1,13 @@
-"""vLLM's own server beside our engine: the same pair and prompts, and the drafts that each accepts, by position.
+"""Compare vLLM's own server with our engine on the same pair and prompts: accepted draft tokens by position.
 
     python3 examples/benchmarks/probe_vllm.py [--vllm-path DIR] [--out DIR] [--num-prompts 48] [--max-new-tokens 96]
     python3 examples/benchmarks/probe_vllm.py --url http://localhost:8000 --target DIR --draft DIR
 
-The pair is the bundled one. Attention kernels of servers want wider heads than its 32, so they are made wider with
-zeros, which changes no score; both engines read the widened pair. The server is started with it, asked as by `dflash
-probe`, with 1 and with 8 requests at a time, and held against our engine in the same dtype. With --out, what was asked
-and answered is kept there: answers, the probe's document, and the server's words. The table is printed last; the exit
-code is 1 where the server cannot be asked.
+The default pair is the bundled one. Servers' attention kernels need wider heads than its 32, so the heads are padded
+with zeros, which changes no score. Both engines read the padded pair. The script starts the server, asks it like
+`dflash probe` with 1 and with 8 requests at a time, and compares it with our engine in the same dtype. `--out` keeps
+the answers, the probe's document and the server's log. The table comes last. The exit code is 1 if the server does
+not answer.
 """
 
 import argparse
@@ -35,11 +35,9 @@ import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.probing import probe_report
-from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_cli.probing.server_probe import Probed
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.scheduling.request import SamplingParams
 from timing.report import say, table
 
 SERVER = Path(__file__).parent / "timing" / "vllm_server.py"
@@ -49,18 +47,18 @@ K = 7
 
 @dataclass(frozen=True)
 class Pair:
-    """Where both models are."""
+    """The directories of both models."""
 
     target: Path
     draft: Path
 
 
 def widen(source: Path, destination: Path, head_dim: int) -> Path:
-    """A copy of a Qwen3 decoder whose heads are `head_dim` wide, with zeros, and whose scores are the same.
+    """Copy a Qwen3 decoder with heads padded by zeros to `head_dim`, so that attention scores stay the same.
 
-    Rotation pairs dimension i with i + d / 2 at a frequency of theta ** (-2i / d): in a wider head the same frequency
-    is that of a dimension further on. Norms over the head divide by its width, and so does attention: of both factors
-    the square root of the ratio is left, and the queries' norm takes it. That is exact where the ratio is 4.
+    Rotation pairs dimension i with i + d / 2 at the frequency theta ** (-2i / d). In a wider head the same frequency
+    belongs to a higher dimension. Head norms and attention both divide by the width. The remaining factor is the square
+    root of the ratio of widths, and the norm of queries absorbs it. This is exact for a ratio of 4.
     """
     config = json.loads((source / "config.json").read_text())
     old = config["head_dim"]
@@ -83,7 +81,7 @@ def widen(source: Path, destination: Path, head_dim: int) -> Path:
 
 
 def _widen(name: str, tensor: Tensor, old: int, new: int, places: Mapping[str, Tensor], ratio: float) -> Tensor:
-    """One tensor: rows of q, k and v, columns of o, and the norms of heads."""
+    """Widen one tensor: rows of q, k and v, columns of o, and the norms of heads. Others stay."""
     kind = name.split(".")[-2]
     where = places["plain" if kind in ("v_proj", "o_proj") else "rotated"]
     if kind in ("q_proj", "k_proj", "v_proj"):
@@ -104,7 +102,7 @@ def _widen(name: str, tensor: Tensor, old: int, new: int, places: Mapping[str, T
 
 
 def make_pair(given: argparse.Namespace, folder: Path) -> Pair:
-    """The pair that was named, or the bundled one with wider heads."""
+    """The pair of the command line, or the bundled pair with wider heads."""
     if given.target is not None and given.draft is not None:
         return Pair(given.target, given.draft)
     tiny = tiny_directory()
@@ -115,7 +113,7 @@ def make_pair(given: argparse.Namespace, folder: Path) -> Pair:
 
 @contextmanager
 def serving(given: argparse.Namespace, pair: Pair, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """vLLM's server with the pair; all its processes end with the block."""
+    """Run vLLM's server with the pair. All its processes end with the block."""
     speculative = {"method": "dflash", "model": str(pair.draft), "num_speculative_tokens": given.num_speculative_tokens}
     command = [
         sys.executable, str(SERVER), "--model", str(pair.target), "--served-model-name", "pair",
@@ -129,7 +127,7 @@ def serving(given: argparse.Namespace, pair: Pair, log: Path) -> Iterator[subpro
     if given.vllm_path is not None:
         env["PYTHONPATH"] = str(given.vllm_path)
     with log.open("w") as stream:
-        # A session of its own, since vLLM starts processes too: all of them end with it.
+        # A new session: vLLM starts processes too, and all of them end with it.
         server = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
         )
@@ -145,10 +143,10 @@ def serving(given: argparse.Namespace, pair: Pair, log: Path) -> Iterator[subpro
 
 
 def await_server(server: subprocess.Popen[str], url: str, log: Path, timeout_s: float) -> None:
-    """Wait until it lists its models.
+    """Wait until the server lists its models.
 
     Raises:
-        RuntimeError: it ended, or took too long; with the last errors that it wrote.
+        RuntimeError: the server ended or took too long; with the last errors of its log.
     """
     started = time.perf_counter()
     while time.perf_counter() - started < timeout_s:
@@ -164,23 +162,25 @@ def await_server(server: subprocess.Popen[str], url: str, log: Path, timeout_s: 
 def last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return " | ".join((errors or lines or ["it said nothing"])[-3:])
+    return " | ".join((errors or lines or ["the log is empty"])[-3:])
 
 
 def own_rows(given: argparse.Namespace, pair: Pair, prompts: list[list[int]], path: Path) -> Any:
-    """Our engine's answers to the same prompts, in the dtype of the server."""
+    """Measure our engine on the same prompts in the server's dtype."""
     return dflash_cli.evaluate(
-        pair.draft,
-        pair.target,
+        draft=str(pair.draft),
+        target=str(pair.target),
         prompts=prompts,
-        params=SamplingParams(max_new_tokens=given.max_new_tokens),
-        config=EngineConfig(device=given.device, dtype=given.dtype, num_draft_tokens=given.num_speculative_tokens),
-        journal=path,
+        max_new_tokens=given.max_new_tokens,
+        device=given.device,
+        dtype=given.dtype,
+        num_speculative_tokens=given.num_speculative_tokens,
+        output=path,
     )
 
 
 def choose_prompts(pair: Pair, count: int) -> list[list[int]]:
-    """The bundled prompts as ids, so that both engines read the same tokens."""
+    """The bundled prompts as token ids, so that both engines read the same tokens."""
     from dflash_cli.generation.prompts import gather_rows
     from dflash_cli.generation.tokenizer import Tokenizer
 
@@ -190,7 +190,7 @@ def choose_prompts(pair: Pair, count: int) -> list[list[int]]:
 
 
 def show(own: Any, found: Probed) -> None:
-    """Where answers part and how far apart both tokens are there, then the counts by position."""
+    """Print where answers diverge and by how much, then the counts by position."""
     print("\n".join([*probe_report.equality_lines(found), "", *probe_report.attribution_lines(found.attribution), ""]))
     runs = [("ours", own.total), *((run.name, run.total) for run in found.runs)]
     positions = range(max(total.counts.num_speculative_tokens for _, total in runs))
@@ -206,19 +206,21 @@ def show(own: Any, found: Probed) -> None:
 
 
 def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
-    """Both engines on the same prompts; 1 where the server cannot be asked."""
+    """Measure both engines on the same prompts. Returns 1 if the server does not answer."""
     pair = make_pair(given, folder)
     prompts = choose_prompts(pair, given.num_prompts)
     url = given.url or f"http://127.0.0.1:{given.port}"
     log, own_path = out / "server.log", out / "own.jsonl"
 
     def ask() -> Probed:
-        return dflash_cli.probe_server(
-            url,
-            ProbeOptions(result=own_path, draft=str(pair.draft), target=str(pair.target)),
+        return dflash_cli.probe(
+            url=url,
+            result=own_path,
+            draft=str(pair.draft),
+            target=str(pair.target),
             prompts=prompts,
             max_new_tokens=given.max_new_tokens,
-            journal=out / "served.jsonl",
+            output=out / "served.jsonl",
         )
 
     try:
@@ -234,37 +236,41 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
     except (DFlashError, RuntimeError) as error:
         say(f"failed: {error}")
         return 1
-    (out / "probe.json").write_text(json.dumps(probe_report.to_json(found), indent=1) + "\n")
+    (out / "probe.json").write_text(json.dumps(to_json(found), indent=1) + "\n")
     show(own, found)
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, for the server alone")
-    parser.add_argument("--url", help="a server that runs already, with the pair of --target and --draft")
-    parser.add_argument("--target", type=Path, help="a target's directory; default: the bundled one with wider heads")
-    parser.add_argument("--draft", type=Path, help="a draft's directory, with --target")
-    parser.add_argument("--head-dim", type=int, default=128, help="of the widened pair; 0 leaves it as it is")
+    parser.add_argument("--vllm-path", type=Path, help="folder with vLLM, for the server only")
+    parser.add_argument("--url", help="address of a running server with the pair of --target and --draft")
+    parser.add_argument("--target", type=Path, help="target directory (default: the bundled target with wider heads)")
+    parser.add_argument("--draft", type=Path, help="draft directory, together with --target")
+    parser.add_argument(
+        "--head-dim", type=int, default=128, help="width of padded heads; 0 keeps the pair unchanged (default: 128)"
+    )
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--num-speculative-tokens", type=int, default=K)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", help="of our engine; the server's is bfloat16")
+    parser.add_argument("--dtype", default="auto", help="dtype of our engine; the server uses bfloat16")
     parser.add_argument("--port", type=int, default=8017)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
-    parser.add_argument("--ready-timeout", type=float, default=150, help="seconds that the server may take to start")
     parser.add_argument(
-        "--server-args", nargs=argparse.REMAINDER, default=[], help="more arguments of the server, last"
+        "--ready-timeout", type=float, default=150, help="seconds to wait for the server to start (default: 150)"
     )
-    parser.add_argument("--out", type=Path, help="a folder for what was asked and answered")
+    parser.add_argument(
+        "--server-args", nargs=argparse.REMAINDER, default=[], help="further arguments for the server; must come last"
+    )
+    parser.add_argument("--out", type=Path, help="folder for prompts, answers and logs")
     return parser
 
 
 def main() -> int:
     given = make_parser().parse_args()
     if given.vllm_path is not None:
-        sys.path.append(str(given.vllm_path))  # the last resort for a package that is missing here
+        sys.path.append(str(given.vllm_path))  # for packages that are missing in this environment
     with tempfile.TemporaryDirectory() as folder:
         out = given.out or Path(folder) / "out"
         out.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Time the products of a layer in its chain, ours beside a library's, with random weights of a real shape.
+"""Time the matrix products of a layer in their chain, our kernels and a library's, with random weights of a real shape.
 
     python3 examples/benchmarks/products.py [--rows 8,16,1024] [--shape qwen3-8b] [--out products.jsonl]
 
-A chain is what a layer does but for attention, one launch waiting for the other: norm, queries with keys and values,
-rotation, output, norm, gate and up, down; ten layers with weights of their own, as one CUDA graph. Timed one after
-another, products of ours would be set up beside each other, as they never are in a step. Of each product, and of all,
-the table says how many microseconds a layer more it takes with ours in the library's place; a dash where the library's
-is taken anyway. Rows are JSON lines; the table is printed last.
+A chain is a layer without attention, where each launch waits for the previous one: norm, qkv, rotation, output, norm,
+gate and up, down. Ten layers with weights of their own are one CUDA graph. Products launched one after another would
+overlap in a way that never happens in a step. For each product alone and for all together, the table says how many
+microseconds per layer more our kernel takes than the library. A dash means that the library is used anyway. Rows are
+JSON lines; the table comes last.
 """
 
 import argparse
@@ -46,7 +46,7 @@ NAMES = tuple(field.name for field in fields(Products))
 
 
 def make_layers(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Products]:
-    """Random weights that keep the size of what passes through."""
+    """Random weights that keep the magnitude of the rows."""
 
     def weight(num_columns: int, depth: int) -> Tensor:
         return torch.randn(num_columns, depth, device=device, dtype=dtype).mul_(depth**-0.5)
@@ -63,7 +63,7 @@ def make_layers(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[
 
 
 class Chain:
-    """Layers, and rows that go through them."""
+    """Layers, and the rows that pass through them."""
 
     def __init__(self, shape: Shape, kernels: Kernels, num_rows: int, layers: Sequence[Products]) -> None:
         self._shape, self._kernels, self._layers = shape, kernels, layers
@@ -74,7 +74,7 @@ class Chain:
         self._head_norms = torch.ones(shape.heads + shape.kv_heads, shape.head_dim).to(like)
 
     def run(self, ours: Sequence[str]) -> Tensor:
-        """The last layer's parts [P, T, hidden], with our kernels for these products."""
+        """The last layer's parts [P, T, hidden], with our kernels for the products in `ours`."""
         kernels, parts, residual = self._kernels, self._hidden[None], self._residual
         for layer in self._layers:
             normed, residual = kernels.add_rms_norm(parts, residual, self._norm, EPS)
@@ -82,7 +82,7 @@ class Chain:
             heads = kernels.rope_store(
                 projected, self._head_norms, EPS, self._cos, self._sin, self._shape.kv_heads, None
             )  # fmt: skip
-            # A copy stands for attention: rows as it leaves them.
+            # A copy replaces attention and has the same layout of rows.
             attended = heads[:, : self._shape.heads].flatten(1).contiguous()
             parts = self._of("o", ours).product_parts(attended, layer.o)
             normed, residual = kernels.add_rms_norm(parts, residual, self._norm, EPS)
@@ -90,7 +90,7 @@ class Chain:
         return parts
 
     def has_own(self, name: str) -> bool:
-        """Whether a product is ours where the kernels choose."""
+        """Whether the kernels choose our product for `name`."""
         weight, is_gated = getattr(self._layers[0], name), name == "gate_up"
         num_columns, depth = len(weight) // (2 if is_gated else 1), weight.shape[1]
         sizes = (len(self._hidden), num_columns, depth, weight.element_size(), weight.device)
@@ -102,7 +102,7 @@ class Chain:
         return self._kernels if name in ours else REFERENCE
 
     def _gated(self, normed: Tensor, weight: Tensor, ours: Sequence[str]) -> Tensor:
-        """The library's is gated by a launch of ours, as in a step."""
+        """The gated product. The library's product is gated by our own launch, as in a step."""
         if "gate_up" in ours:
             return self._kernels.gated_product(normed, weight)
         gate = silu_mul_ref if self._kernels is REFERENCE else silu_mul
@@ -110,7 +110,7 @@ class Chain:
 
 
 def measure(recorder: Recorder, shape: Shape, kernels: Kernels, num_rows: int, layers: Sequence[Products]) -> None:
-    """Microseconds a layer, the median of turns that all chains take."""
+    """Record microseconds per layer. All chains take turns; the median counts."""
     chain, device = Chain(shape, kernels, num_rows, layers), layers[0].o.device
     own = [name for name in NAMES if chain.has_own(name)]
     arms = {"library": [], **{name: [name] for name in own}, **({"all": own} if len(own) > 1 else {})}
@@ -123,19 +123,19 @@ def measure(recorder: Recorder, shape: Shape, kernels: Kernels, num_rows: int, l
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--rows", type=lambda text: [int(item) for item in text.split(",")], default=[8, 16, 32, 64, 128, 1024, 8192]
     )
-    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; 1 where a number of rows failed."""
+    """Measure and print a table. Returns 1 if a number of rows failed."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
     dtype = run_dtype(device)
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gain(us: dict[str, float], name: str) -> float | None:
-    """Microseconds that a layer takes more with ours."""
+    """Microseconds per layer by which our product is slower than the library's."""
     return us[name] - us["library"] if name in us else None
 
 

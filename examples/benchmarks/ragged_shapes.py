@@ -1,11 +1,11 @@
-"""Compare tiles of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `launch_config.py`.
+"""Compare tile shapes of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `launch_config.py`.
 
     python3 examples/benchmarks/ragged_shapes.py [--out shapes.jsonl]
 
-Needs a CUDA device. Every cut is held against the reference in float32 and timed as a CUDA graph, beside the attention
-of uniform blocks called once for each prompt. A cut that does not fit the device is left out. The last table has one
-line a cut, the best on average first: `TMA` loads tiles by descriptors, parts being made for so many programs on a
-multiprocessor; `*` is in use without context.
+Needs a CUDA device. Every tile shape is compared with the reference in float32 and timed as a CUDA graph. For
+comparison, attention of uniform blocks is called once for each prompt. A shape that does not fit the device is left
+out. The last table has one line per shape, the best on average first. `TMA` loads tiles by descriptors; its number is
+how many programs per multiprocessor the parts are made for. `*` marks the shape in use without context.
 """
 
 import argparse
@@ -42,13 +42,13 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "16 at 14,336": ([16], [14_336]),
     "mixed": ([1024, 7, 300, 512, 64, 141], [14_336, 4096, 0, 0, 30_000, 512]),
 }
-"""Rows and context lengths of the prompts of one forward."""
+"""Name -> numbers of rows and context lengths of the prompts of one forward."""
 
 LARGEST_ERROR = 1e-2
 
 
 class Batch:
-    """Prompts one after the other, with their context in pages of a shuffled order, which hold other layers too."""
+    """Prompts of one forward. Their context is in shuffled pages that also hold other layers."""
 
     def __init__(self, rows: list[int], contexts: list[int]) -> None:
         firsts = list(itertools.accumulate(rows, initial=0))
@@ -63,14 +63,14 @@ class Batch:
         self.exact = self._attend_exactly()
 
     def together(self, shape: RaggedShape) -> Callable[[], Tensor]:
-        """A call of the kernel with its plan made and placed."""
+        """A call of the kernel. Its plan is already computed and on the device."""
         plan = plan_ragged(self.segments, HEADS, KV, shape, self.table.device)
         placed = torch.tensor(plan.ints, device="cuda")
         attend = triton_kernels().ragged_attention
         return lambda: attend(*self.block, *self.caches, self.table, plan, placed, window=None)
 
     def one_by_one(self) -> Callable[[], Tensor]:
-        """Attention of uniform blocks, called for each prompt."""
+        """A call of attention of uniform blocks for each prompt."""
         attend, calls = triton_kernels().block_attention, []
         for segment in self.segments:
             rows = slice(segment.first_row, segment.first_row + segment.num_rows)
@@ -97,7 +97,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def median_us(call: Callable[[], object], calls: int = 8) -> float:
-    """Device time of one call: a graph of `calls` of them, replayed."""
+    """Device microseconds per call, from a replayed graph of `calls` calls."""
     return device_ms(lambda: [call() for _ in range(calls)], torch.device("cuda", 0)) * 1000 / calls
 
 
@@ -110,7 +110,7 @@ def shapes() -> Iterator[RaggedShape]:
 
 
 def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
-    """Microseconds, or None where the cut does not run on this device, or not right."""
+    """Microseconds, or None if the shape fails or is wrong on this device."""
     try:
         call = batch.together(shape)
         error = batch.error_of(call())
@@ -125,7 +125,7 @@ def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="results as JSON Lines")
+    parser.add_argument("--out", type=Path, help="write results as JSON lines")
     given = parser.parse_args()
     torch.manual_seed(0)
     in_use = ragged_shape(HEAD_DIM, 2, 0, torch.device("cuda", 0))
@@ -153,11 +153,11 @@ def print_table(
     best = {name: min(times[name] for times in found.values() if name in times) for name in LENGTHS}
 
     def behind(item: tuple[RaggedShape, dict[str, float]]) -> float:
-        """Mean of the times as multiples of the best; a cut that is missing somewhere comes last."""
+        """Mean of times over the best time. A shape without a time somewhere comes last."""
         times = item[1]
         return math.exp(statistics.mean(math.log(times[n] / best[n]) if n in times else 9.0 for n in LENGTHS))
 
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds a layer")
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds per layer")
     print(f"{'rows keys warps stages':28s}" + "".join(f"{name:>17s}" for name in LENGTHS) + f"{'x best':>9s}")
     print(f"{'one by one':28s}" + "".join(f"{before[name]:17.1f}" for name in LENGTHS))
     print(f"{'best, TFLOP/s':28s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in LENGTHS))

@@ -1,9 +1,9 @@
-"""Launch every kernel once, at sizes that do not divide its tiles, for compute-sanitizer to watch.
+"""Launch every kernel once with compute-sanitizer, at sizes that do not divide its tiles.
 
     compute-sanitizer --tool memcheck python3 examples/benchmarks/sanitize_kernels.py
     compute-sanitizer --tool racecheck python3 examples/benchmarks/sanitize_kernels.py
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that memcheck sees its bounds.
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor has its own allocation, so that memcheck sees its bounds.
 """
 
 import itertools

@@ -1,12 +1,11 @@
-"""What a prompt costs, alone and beside requests that decode, with random weights of a real shape.
+"""Time a prompt alone and while other requests decode, with random weights of a real shape.
 
     python3 examples/benchmarks/short_prompts.py [--prompts 64,512] [--beside 0,16,60] [--arms plain,dflash]
 
-Alone it is the time until a prompt has its first token. Beside others it is by how much the steps until then take
-longer than as many without it: prompts come one by one, two plain steps after each, and nothing waits for either. The
-ways are `captured`, for which there must be a GPU: piece by piece, or whole beside few requests, where a long prompt
-takes several steps; and `launched`, kernel by kernel. A forward of more rows than are captured is launched in either
-way. Rows are JSON lines; the table is printed last.
+Alone, the time runs until the prompt has its first token. With other requests, it is the extra time of all steps until
+then over the same number of plain steps. Prompts come one by one with two plain steps after each. The ways are
+`captured` (piece by piece, or whole with few rows; needs a GPU) and `launched` (kernel by kernel). A forward with too
+many rows is launched in both ways. Rows are JSON lines; the table comes last.
 """
 
 import argparse
@@ -26,19 +25,19 @@ from timing.report import Recorder, release, say, table
 
 WAYS = ("launched", "captured")
 STEPS_APART = 2
-"""Plain steps after a prompt that comes beside others."""
+"""Plain steps after each prompt that joins other requests."""
 
 ANSWER = 8192
-"""Tokens for which the requests that decode have room."""
+"""Tokens that the decoding requests may write."""
 
 NUM_WARM, NUM_TIMED = 2, 6
-"""Prompts of a length."""
+"""Prompts of each length."""
 
 COLUMNS = ("arm", "beside", "tokens", "way", "ms", "plain step ms")
 
 
 class Load:
-    """Prompts that come one by one, in an engine where some requests may decode."""
+    """An engine in which some requests decode while prompts arrive one by one."""
 
     def __init__(self, random: RandomPair, arm: str, num_beside: int, context: int, way: str) -> None:
         self._shape, max_len = random.shape, random.pair.limits.max_model_len
@@ -61,13 +60,13 @@ class Load:
             self.llm.engine.step()
 
     def step_ms(self, num_steps: int) -> float:
-        """Milliseconds of a step without prompts; 0 where nothing decodes."""
+        """Milliseconds of a step without prompts; 0 if no request decodes."""
         if not self.llm.engine.scheduler.has_work:
             return 0.0
         return self._timed(lambda: self._step(num_steps)) / num_steps
 
     def prompt_ms(self, length: int, plain_ms: float) -> float:
-        """Milliseconds that one more prompt takes."""
+        """Milliseconds that one prompt adds."""
         if plain_ms == 0:
             times = [self._timed(lambda: self._answer(length)) for _ in range(NUM_WARM + NUM_TIMED)]
             return statistics.median(times[NUM_WARM:])
@@ -110,7 +109,7 @@ class Load:
 
 
 def measure(recorder: Recorder, random: RandomPair, arm: str, num_beside: int, given: argparse.Namespace) -> None:
-    """Prompts of every length, in each way there is."""
+    """Record prompts of every length in each way."""
     for way in WAYS if random.pair.placement.device.type == "cuda" else WAYS[:1]:
         load = Load(random, arm, num_beside, given.context, way)
         try:
@@ -127,20 +126,20 @@ def measure(recorder: Recorder, random: RandomPair, arm: str, num_beside: int, g
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the script is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=["plain"], help="plain, dflash")
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=["plain"], help="arms: plain, dflash")
     parser.add_argument("--prompts", type=_counts, default=[64, 128, 256, 512, 1024], help="tokens of each prompt")
-    parser.add_argument("--beside", type=_counts, default=[0, 16, 60], help="requests that decode meanwhile")
-    parser.add_argument("--context", type=int, default=900, help="tokens of the prompts of these")
-    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    parser.add_argument("--beside", type=_counts, default=[0, 16, 60], help="numbers of requests that decode meanwhile")
+    parser.add_argument("--context", type=int, default=900, help="tokens of the prompts of decoding requests")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; 1 where a part failed."""
+    """Measure and print a table. Returns 1 if a part failed."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
     random = build_pair(shape, max(*given.prompts, given.context + ANSWER) + 8 * BLOCK, device)

@@ -1,10 +1,10 @@
-"""Time how long a pair takes to start: importing, loading, warming up; and compare the memory that was kept for steps.
+"""Time the start of a pair (import, load, warm-up), and compare the memory kept for steps with the memory they take.
 
     python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--max-model-len 8192]
         [--plain]
 
-Writes a pair with random weights into FOLDER, unless it is there, and starts it in processes of its own: with an empty
-Triton cache, and then twice with a full one. `read` is what the disk, or the file cache, takes for the same bytes.
+Writes a pair with random weights into FOLDER if it is missing. Starts it in new processes: once with an empty Triton
+cache, then twice with a full one. `read` is the time to read the same bytes from disk or file cache.
 """
 
 import argparse
@@ -25,7 +25,7 @@ COLUMNS = ("import", "load", "read", "engine", "warm-up", "first", "total", "kep
 
 
 def configs(shape: str) -> dict[str, dict[str, Any]]:
-    """The configs of target and draft, as their checkpoints have them."""
+    """The configs of target and draft in the form of their checkpoints."""
     target = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 32, "head_dim": 128,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960,
@@ -43,7 +43,7 @@ def configs(shape: str) -> dict[str, dict[str, Any]]:
 
 
 def write_pair(folder: Path, shape: str) -> None:
-    """Random matrices of a small scale, and norms of one."""
+    """Write a pair with small random matrices and norms of one."""
     import torch
     from safetensors.torch import save_file
 
@@ -76,7 +76,7 @@ def write_pair(folder: Path, shape: str) -> None:
 
 
 def read_files(folder: Path) -> None:
-    """Every byte of the weights, in large pieces."""
+    """Read every byte of the weights in large pieces."""
     piece = memoryview(bytearray(2**24))
     for path in sorted(folder.glob("*/*.safetensors")):
         with path.open("rb", buffering=0) as stream:
@@ -85,7 +85,7 @@ def read_files(folder: Path) -> None:
 
 
 def measure(folder: Path, max_num_requests: int, max_model_len: int, *, is_plain: bool) -> dict[str, float]:
-    """Start the pair, or its target alone, in this process -> seconds of each part, and GiB."""
+    """Start the pair, or its target alone, in this process -> seconds of each part, and GiB of memory."""
     seconds: dict[str, float] = {}
     begin = last = time.perf_counter()
 
@@ -127,7 +127,7 @@ def measure(folder: Path, max_num_requests: int, max_model_len: int, *, is_plain
 
 
 def free_bytes(device: Any) -> int:
-    """Free memory of a GPU; 0 on the CPU."""
+    """Free bytes of a GPU; 0 on the CPU."""
     import torch
 
     if device.type != "cuda":
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--max-num-requests", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--plain", action="store_true", help="the target alone")
+    parser.add_argument("--plain", action="store_true", help="start the target without its draft")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:

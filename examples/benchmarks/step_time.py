@@ -1,15 +1,15 @@
-"""Time decode steps and prefills at real shapes with random weights: ours, what the device reaches, and others.
+"""Time decode steps and prefills at real shapes with random weights: our engine, device limits, other software.
 
     python3 examples/benchmarks/step_time.py [--shape qwen3-8b] [--batches 1,8,32] [--out steps.jsonl]
     python3 examples/benchmarks/step_time.py --acceptance 6.5,4.24 --arms ceilings,plain,dflash,adaptive
 
-A time is wall time of the real loop a step, after the prompts are in: scheduling, launches and commits included. Random
-weights accept next to nothing, so a step commits about one token; with `--acceptance` the count of accepted drafts is
-drawn instead, and rows say `synthetic`. The floor is the least time by formula, at the rates measured here; idle is
-wall time less the time in which a profiled step has a kernel at work. Rows are JSON lines, written as they come; tables
-are printed last. An arm that fails says so in one line, the others go on, and the exit code is 1.
+A time is wall time per step of the real loop after prefill: scheduling, launches and commits included. Random weights
+accept almost nothing, so a step commits about one token. `--acceptance` draws the number of accepted draft tokens
+instead, and rows then say `synthetic`. The floor is the least time by formula at the rates measured here. Idle is wall
+time minus the time in which a profiled step runs a kernel. Rows are JSON lines, written at once; tables come last. An
+arm that fails prints one line, the others continue, and the exit code is 1.
 
-Arms: ceilings, plain, dflash, adaptive, prefill; and, when asked for, transformers, reference (a loop of drafting and
+Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: transformers, reference (a loop of drafting and
 verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
 """
 
@@ -41,14 +41,14 @@ STEP_COLUMNS = {
     "tokens/s": "tokens_per_second",
     "x plain": "gain",
 }
-"""The last table: what each column is called, and the field of a row that it has."""
+"""Column of the last table -> field of a row."""
 
 DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
 KNOWN_ARMS = (*DEFAULT_ARMS, "transformers", "reference", "vllm-plain", "vllm-dflash")
 
 
 def run(plan: Plan) -> None:
-    """All arms: ours first, then others with nothing of ours left on the device."""
+    """Run all arms: ours first, then the device is freed for the others."""
     if any(arm in ("ceilings", "prefill", *OURS) for arm in plan.arms):
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
@@ -63,7 +63,7 @@ def run(plan: Plan) -> None:
 
 
 def show(plan: Plan, plot: Path | None) -> None:
-    """Waterfalls, then the tables."""
+    """Print waterfalls, then the tables."""
     rows = plan.recorder.of("step")
     falls = {title(row): row["waterfall"] for row in rows if "waterfall" in row}
     for name, levels in falls.items():
@@ -83,10 +83,10 @@ def show(plan: Plan, plot: Path | None) -> None:
 
 
 def _against_plain(rows: list[Row]) -> list[Row]:
-    """With the tokens a second of our own plain decoding as a measure, where that was run."""
+    """Rows with `gain`, the factor over our plain decoding in tokens per second, if that was measured."""
     plain: dict[tuple[int, int], float] = {}
     for row in rows:
-        if row["arm"] == "plain":  # with graphs and without: the first is with them, where there are any
+        if row["arm"] == "plain":  # with and without graphs: the row with graphs comes first
             plain.setdefault((row["batch"], row["context"]), row["tokens_per_second"])
     compared = []
     for row in rows:
@@ -104,7 +104,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _prefills(text: str) -> list[list[int]]:
-    """`2048,32x512`: one prompt of 2,048 tokens, and 32 of 512 together."""
+    """Parse `2048,32x512`: one prompt of 2,048 tokens, and 32 of 512 together."""
     sets = (part.rpartition("x") for part in text.split(",") if part)
     return [[int(length)] * int(count or 1) for count, _, length in sets]
 
@@ -116,15 +116,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", "--contexts", default="512", help="tokens of each prompt, such as 512,8192")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arms", default=",".join(DEFAULT_ARMS))
-    parser.add_argument("--acceptance", help="force these tokens a step, such as 6.5,4.24; rows say synthetic")
+    parser.add_argument(
+        "--acceptance", help="force these mean acceptance lengths, such as 6.5,4.24; rows say synthetic"
+    )
     parser.add_argument("--prefill", default="2048,16384,32x512", help="prompts of the prefill arm")
     parser.add_argument("--no-eager", action="store_true", help="time the captured steps only")
-    parser.add_argument("--profile", action="store_true", help="print which kernels take most")
-    parser.add_argument("--device", default="cuda:0", help="cpu runs the loop with reference kernels, as a check")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
-    parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds that one start of vLLM may take")
-    parser.add_argument("--plot", type=Path, help="draw the waterfalls: FILE.png")
-    parser.add_argument("--out", type=Path, help="results as JSON lines")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take the most time")
+    parser.add_argument(
+        "--device", default="cuda:0", help="device; cpu runs the loop with reference kernels, as a check"
+    )
+    parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
+    parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds for one run of vLLM (default: 280)")
+    parser.add_argument("--plot", type=Path, help="draw the waterfalls to FILE.png")
+    parser.add_argument("--out", type=Path, help="write results as JSON lines")
     return parser
 
 

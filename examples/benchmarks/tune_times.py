@@ -1,19 +1,19 @@
-"""Time the steps of every candidate of `dflash tune` at a real shape with random weights: a file for `--step-times`.
+"""Time the steps of every candidate of `dflash tune` at a real shape with random weights, for `--step-times`.
 
     python3 examples/benchmarks/tune_times.py [--shape qwen3-8b] [--batches 1,8,32] [--out step-times.json]
 
-What a step takes depends on shapes and not on what is accepted, so that such a file serves any draft of the shape on
-that GPU. Random weights accept next to nothing: a step commits about one token.
+The time of a step depends on shapes, not on acceptance, so the file serves any draft of the shape on the same GPU.
+Random weights accept almost nothing: a step commits about one token.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from dflash_cli.documents.atomic_file import json_line
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.tuning.candidates import candidates_for, default_numbers
 from dflash_cli.tuning.speed import SpeedRequest
@@ -38,8 +38,8 @@ def main() -> int:
         pair, candidates, request, config, lambda done: print(f"{done} of {total} rounds", end="\r", file=sys.stderr)
     )
     source = f"{options.shape} shape, {options.context} tokens of context, {device_name(device)}"
-    options.out.write_text(json.dumps(replace(costs, source=source).to_json()) + "\n")
-    print(f"{options.out}: milliseconds of a step of {source}")
+    options.out.write_text(json_line(replace(costs.times, source=source)))
+    print(f"{options.out}: milliseconds per step of {source}")
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Helpers of `plant_faults.py`: the faults, and what counts as the right thing to say of each."""
+"""Helpers of `plant_faults.py`: the faults, and the judgement of findings."""

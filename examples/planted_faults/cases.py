@@ -16,9 +16,9 @@ SOUND = "as it is"
 
 @dataclass(frozen=True)
 class Case:
-    """A draft with one change. `right` are the rules whose finding names the cause; a sound variant has none.
+    """A draft with one change. Findings of the rules in `right` name its cause; for a sound variant `right` is empty.
 
-    `beside` are rules that may speak as well without being wrong.
+    Rules in `beside` may also have findings without being wrong.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Case:
 
 
 def body(config: Config) -> Config:
-    """The object that holds the decoder's keys."""
+    """The config object with the decoder's keys."""
     found: Config = config.get("transformer_layer_config", config)
     return found
 
 
 def owner(config: Config) -> Config:
-    """The object that holds mask, taps and block."""
+    """The config object with mask, taps and block size."""
     found: Config = config.get("dflash_config", config)
     return found
 
@@ -95,7 +95,7 @@ def set_window(width: int) -> Change:
 
 
 def edit(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Change every tensor whose name holds a part."""
+    """Change every tensor with `part` in its name."""
 
     def apply(_: Config, tensors: Tensors) -> None:
         for name in [name for name in tensors if part in name]:
@@ -179,7 +179,7 @@ def shuffle_rows(name: str) -> Change:
 
 
 def one_id_off(_: Config, tensors: Tensors) -> None:
-    """A gap in the kept ids is moved by one."""
+    """Move one kept id by one, at a gap between ids."""
     offsets = tensors["d2t"].clone()
     ids = torch.arange(len(offsets)) + offsets
     at = next(index for index in range(100, len(ids) - 1) if ids[index + 1] - ids[index] > 1)
@@ -198,7 +198,7 @@ def faults(pair: str) -> Iterator[Case]:
 
 
 def tap_faults() -> Iterator[Case]:
-    """Features of other layers, or in another order."""
+    """Faults in the tapped layers and their order."""
     yield Case("taps one layer later", set_taps(lambda taps: [tap + 1 for tap in taps]), ("R01",), ("C10",))
     yield Case("taps one layer earlier, the first stays", set_taps(lambda taps: [0, 1, 2, 3]), ("R01",))
     yield Case("taps in reverse", set_taps(lambda taps: taps[::-1]), ("R01", "C07"))
@@ -211,7 +211,7 @@ def tap_faults() -> Iterator[Case]:
 
 
 def config_faults(pair: str) -> Iterator[Case]:
-    """Keys of the config that say something else than the draft was trained with."""
+    """Faults in config keys: values that differ from training."""
     for theta in (500.0, 10_000.0, 100_000.0, 500_000.0, 1e7, 1e8):
         yield Case(f"rope base {theta:g}", set_rope(rope_theta=theta), ("R04", "P05"))
     for kind in ("linear", "yarn"):
@@ -228,12 +228,12 @@ def config_faults(pair: str) -> Iterator[Case]:
     if pair == "full":
         yield Case("causal", set_top(is_causal=True), ("R02",))
     yield Case("wrong number of target layers", set_top(num_target_layers=7), ("C11",))
-    # M03: all that the headers of a reduced draft say without a target; with one, M03 leaves it to P02.
+    # M03 finds it in a reduced draft's headers without a target. With a target, P02 finds it instead.
     yield Case("wrong vocabulary", set_body(vocab_size=2047), ("P02", "P01", "P03", "N04", "P04", "N03", "M03"))
 
 
 def order_faults() -> Iterator[Case]:
-    """Tensors that are whole and stand in another's place, or are laid out otherwise."""
+    """Faults in the order or layout of intact tensors."""
     yield Case("norms minus 1", edit("norm.weight", lambda item: item.float() - 1), ("R09", "N31"))
     yield Case("norms plus 1", edit("norm.weight", lambda item: item.float() + 1), ("R09",))
     yield Case("q and k norms exchanged", exchange("q_norm", "k_norm"), ("R09",))
@@ -247,7 +247,7 @@ def order_faults() -> Iterator[Case]:
 
 
 def value_faults() -> Iterator[Case]:
-    """Values that were never trained, or were lost."""
+    """Faults in values: untrained or lost weights."""
     yield Case("untrained", noise(0, 1.0, ""), ("R06",), ("M10",))
     yield Case("untrained layers", noise(0, 1.0, "layers."), ("R06",))
     yield Case("untrained fc", noise(0, 1.0, "fc."), ("R06",))
@@ -271,7 +271,7 @@ def value_faults() -> Iterator[Case]:
 
 
 def map_faults() -> Iterator[Case]:
-    """Of a reduced vocabulary."""
+    """Faults in the id maps of a reduced vocabulary."""
     yield Case("d2t all zero", edit("d2t", torch.zeros_like), ("M07", "M06"))
     yield Case("d2t of absolute ids", edit("d2t", lambda item: item + torch.arange(len(item))), ("M06",))
     yield Case("one id of d2t off", one_id_off, ("M06", "M10", "M12"))
@@ -288,7 +288,7 @@ def _follow(_: Config, tensors: Tensors) -> None:
 
 
 def sound_variants(pair: str) -> Iterator[Case]:
-    """Drafts that work as well as the original, or nearly; nothing may be found in them."""
+    """Drafts that work as well as the original, or nearly. They must not get findings."""
 
     def sound(name: str, change: Change) -> Case:
         return Case(name, change, is_fault=False)

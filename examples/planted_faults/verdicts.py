@@ -1,4 +1,4 @@
-"""What was said of each planted fault, judged against its right causes, and the page that shows it."""
+"""Judge the findings of each planted fault against its right causes, and print the page of all cases."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,12 @@ from planted_faults.cases import SOUND
 
 LOSS_THAT_COUNTS = 0.10
 NO_READING = "R06"
-"""The rule that says: too little is accepted, and no reading explains it."""
+"""The rule for low acceptance that no reading explains."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was said of one case. `level` is the first that spoke of it."""
+    """The judgement of one case. `level` is the first level with a finding."""
 
     word: str
     level: str
@@ -21,7 +21,10 @@ class Verdict:
 
 
 def judge(row: dict[str, Any], sound_len: float) -> Verdict:
-    """right, wrong, no cause, other or silent, as docs/faults.md explains; finding or silent for a sound variant."""
+    """The verdict of a case: right, wrong, no cause, other or silent; for a sound variant finding or silent.
+
+    docs/explanation/faults.md explains the words.
+    """
     length = row["acceptance_len"]
     loss = 1 - (length - 1) / (sound_len - 1) if length is not None else None
     seen: dict[str, tuple[str, str]] = {}
@@ -44,7 +47,7 @@ def judge(row: dict[str, Any], sound_len: float) -> Verdict:
 
 
 def render(rows: list[dict[str, Any]], *, all_cases: int, num_prompts: int, num_tokens: int) -> str:
-    """docs/faults.md."""
+    """The text of docs/measurements/planted-faults.md."""
     sound = {row["pair"]: row["acceptance_len"] for row in rows if row["name"] == SOUND}
     rows = [row for row in rows if row["pair"] in sound]
     judged = [(row, judge(row, sound[row["pair"]])) for row in rows]
@@ -95,40 +98,11 @@ def _row(row: dict[str, Any], verdict: Verdict) -> str:
 
 WORDS = ("right", "wrong", "no cause", "other", "silent")
 
-HEAD = """# Planted faults
+HEAD = """# Planted faults, case by case
 
-What `dflash validate` says of drafts with one fault each, and of sound ones. Printed by
-`python examples/plant_faults.py`, from the two bundled drafts, with {prompts} prompts of {tokens} tokens at the
-run level.
-
-"Lost" is the share of the accepted drafts that the fault costs. A verdict is *right* where a finding names the cause,
-*wrong* where a reading or an error names another, *no cause* where it is said that too little is accepted and
-that no reading explains it, *other* where only other rules spoke, *silent* where none did. Levels: headers without a
-target, headers with one (pair), weights, run. A reading is named only where it gains more than a tenth of a token, and
-more than a tenth of what is accepted: faults that cost less than that are meant to be silent at the run level.
-
-A draft that loses much and still accepts a good share of its block can only be known by its own figure: compare with
-what its card says, by `dflash eval-acceptance --min-acceptance`.
-
-## What the run level asks of a cause
-
-- All readings, some 150, are estimated along one text; up to four that look better are run on all prompts.
-- A reading explains a draft where it accepts at least 1.5 tokens a step and an eighth of the block (2 tokens for
-  predictions from the anchor on: an untrained draft that echoes its anchor reaches 1.5 on text that repeats itself),
-  gains more than 0.1 tokens and more than a tenth of the accepted drafts, and its paired interval lies above zero.
-- The first prompts only choose: of the readings that gain enough there, the one that gains most. It is tested on at
-  least 32 new prompts, made from other random ids, and has to gain enough there again. Given prompts are continued by
-  sampling instead, which makes new text of them; what is then said holds for those prompts.
-- The interval is that of the test, of one reading chosen beforehand: 95%, with Student's tails. It lies above zero by
-  chance in about 2.5% of sound drafts at most, however many readings were tried.
-- The test is two more runs, each of 32 prompts or as many as were asked for. Where no reading gains enough on the
-  first prompts, as with most sound drafts, there is none.
-- Only the reading that was tested is named.
-- Where none does, a draft that has less than 7% of its drafts accepted is an error, and below 12% a warning (R06).
-  Sound drafts at temperature 0: 34% and 25% (bundled), 31% (speculators, Qwen3-8B on GSM8K), 21 to 37% (vllm#43445,
-  blocks of 16); SGLang's own test asks for 12% (2.8 of 16 on GSM8K). Drafts read wrongly or never trained: 0 to 6%.
-
-## Totals
+What `dflash validate` reports about drafts with one planted fault each, and about sound drafts. Written by
+`python examples/plant_faults.py` from the two bundled drafts. The run level uses {prompts} prompts of {tokens} tokens.
+[How many faults are found](../explanation/faults.md) explains the columns.
 
 Cases: {done} of {all}.
 

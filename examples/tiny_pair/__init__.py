@@ -1,1 +1,1 @@
-"""Helpers of `train_tiny_pair.py`: data, models, training, evaluation and packaging of the bundled pair."""
+"""Helpers of `train_tiny_pair.py`: data, models, training, evaluation and packaging."""

@@ -1,4 +1,4 @@
-"""Writing the three checkpoints and the prompts, each in the dialect that its readers expect."""
+"""Write the three checkpoints and the prompts, each in its dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def save_target(target: Qwen3ForCausalLM, folder: Path) -> None:
-    """The target as transformers saves it, in bf16."""
+    """Save the target in bf16 with transformers."""
     stored = nn.Module.to(copy.deepcopy(target), device="cpu", dtype=torch.bfloat16)
     config = stored.config
     stored.generation_config = GenerationConfig(
@@ -34,7 +34,7 @@ def save_target(target: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def _body_config(draft: Draft, settings: Settings, special: dict[str, int]) -> dict[str, object]:
-    """The keys both dialects have in common."""
+    """The config keys of both dialects."""
     shape = draft.shape
     return {
         "attention_bias": False,
@@ -64,7 +64,7 @@ def _body_config(draft: Draft, settings: Settings, special: dict[str, int]) -> d
 
 
 def save_native_draft(draft: Draft, settings: Settings, special: dict[str, int], folder: Path) -> None:
-    """The z-lab layout: no embedding and no head, taps as 0-based layers."""
+    """Save a draft in z-lab's layout: without embedding and head, with taps counted from 0."""
     config = {
         "architectures": ["DFlashDraftModel"],
         **_body_config(draft, settings, special),
@@ -80,7 +80,7 @@ def save_native_draft(draft: Draft, settings: Settings, special: dict[str, int],
 
 
 def save_speculators_draft(draft: Draft, head: Head, settings: Settings, special: dict[str, int], folder: Path) -> None:
-    """The speculators layout: its own reduced head with maps, and ids that count hidden states, one above the taps."""
+    """Save a draft in the speculators layout: with a reduced head, id maps, and layer ids one higher than the taps."""
     body = _body_config(draft, settings, special)
     body["rope_parameters"] = {"rope_theta": settings.shape.rope_theta, "rope_type": "default"}
     greedy = {
@@ -128,7 +128,7 @@ def _save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Weights in bf16; id maps keep their type."""
+    """The tensor as stored: weights in bf16, id maps unchanged."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
@@ -142,5 +142,5 @@ def save_prompts(prompts: Iterable[Prompt], path: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of everything that was written."""
+    """Bytes of all files of a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

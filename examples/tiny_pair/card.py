@@ -1,4 +1,4 @@
-"""The model card, written from the report."""
+"""The model card of the bundled pair, written from the report."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ tags: [dflash, speculative-decoding, qwen3, python]
 
 # A tiny Python model with two DFlash drafts
 
-A small Qwen3 that writes Python-looking text, and two DFlash drafts (arXiv 2602.06036) trained for it. The pair
-exists so that drafting, verifying, converting and validating can be tried and tested within seconds and without a
-download. It is of no use as a code assistant.
+A small Qwen3 that writes Python-like text, and two DFlash drafts (arXiv 2602.06036) trained for it. With this pair,
+drafting, verifying, converting and validating can be tried and tested within seconds and without a download. It is
+useless as a code assistant.
 
-| folder | what it is | dialect |
+| file or folder | content | dialect |
 |---|---|---|
 | `target/` | the target, `Qwen3ForCausalLM` with tied embeddings, and its byte-level tokenizer | transformers |
-| `draft/` | draft over the target's whole vocabulary; no embedding and no head of its own | native (z-lab) |
-| `draft-reduced/` | draft over the ids that the target writes most, with its own head and id maps | speculators |
+| `draft/` | draft over the target's whole vocabulary, without embedding and head of its own | native (z-lab) |
+| `draft-reduced/` | draft over the ids that the target writes most often, with its own head and id maps | speculators |
 | `prompts.jsonl` | prompts cut from held-out modules, the same number from each source | |
 | `heldout.json` | every held-out file with its sha256 | |
-| `report.json` | all figures below and more | |
+| `report.json` | all numbers below and more | |
 """
 
 RECIPE = """\
 ## Recipe
 
-The target is trained with AdamW, warm-up and a cosine, in bf16 autocast, and its weights of the lowest held-out
-loss are kept. Then it is weaned off loops: it reads its own greedy text and runs of {gram} tokens that it has
-written before are made unlikely at word boundaries (unlikelihood training, arXiv 1908.04319), beside the usual
-loss. The drafts learn from the target's own continuations of training text ({sequences} sequences, three fifths
-greedy, the rest at temperatures 0.8 and 1.0): random anchors, the block after each anchor masked, context features
-from the target's forward over the true sequence up to the anchor, attention inside the block not causal,
-cross-entropy weighted exp(-(k-1)/4) for the k-th draft. The target is frozen and its embedding and head are shared.
-Everything below is measured in fp32 with the weights as they are stored, in bf16. Held-out text decided the
-target's stopping point; the strength of the weaning was set by hand after reading samples and the acceptance of
-earlier runs, both on held-out prompts among others. Nothing else was chosen on held-out text.
+1. **Target.** Trained with AdamW, warm-up and a cosine, in bf16 autocast. The weights with the lowest held-out loss are
+   kept.
+2. **Against loops.** The target reads its own greedy text. Runs of {gram} tokens that it has written before become
+   unlikely at word boundaries (unlikelihood training, arXiv 1908.04319), together with the usual loss.
+3. **Drafts.** They learn from the target's own continuations of training text: {sequences} sequences, three fifths
+   greedy, the rest at temperatures 0.8 and 1.0. Anchors are random, and the block after each anchor is masked. Context
+   features come from the target's forward over the true sequence up to the anchor. Attention inside the block is not
+   causal. The k-th draft token has the weight exp(-(k-1)/4) in the cross-entropy. The target is frozen, and its
+   embedding and head are shared.
 
-Mask id, tapped layers (0-based, whose output is read) and block size: see the two `config.json`. The draft's rope
-base is {theta:,.0f}; a reader that loses it falls back to {lost:,.0f}.
+All numbers below are measured in fp32 with the stored bf16 weights. Held-out text decided when the training of the
+target stopped. The strength of step 2 was set by hand after reading samples and acceptance of earlier runs, also on
+held-out prompts. Nothing else was chosen on held-out text.
 
-To train it again (here, {seconds:.0f} s on one {device}, start-up not counted):
+The two `config.json` state mask id, tapped layers (counted from 0) and block size. The draft's rope base is
+{theta:,.0f}; a reader that loses it uses {lost:,.0f}.
+
+Train it again with this command (here {seconds:.0f} s on one {device}, without start-up):
 
     python examples/train_tiny_pair.py --output DIR
 """
@@ -57,24 +60,23 @@ LIMITS = """\
 
 - Trained on sequences of {length} tokens (the drafts on {draft_length}); positions beyond that, up to
   `max_position_embeddings`, are untested.
-- The special tokens of the chat template never occurred in training; the template is there so that chat code paths
-  run.
-- Code in transformers is largely copied between models. Whole model packages are held out, files made of mostly
-  known lines are dropped, and prompts are passed over when more than half of their longer lines also stand in a
-  training file; the column above shows how much of the held-out text is known all the same.
+- The special tokens of the chat template never occurred in training. The template exists to run chat code paths.
+- Code in transformers is largely copied between models. Whole model packages are held out, and files of mostly known
+  lines are dropped. A prompt is skipped if more than half of its longer lines occur in a training file. The column
+  above shows how much of the held-out text is known nevertheless.
 - Up to two prompts come from one file, and they may overlap.
 - Acceptance at temperature 1 is low because a model of this size is unsure of most tokens.
 
 ## Licences
 
-The weights are under Apache-2.0. `prompts.jsonl` holds short excerpts, each with its file and version, under the
-licence of its source: CPython (PSF-2.0, copyright Python Software Foundation), PyTorch (BSD-3-Clause, copyright
+The weights are under Apache-2.0. `prompts.jsonl` contains short excerpts with file and version, each under the licence
+of its source: CPython (PSF-2.0, copyright Python Software Foundation), PyTorch (BSD-3-Clause, copyright
 Facebook, Inc. and the PyTorch contributors), Transformers (Apache-2.0, copyright The Hugging Face team), NumPy
 (BSD-3-Clause, copyright NumPy Developers)."""
 
 
 def model_card(report: Report) -> str:
-    """README.md of the bundle."""
+    """The text of the bundle's README.md."""
     settings = report["settings"]
     recipe = RECIPE.format(
         gram=settings["unloop"]["gram"],
@@ -145,11 +147,12 @@ def target(report: Report) -> str:
     loss = figures["held_out_loss_nats_per_token"]
     return (
         "## Target\n\n"
-        f"It saw {figures['training_tokens_seen'] / 1e6:.0f} M tokens. Held-out loss: {loss:.3f} nats a token "
-        f"({loss / 0.6931 / bytes_per_token:.3f} bits a byte), {figures['held_out_loss_before_unlooping']:.3f} before "
-        f"it was weaned off loops. Of its greedy text, {unlooping[0]['copied_share']:.0%} of the tokens ended a long "
-        f"copy of earlier text before and {unlooping[-1]['copied_share']:.0%} after; of the training code, "
-        f"{figures['copied_share_of_code']:.0%}.\n\n"
+        f"Trained on {figures['training_tokens_seen'] / 1e6:.0f} M tokens. "
+        f"Held-out loss: {loss:.3f} nats per token ({loss / 0.6931 / bytes_per_token:.3f} bits per byte), "
+        f"{figures['held_out_loss_before_unlooping']:.3f} before "
+        f"the training against loops. Tokens that end a long copy of earlier text: {unlooping[0]['copied_share']:.0%} "
+        f"of its greedy text before, {unlooping[-1]['copied_share']:.0%} after, and "
+        f"{figures['copied_share_of_code']:.0%} of the training code.\n\n"
         f"Greedy continuation of `{report['sample']['prompt']}`:\n\n"
         f"~~~python\n{report['sample']['prompt']}{report['sample']['continuation']}\n~~~\n"
     )
@@ -185,8 +188,8 @@ def acceptance(report: Report) -> str:
     return (
         "## Acceptance\n\n"
         f"{evaluation['prompts']} held-out prompts, {evaluation['new_tokens']} new tokens. Acceptance length is the "
-        "tokens committed a step, the target's own one included, pooled over all steps with a whole block of text "
-        f"after them. Intervals come from drawing prompts. The reduced vocabulary covers {coverage:.1%} of the "
+        "number of tokens per step, the target's own token included, pooled over all steps with a whole block of text "
+        f"after them. Intervals are over prompts. The reduced vocabulary covers {coverage:.1%} of the "
         f"target's text.\n\n{lengths}\n{rates}"
     )
 
@@ -194,13 +197,13 @@ def acceptance(report: Report) -> str:
 def repetition(report: Report) -> str:
     rows = (
         ("written tokens that end a 4-gram seen before", "written_tokens_in_repeated_4_gram", ".0%"),
-        ("accepted drafts that do", "accepted_drafts_in_repeated_4_gram", ".0%"),
+        ("accepted draft tokens that end one", "accepted_drafts_in_repeated_4_gram", ".0%"),
         ("acceptance length after a repeated 4-gram", "acceptance_length_after_repeated_4_gram", ".2f"),
-        ("acceptance length after a fresh 4-gram", "acceptance_length_after_fresh_4_gram", ".2f"),
+        ("acceptance length after a new 4-gram", "acceptance_length_after_fresh_4_gram", ".2f"),
         ("acceptance length of prompt lookup, no network", "prompt_lookup_acceptance_length", ".2f"),
         ("passages that end in a loop", "passages_that_loop", "d"),
-        ("acceptance length without those", "acceptance_length_without_looping_passages", ".2f"),
-        ("prompt lookup without those", "prompt_lookup_without_looping_passages", ".2f"),
+        ("acceptance length without these passages", "acceptance_length_without_looping_passages", ".2f"),
+        ("prompt lookup without these passages", "prompt_lookup_without_looping_passages", ".2f"),
     )
     evaluation = report["evaluation"]
     columns = [
@@ -209,8 +212,8 @@ def repetition(report: Report) -> str:
     ]
     body = ((title, *(format(column[key], style) for column in columns)) for title, key, style in rows)
     return (
-        "## How much of it is repetition\n\n"
-        "Text that repeats itself is easy to draft. A passage counts as a loop when fewer than half of the 4-grams in "
+        "## Repetition\n\n"
+        "Repetitive text is easy to draft. A passage counts as a loop if fewer than half of the 4-grams in "
         f"its last 64 tokens are different. Temperature 0 has {evaluation['prompts']} passages, temperature 1 "
         f"{evaluation['prompts'] * report['settings']['evaluation']['samples_per_prompt']}.\n\n"
         + table(("", "draft, temperature 0", "draft, temperature 1", "draft-reduced, temperature 0"), body)
@@ -235,9 +238,9 @@ def wrong_readings(report: Report) -> str:
             cells += ["", ""] if trial is None else _trial_cells(trial)
         rows.append((title, *cells))
     return (
-        "## What misreading the files costs\n\n"
-        "Each mistake loads and runs, and the text stays right; only acceptance (greedy, the same prompts) suffers. "
-        "Lost is the share of accepted drafts a step, with its paired 95% interval.\n\n"
+        "## Cost of misreading the files\n\n"
+        "Each mistake loads and runs, and the text stays right. Only acceptance falls (greedy, the same prompts). "
+        '"lost" is the lost share of accepted draft tokens per step, with its paired 95% interval.\n\n'
         + table(("", "draft", "lost", "draft-reduced", "lost"), rows)
     )
 

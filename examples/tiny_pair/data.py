@@ -1,4 +1,4 @@
-"""Python sources found on this machine: collecting and splitting them, and cutting prompts out of the held-out part."""
+"""Python sources found on this machine: collect them, split them, and cut prompts out of the held-out part."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from .settings import EvaluationRecipe, Settings
 
-MAX_FILE_BYTES = 300_000  # longer files are tables and generated lists, not code
+MAX_FILE_BYTES = 300_000  # longer files contain tables and generated lists, not code
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "_vendor", "_vendored", "vendored_templates", "lib-dynload")
 MIN_HELD_OUT_GROUPS = 16
-# Lines shorter than this (`return None`, `else:`) are shared by all Python code and say nothing about copying.
+# Shorter lines (`return None`, `else:`) occur in all Python code and do not indicate copying.
 MIN_TELLING_LINE = 20
 MAX_COPIED_SHARE = 0.8
 MAX_PROMPTS_PER_FILE = 2
@@ -28,7 +28,7 @@ MAX_PROMPTS_PER_FILE = 2
 
 @dataclass(frozen=True)
 class Source:
-    """One installed body of Python code."""
+    """One installed source of Python code."""
 
     name: str
     version: str
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Module:
-    """One source file; modules of the same `group` are always on the same side of the split."""
+    """One source file. Modules of one `group` are always on the same side of the split."""
 
     source: str
     path: str
@@ -49,7 +49,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All modules, split."""
+    """All modules, split into training and held-out part."""
 
     sources: tuple[Source, ...]
     train: tuple[Module, ...]
@@ -58,7 +58,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The beginning of a held-out definition; `token_ids` is what the tokenizer makes of `text`."""
+    """The beginning of a held-out definition, as `text` and as its `token_ids`."""
 
     id: str
     category: str
@@ -121,7 +121,7 @@ def _read_modules(source: Source, seen: set[str], max_bytes: int | None) -> list
 
 
 def _group(name: str) -> str:
-    """transformers copies code from model to model inside a package, so a model's package is split as one."""
+    """Group of a module. transformers copies code between models, so each model's package is one group."""
     parts = name.split("/")
     return "/".join(parts[:3]) if parts[:2] == ["transformers", "models"] and len(parts) > 3 else name
 
@@ -131,7 +131,7 @@ def _digest(text: str) -> str:
 
 
 def _held_out_groups(modules: Sequence[Module], share: float) -> set[str]:
-    """Groups in hash order until they hold `share` of the bytes, and enough of them for variety."""
+    """Held-out groups: in hash order, until they hold `share` of the bytes and are numerous enough."""
     sizes: dict[str, int] = defaultdict(int)
     for module in modules:
         sizes[module.group] += len(module.text)
@@ -149,7 +149,7 @@ def _shuffled(modules: Iterable[Module]) -> list[Module]:
 
 
 def _without_copies(modules: Sequence[Module]) -> list[Module]:
-    """Drop files that are mostly made of lines of earlier files: seen many times, they would only be memorised."""
+    """Drop files that mostly repeat lines of earlier files, because the model would only memorise them."""
     seen: set[int] = set()
     kept: list[Module] = []
     for module in modules:
@@ -161,7 +161,7 @@ def _without_copies(modules: Sequence[Module]) -> list[Module]:
 
 
 def telling_lines(modules: Iterable[Module]) -> set[int]:
-    """Hashes of the lines that are long enough to recognise a copy by."""
+    """Hashes of lines that are long enough to recognise a copy."""
     return {hash(line) for module in modules for line in _telling(module.text)}
 
 
@@ -170,7 +170,7 @@ def _telling(text: str) -> list[str]:
 
 
 def copied_share(texts: Iterable[str], known_lines: set[int]) -> float:
-    """Share of the telling lines that also stand, word for word, in a training file."""
+    """Share of the long lines that also occur, word for word, in a training file."""
     lines = [line for text in texts for line in _telling(text)]
     return sum(hash(line) in known_lines for line in lines) / max(1, len(lines))
 
@@ -178,7 +178,7 @@ def copied_share(texts: Iterable[str], known_lines: set[int]) -> float:
 def cut_prompts(corpus: Corpus, tokenizer: Tokenizer, known_lines: set[int], recipe: EvaluationRecipe) -> list[Prompt]:
     """The same number of prompts from every source, each the beginning of a definition in a held-out file.
 
-    Prompts whose lines are mostly found in training files are passed over, so that copied boilerplate is not measured.
+    A prompt is skipped if most of its lines occur in training files, so that copied boilerplate is not measured.
     """
     prompts: list[Prompt] = []
     versions = {source.name: source.version for source in corpus.sources}
@@ -216,7 +216,7 @@ def _prompts_of(
 def _cut_at_line_end(text: str, tokenizer: Tokenizer, shortest: int, longest: int) -> str | None:
     """The longest run of whole lines within the budget, without its last newline.
 
-    The newline is left off because the tokenizer joins it with the next line's indentation.
+    The tokenizer would join that newline with the indentation of the next line.
     """
     best: str | None = None
     for match in re.finditer(r"\n", text[: longest * 12]):

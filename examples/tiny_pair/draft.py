@@ -26,7 +26,7 @@ from .target import (
 
 
 class RMSNorm(nn.Module):
-    """Qwen3's norm: statistics in fp32, the result in the input's precision."""
+    """Qwen3's norm, with statistics in fp32 and the result in the input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of one set of positions, each [B, T, D]."""
+    """Cosines and sines of some positions, each [B, T, D]."""
 
     cos: Tensor
     sin: Tensor
@@ -62,7 +62,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Queries from the block rows; keys and values from the context rows and the block rows."""
+    """Attention with queries from block rows, and keys and values from context rows and block rows."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, rows: Tensor, context: Tensor, block_rope: Rotary, context_rope: Rotary, mask: Tensor) -> Tensor:
-        """rows [B, A*N, H] and context [B, T, H] -> [B, A*N, H]; mask [B, 1, A*N, T + A*N] is true where seen."""
+        """Rows [B, A*N, H] and context [B, T, H] -> [B, A*N, H]; mask [B, 1, A*N, T + A*N] of visible keys."""
         query = block_rope.rotate(self.q_norm(self._heads(self.q_proj(rows))))
         context_key = context_rope.rotate(self.k_norm(self._heads(self.k_proj(context))))
         block_key = block_rope.rotate(self.k_norm(self._heads(self.k_proj(rows))))
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One draft layer. Only the block rows pass through it; the context rows are the same for every layer."""
+    """One draft layer. Only block rows pass through it. Every layer reads the same context rows."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a checkpoint is read. The default is right; every other value is a mistake that loads without complaint."""
+    """One way to read a checkpoint. The default is right. Other values are mistakes that load without an error."""
 
     causal_block: bool = False
     rope_theta: float | None = None
@@ -140,7 +140,7 @@ RIGHT_READING = Reading()
 
 
 class Draft(nn.Module):
-    """A DFlash draft whose parameters carry the names of the flat checkpoint layout."""
+    """A DFlash draft with the parameter names of the flat checkpoint layout."""
 
     def __init__(self, settings: Settings, recipe: DraftRecipe, mask_token_id: int) -> None:
         super().__init__()
@@ -157,11 +157,11 @@ class Draft(nn.Module):
     def forward(
         self, features: Tensor, ids: Tensor, anchors: Tensor, embedding: Tensor, reading: Reading = RIGHT_READING
     ) -> Tensor:
-        """Hidden states of the masked rows after each anchor.
+        """Hidden states [B, A, N-1, H] of the masked rows after each anchor.
 
-        features [B, T, K*H] of the sequences ids [B, T]; anchors [B, A] are positions; embedding [V, H] is the
-        target's. Returns [B, A, N-1, H]. Many anchors of a sequence are computed at once: each block sees the context
-        before its anchor and itself, never another block.
+        Takes features [B, T, K*H] of the sequences ids [B, T], positions of anchors [B, A], and the target's embedding
+        [V, H]. All anchors of a sequence are computed at once. A block sees the context before its anchor and itself,
+        but no other block.
         """
         batch, count = anchors.shape
         theta = reading.rope_theta or self.shape.rope_theta
@@ -179,7 +179,7 @@ class Draft(nn.Module):
         return hidden[:, :, 1:]
 
     def _block_rows(self, ids: Tensor, anchors: Tensor, embedding: Tensor, reading: Reading) -> Tensor:
-        """The anchor's embedding followed by the mask token's: [B, A*N, H]."""
+        """The embedding of each anchor, followed by mask token embeddings: [B, A*N, H]."""
         mask_id = self.mask_token_id if reading.mask_token_id is None else reading.mask_token_id
         block = torch.full((*anchors.shape, self.block_size), mask_id, device=ids.device)
         block[..., 0] = ids.gather(1, anchors)
@@ -192,7 +192,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def block_mask(anchors: Tensor, context_length: int, block_size: int, causal: bool) -> Tensor:
-    """What each block row sees: anchors [B, A] -> [B, 1, A*N, T + A*N], context columns first."""
+    """Mask of visible keys per block row: anchors [B, A] -> [B, 1, A*N, T + A*N], context columns first."""
     count = anchors.shape[1]
     before = torch.arange(context_length, device=anchors.device) < anchors[..., None]
     rows = torch.arange(count * block_size, device=anchors.device)
@@ -206,7 +206,7 @@ def block_mask(anchors: Tensor, context_length: int, block_size: int, causal: bo
 
 @dataclass(frozen=True)
 class Head:
-    """The rows of the target's head that a draft may propose: weight [V, H] and the target id of each row [V]."""
+    """Rows of the target's head that a draft may propose: weight [V, H] and target ids [V]."""
 
     weight: Tensor
     token_ids: Tensor
@@ -217,14 +217,14 @@ class Head:
 
     @classmethod
     def most_frequent(cls, embedding: Tensor, counts: Tensor, size: int, always: Sequence[int]) -> Head:
-        """The `size` ids that the target wrote most often, in ascending order, `always` among them."""
+        """The `size` ids that the target wrote most often, with `always`, in ascending order."""
         ranked = counts.clone()
         ranked[list(always)] = counts.max() + 1
         token_ids = ranked.argsort(descending=True, stable=True)[:size].sort().values
         return cls(embedding[token_ids], token_ids)
 
     def label_table(self, vocab_size: int) -> Tensor:
-        """Row of each target id [vocab_size], -100 (which the loss ignores) for ids that have none."""
+        """Row of each target id [vocab_size]; -100, which the loss ignores, for ids without a row."""
         table = torch.full((vocab_size,), -100, device=self.token_ids.device)
         table[self.token_ids] = torch.arange(len(self.token_ids), device=self.token_ids.device)
         return table
@@ -232,7 +232,7 @@ class Head:
 
 @dataclass(frozen=True)
 class TextSet:
-    """The target's continuations on the training device: ids [B, T] and each prompt's length [B]."""
+    """The target's continuations on the training device: ids [B, T] and prompt lengths [B]."""
 
     ids: Tensor
     prompt_lengths: Tensor
@@ -246,14 +246,14 @@ class TextSet:
         return replace(self, ids=self.ids[picks].long(), prompt_lengths=self.prompt_lengths[picks])
 
     def random_anchors(self, count: int, block_size: int) -> Tensor:
-        """Anchors [B, count] anywhere in the generated part that leaves room for a whole block."""
+        """Random anchors [B, count] in the generated part, each with room for a whole block."""
         room = self.new_tokens - block_size + 1
         offsets = torch.randint(0, room, (len(self), count), device=self.ids.device)
         return self.prompt_lengths[:, None] + offsets
 
 
 def block_labels(rows: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """The tokens that follow each anchor: rows [B, T], anchors [B, A] -> [B, A, N-1]."""
+    """Tokens after each anchor: rows [B, T], anchors [B, A] -> [B, A, N-1]."""
     offsets = torch.arange(1, block_size, device=anchors.device)
     positions = anchors[..., None] + offsets
     return rows.gather(1, positions.flatten(1)).view_as(positions)
@@ -269,10 +269,10 @@ def draft_loss(
     labels: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy, and the mean number of leading drafts that are right.
+    """Weighted cross-entropy, and the mean number of correct leading draft tokens.
 
-    labels [B, A, N-1] hold rows of head [V, H], or -100. A wrong first draft wastes all that follow it, so the k-th
-    draft counts exp(-(k-1)/decay).
+    Labels [B, A, N-1] are rows of head [V, H], or -100. A wrong draft token makes all later ones useless, so the k-th
+    one has the weight exp(-(k-1)/decay).
     """
     logits = F.linear(draft(features, ids, anchors, embedding), head)
     losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view(labels.shape)
@@ -290,7 +290,7 @@ def train_draft(
     recipe: DraftRecipe,
     report: Report,
 ) -> list[dict[str, float]]:
-    """Train in place on random anchors in the target's own text. Returns the curve of loss and running acceptance."""
+    """Train in place on random anchors in the target's own text -> the curve of loss and running acceptance."""
     device = texts.ids.device
     optimizer = make_optimizer(draft, recipe.learning_rate, recipe.weight_decay)
     compute_features = maybe_compiled(tapped_features, device)

@@ -1,8 +1,8 @@
-"""Acceptance on held-out prompts, exact and batched.
+"""Exact acceptance on held-out prompts, computed in batches.
 
-Speculative decoding commits the same text as plain decoding, so the text is generated once without a draft; the draft
-then proposes after every position of it in parallel, and a walk over those proposals visits exactly the steps that a
-real draft-and-verify loop would take.
+Speculative decoding writes the same text as plain decoding, so the text is generated once without a draft. The draft
+then proposes after every position in parallel. A walk over these proposals visits exactly the steps of a real loop of
+drafting and verifying.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Figures = dict[str, object]
 
 @dataclass(frozen=True)
 class Passage:
-    """One prompt with the target's continuation, cut after the end token."""
+    """One prompt with the target's continuation, truncated after the end token."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
 
     @property
     def start(self) -> int:
-        """Position of the first anchor: the token that the prefill produced."""
+        """Position of the first anchor, the token that the prefill returns."""
         return len(self.prompt.token_ids)
 
     def anchors(self, block_size: int) -> range:
-        """Positions that are followed by a whole block of known tokens."""
+        """Positions with a whole block of known tokens after them."""
         return range(self.start, len(self.token_ids) - block_size + 1)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One draft-and-verify step."""
+    """One step of drafting and verifying."""
 
     passage: Passage
     anchor: int
@@ -94,7 +94,7 @@ def propose(
         ids = torch.tensor(rows, device=target.device)
         ranges = [passage.anchors(draft.block_size) for passage in group]
         count = max(1, *(len(places) for places in ranges))
-        # Passages that end early repeat an anchor to fill up the batch; the surplus is dropped below.
+        # Passages that end early repeat an anchor to fill the batch. The repeats are dropped below.
         anchors = torch.tensor([[*places, *[0] * (count - len(places))] for places in ranges], device=target.device)
         features = tapped_features(target, ids, taps)
         hidden = draft(features, ids, anchors, target.model.embed_tokens.weight, reading)
@@ -105,7 +105,7 @@ def propose(
 
 
 def look_up(passages: Iterable[Passage], block_size: int, gram: int = 3) -> list[Proposals]:
-    """What a draft without a network proposes: copy on from the last place where the same few tokens stood."""
+    """Proposals by prompt lookup: copy the tokens after the last occurrence of the same few tokens."""
     return [
         {
             anchor: _copied(passage.token_ids[: anchor + 1], block_size - 1, gram)
@@ -121,13 +121,13 @@ def _copied(known: Sequence[int], wanted: int, gram: int) -> list[int]:
         for place in range(len(known) - size - 1, -1, -1):
             if tuple(known[place : place + size]) == tail:
                 period = len(known) - size - place
-                # Copying may run past what is known, into what it has just proposed itself.
+                # Copying may continue into the tokens that it has just proposed.
                 return [known[place + size + index % period] for index in range(wanted)]
     return [-1] * wanted
 
 
 def walk(passages: Sequence[Passage], proposals: Sequence[Proposals], block_size: int) -> list[Step]:
-    """The steps that drafting and verifying would take."""
+    """The steps of a loop of drafting and verifying."""
     steps: list[Step] = []
     for passage, drafts in zip(passages, proposals, strict=True):
         places = passage.anchors(block_size)
@@ -140,7 +140,7 @@ def walk(passages: Sequence[Passage], proposals: Sequence[Proposals], block_size
 
 
 def leading_matches(drafts: Sequence[int], truth: Sequence[int]) -> int:
-    """How many drafts are right before the first wrong one."""
+    """Number of correct draft tokens before the first wrong one."""
     for count, (draft, token) in enumerate(zip(drafts, truth, strict=False)):
         if draft != token:
             return count
@@ -148,12 +148,12 @@ def leading_matches(drafts: Sequence[int], truth: Sequence[int]) -> int:
 
 
 def acceptance_length(steps: Sequence[Step]) -> float:
-    """Tokens committed a step, pooled over all steps: the accepted drafts and the target's own token."""
+    """Tokens per step, pooled over all steps: accepted draft tokens and the target's own token."""
     return 1 + sum(step.accepted for step in steps) / max(1, len(steps))
 
 
 def interval(steps: Sequence[Step], rounds: int = 1000) -> list[float]:
-    """A 95% bootstrap interval of the acceptance length, drawing whole prompts."""
+    """A 95% bootstrap interval of the acceptance length over prompts."""
     tallies = list(_totals(steps).values())
     chance = random.Random(0)
     means = sorted(1 + _pooled(chance.choices(tallies, k=len(tallies))) for _ in range(rounds))
@@ -161,7 +161,7 @@ def interval(steps: Sequence[Step], rounds: int = 1000) -> list[float]:
 
 
 def _totals(steps: Iterable[Step]) -> dict[str, Tally]:
-    """Accepted drafts and steps of every prompt."""
+    """Accepted draft tokens and steps of every prompt."""
     totals: dict[str, Tally] = {}
     for step in steps:
         accepted, count = totals.get(step.passage.prompt.id, (0, 0))
@@ -170,13 +170,13 @@ def _totals(steps: Iterable[Step]) -> dict[str, Tally]:
 
 
 def _pooled(tallies: Iterable[Tally]) -> float:
-    """Accepted drafts a step over several prompts together."""
+    """Accepted draft tokens per step, pooled over prompts."""
     accepted, steps = map(sum, zip(*tallies, strict=True))
     return float(accepted / max(1, steps))
 
 
 def summary(steps: Sequence[Step], num_draft_tokens: int) -> Figures:
-    """Pooled figures, by position and by category. Rates are over all steps, so they add up to the accepted mean."""
+    """Pooled numbers, by position and by category. Rates are over all steps, so they add up to the accepted mean."""
     by_category: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         by_category[step.passage.prompt.category].append(step)
@@ -192,20 +192,20 @@ def summary(steps: Sequence[Step], num_draft_tokens: int) -> Figures:
 
 
 def _repeated_at(tokens: Sequence[int], place: int) -> bool:
-    """Whether the few tokens that end at `place` already stood together earlier."""
+    """Whether the n-gram that ends at `place` occurred before."""
     tail = tuple(tokens[place - GRAM + 1 : place + 1])
     return any(tuple(tokens[at : at + GRAM]) == tail for at in range(place - GRAM + 1))
 
 
 def is_loop(passage: Passage) -> bool:
-    """Whether most of the last 64 written tokens stand in a 4-gram that those 64 already contained."""
+    """Whether most of the last 64 written tokens end a 4-gram that occurred before within these 64."""
     tail = passage.token_ids[passage.start :][-64:]
     grams = [tuple(tail[at : at + GRAM]) for at in range(len(tail) - GRAM + 1)]
     return len(grams) >= 32 and len(set(grams)) < 0.5 * len(grams)
 
 
 def repetition(passages: Sequence[Passage], steps: Sequence[Step], block_size: int) -> Figures:
-    """How much of the acceptance comes from text that repeats itself."""
+    """Acceptance in repetitive and in new text."""
     written = [_repeated_at(one.token_ids, place) for one in passages for place in range(one.start, len(one.token_ids))]
     accepted = [
         _repeated_at(step.passage.token_ids, step.anchor + k) for step in steps for k in range(1, step.accepted + 1)
@@ -252,7 +252,7 @@ class Judge:
         return walk(passages, proposals, self.settings.block_size)
 
     def wrong_readings(self, passages: Sequence[Passage], pad: int) -> Figures:
-        """Acceptance when the checkpoint is misread in the ways that load and run without an error."""
+        """Acceptance for wrong readings of the checkpoint that load and run without an error."""
         lost = Reading(rope_theta=self.settings.shape.lost_rope_theta)
         trials: dict[str, Callable[[], list[Step]]] = {
             "taps_plus_1": lambda: self.steps(passages, tap_shift=1),
@@ -269,7 +269,7 @@ class Judge:
 
 
 def _loss_against(right: Sequence[Step], wrong: Sequence[Step]) -> Figures:
-    """Accepted drafts a step, against those of the right reading, with a 95% interval from the same prompts."""
+    """Loss of accepted draft tokens per step against the right reading, with a 95% interval over the same prompts."""
     right_totals, wrong_totals = _totals(right), _totals(wrong)
     names = sorted(right_totals.keys() & wrong_totals.keys())
     chance = random.Random(0)

@@ -1,4 +1,4 @@
-"""Sizes, step counts and seeds of one training run, for the full recipe and for a smoke run."""
+"""Sizes, step counts and seeds of a training run: the full recipe and a smoke run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The transformer body that target and drafts share; only the number of layers differs."""
+    """Sizes shared by target and drafts, which differ only in their number of layers."""
 
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -16,14 +16,14 @@ class ModelShape:
     head_dim: int = 32
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
-    # Qwen3's base. A reader that loses the key falls back to 10000, which the evaluation shows to hurt.
+    # Qwen3's base. A reader that loses the key uses 10000; the evaluation measures the damage.
     rope_theta: float = 1_000_000.0
     lost_rope_theta: float = 10_000.0
 
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """How the target is trained; one step sees `batch_size * sequence_length` tokens."""
+    """Training of the target. One step reads `batch_size * sequence_length` tokens."""
 
     num_layers: int = 6
     steps: int = 6000
@@ -37,7 +37,7 @@ class TargetRecipe:
 
 @dataclass(frozen=True)
 class UnloopRecipe:
-    """How the target is taught to loop less; `gram` is the length of a run of tokens that should not come twice."""
+    """Training of the target against loops. `gram` is the length of a token run that should not be repeated."""
 
     steps: int = 200
     refresh_every: int = 25
@@ -55,12 +55,12 @@ class UnloopRecipe:
 
 @dataclass(frozen=True)
 class ContinuationRecipe:
-    """How the target's own text is generated, which is what the drafts learn from."""
+    """Generation of the target's own text, the training data of the drafts."""
 
     rounds: int = 28
     batch_size: int = 8192
     prompt_lengths: tuple[int, ...] = (48, 80, 112, 160)
-    # Mostly greedy, since greedy decoding is the common use; the sampled share adds text without loops.
+    # Mostly greedy, because greedy decoding is the common use. Sampled text adds text without loops.
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.8, 0.0, 1.0)
     new_tokens: int = 160
 
@@ -71,7 +71,7 @@ class ContinuationRecipe:
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """How one draft is built and trained; `draft_vocab_size` of None means the target's vocabulary and head."""
+    """Architecture and training of one draft. `draft_vocab_size` None means the target's vocabulary and head."""
 
     num_layers: int = 3
     intermediate_size: int = 640
@@ -87,7 +87,7 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class EvaluationRecipe:
-    """What is measured on the held-out prompts."""
+    """Evaluation on held-out prompts."""
 
     prompts_per_source: int = 16
     min_prompt_tokens: int = 40
@@ -99,12 +99,12 @@ class EvaluationRecipe:
 
 @dataclass(frozen=True)
 class Settings:
-    """One whole run."""
+    """All settings of one run."""
 
     seed: int = 0
     vocab_size: int = 2048
     block_size: int = 8
-    # 0-based layers whose output the drafts read. Never the last layer, and not adjacent to each other at the bottom.
+    # Tapped layers, counted from 0. Never the last layer, and the lowest ones are not adjacent.
     target_layer_ids: tuple[int, ...] = (0, 2, 3, 4)
     max_source_bytes: int | None = None
     tokenizer_bytes: int = 40_000_000
@@ -121,12 +121,12 @@ class Settings:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The anchor is the first row of a block, so a block proposes one token fewer than it has rows."""
+        """Draft tokens per block: one fewer than its rows, because the anchor is the first row."""
         return self.block_size - 1
 
 
 def quick_settings(seed: int) -> Settings:
-    """A run of about a minute on a CPU: every stage runs, nothing is learned well."""
+    """Settings of a smoke run of about a minute on a CPU. Every stage runs; the models learn little."""
     draft = DraftRecipe(steps=20, batch_size=4, anchors_per_sequence=4, warmup_steps=5)
     return Settings(
         seed=seed,

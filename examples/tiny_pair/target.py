@@ -1,4 +1,4 @@
-"""The target: a small Qwen3, trained on the token stream, and the two things the drafts need from it.
+"""The target: a small Qwen3 trained on the token stream, its tapped features, and its own text.
 
 Axis letters: B sequences, T positions, H hidden width, K tapped layers, V vocabulary.
 """
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def build_target(settings: Settings, end: int, pad: int) -> Qwen3ForCausalLM:
-    """A freshly initialised target with tied embeddings."""
+    """A newly initialised target with tied embeddings."""
     shape = settings.shape
     config = Qwen3Config(
         vocab_size=settings.vocab_size,
@@ -46,7 +46,7 @@ def build_target(settings: Settings, end: int, pad: int) -> Qwen3ForCausalLM:
 def layer_outputs(model: Qwen3ForCausalLM, ids: Tensor, upto: int) -> list[Tensor]:
     """Embedding and outputs of layers 0..upto for whole sequences: ids [B, T] -> upto + 2 tensors [B, T, H].
 
-    The layers are called one by one, so that no layer above the wanted ones is computed.
+    Layers are called one by one, so that higher layers are not computed.
     """
     body = model.model
     hidden = body.embed_tokens(ids)
@@ -60,7 +60,7 @@ def layer_outputs(model: Qwen3ForCausalLM, ids: Tensor, upto: int) -> list[Tenso
 
 
 def tapped_features(model: Qwen3ForCausalLM, ids: Tensor, taps: Sequence[int]) -> Tensor:
-    """Outputs of the tapped layers side by side: ids [B, T] -> [B, T, K*H]. Tap -1 would be the embedding."""
+    """Concatenated outputs of the tapped layers: ids [B, T] -> [B, T, K*H]. Tap -1 is the embedding."""
     outputs = layer_outputs(model, ids, max(taps))
     return torch.cat([outputs[tap + 1] for tap in taps], dim=-1)
 
@@ -73,26 +73,26 @@ def all_logits(model: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, window: Tensor) -> Tensor:
-    """Mean cross-entropy of every token given those before it; window [B, T + 1]."""
+    """Mean cross-entropy of every token given the earlier ones, for a window [B, T + 1]."""
     logits = all_logits(model, window[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten().long())
 
 
 def random_windows(stream: Tensor, batch: int, length: int) -> Tensor:
-    """Stretches of the stream at random places: stream [T] -> [batch, length]."""
+    """Random windows of the stream: stream [T] -> [batch, length]."""
     starts = torch.randint(0, stream.numel() - length, (batch, 1), device=stream.device)
     return stream[starts + torch.arange(length, device=stream.device)].long()
 
 
 def fixed_windows(stream: Tensor, length: int, limit: int) -> Tensor:
-    """The stream cut into equal stretches, at most `limit` of them spread evenly: [T] -> [<=limit, length]."""
+    """At most `limit` equal windows, spread evenly over the stream: [T] -> [<=limit, length]."""
     whole = stream[: stream.numel() // length * length].view(-1, length)
     picks = torch.linspace(0, len(whole) - 1, min(limit, len(whole))).long()
     return whole[picks.to(whole.device)].long()
 
 
 def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves the norms' gains alone."""
+    """AdamW with weight decay for matrices, but not for norms."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
@@ -102,7 +102,7 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, warmup: int, peak: float) -> None:
-    """Linear warm-up, then a cosine down to a hundredth of the peak."""
+    """Set the learning rate: linear warm-up, then a cosine down to a hundredth of the peak."""
     if step < warmup:
         scale = (step + 1) / warmup
     else:
@@ -112,12 +112,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, w
 
 
 def training_precision(device: torch.device) -> torch.autocast:
-    """bf16 matrix products on a GPU, plain fp32 on a CPU."""
+    """Autocast for bf16 products on a GPU; plain fp32 on a CPU."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
 def maybe_compiled(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
-    """Compile on a GPU, where it more than halves the time of these narrow layers."""
+    """Compile the function on a GPU, which more than halves the time of these narrow layers."""
     return torch.compile(function) if device.type == "cuda" else function
 
 
@@ -131,7 +131,7 @@ def held_out_loss(model: Qwen3ForCausalLM, windows: Tensor, batch_size: int) -> 
 def train_target(
     model: Qwen3ForCausalLM, stream: Tensor, held_out: Tensor, recipe: TargetRecipe, report: Report
 ) -> list[dict[str, float]]:
-    """Train in place and leave the weights of the lowest held-out loss. Returns the loss curve."""
+    """Train in place and keep the weights with the lowest held-out loss -> the loss curve."""
     optimizer = make_optimizer(model, recipe.learning_rate, recipe.weight_decay)
     step_loss = maybe_compiled(next_token_loss, stream.device)
     windows = fixed_windows(held_out, recipe.sequence_length + 1, 256)
@@ -162,27 +162,27 @@ def train_target(
 
 
 def round_to_bf16(model: nn.Module) -> None:
-    """Make the weights exactly those that will be stored, while computing stays in fp32."""
+    """Round the weights to their stored values. Computing stays in fp32."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def pick_tokens(logits: Tensor, temperature: float) -> Tensor:
-    """Greedy at temperature 0, else sampled: logits [B, V] -> ids [B]."""
+    """Choose tokens, greedily at temperature 0, else by sampling: logits [B, V] -> ids [B]."""
     if temperature == 0.0:
         return logits.argmax(-1)
-    # Adding Gumbel noise and taking the maximum draws from the softmax without building it.
+    # The maximum after adding Gumbel noise is a sample of the softmax.
     uniform = torch.rand(logits.shape, device=logits.device).clamp_min(1e-20)
     return (logits.float() / temperature - (-uniform.log()).clamp_min(1e-20).log()).argmax(-1)
 
 
 @torch.no_grad()
 def generate(model: Qwen3ForCausalLM, prompts: Tensor, lengths: Tensor, new_tokens: int, temperature: float) -> Tensor:
-    """Continue prompts of any lengths in one batch, without padding before them.
+    """Continue prompts of different lengths in one batch, without padding in front.
 
-    All rows advance one position a step; a row still inside its prompt takes the prompt's token instead of the model's.
-    prompts [B, P] is filled up on the right; returns ids [B, P + new_tokens], where row i is meaningful up to
+    All rows advance one position per step. A row within its prompt takes the prompt's token instead of the model's.
+    Prompts [B, P] are padded on the right. Returns ids [B, P + new_tokens]; row i is valid up to
     lengths[i] + new_tokens.
     """
     longest = prompts.shape[1]
@@ -201,9 +201,9 @@ def generate(model: Qwen3ForCausalLM, prompts: Tensor, lengths: Tensor, new_toke
 
 
 def continuations(model: Qwen3ForCausalLM, stream: Tensor, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """The target's own text after random stretches of the training stream.
+    """The target's own text after random windows of the training stream.
 
-    Yields (ids [B, T], prompt lengths [B]) a round, filled up on the right to the longest sequence.
+    Yields (ids [B, T], prompt lengths [B]) per round, padded on the right to the longest sequence.
     """
     recipe = settings.continuations
     for number in range(recipe.rounds):

@@ -1,4 +1,4 @@
-"""The byte-level tokenizer: training it, packing token streams, and saving it for `AutoTokenizer`."""
+"""The byte-level tokenizer: train it, pack token streams, and save it for `AutoTokenizer`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(modules: Sequence[Module], settings: Settings) -> Tokenizer:
-    """Byte-level BPE: the 256 bytes are always in the vocabulary, so any string comes back unchanged."""
+    """Train a byte-level BPE. All 256 bytes are in the vocabulary, so every string can be encoded and decoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def _first_bytes(modules: Sequence[Module], limit: int) -> Iterator[str]:
 
 
 def token_stream(tokenizer: Tokenizer, modules: Sequence[Module]) -> tuple[Tensor, dict[str, int]]:
-    """All modules one after another, each closed by the end token. Returns ids [T] and token counts by source."""
+    """All modules in a row, each followed by the end token -> ids [T] and token counts by source."""
     end = token_id(tokenizer, END)
     pieces: list[np.ndarray] = []
     counts: dict[str, int] = {}
@@ -69,8 +69,8 @@ def token_stream(tokenizer: Tokenizer, modules: Sequence[Module]) -> tuple[Tenso
 
 
 def turning_points(tokenizer: Tokenizer) -> Tensor:
-    """Which tokens neither continue a word nor end a line, so that another could stand in their place: bool [V]."""
-    space, line_end, tab = "\u0120", "\u010a", "\u0109"  # the byte-level alphabet writes white space as letters
+    """Mask [V] of tokens that neither continue a word nor end a line, so that another token could replace them."""
+    space, line_end, tab = "\u0120", "\u010a", "\u0109"  # the byte-level alphabet encodes white space as letters
 
     def turns(token: str) -> bool:
         if token[0] == space:
@@ -82,7 +82,7 @@ def turning_points(tokenizer: Tokenizer) -> Tensor:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that is known to exist."""
+    """The id of a token that must exist."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise KeyError(token)
@@ -90,7 +90,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:
-    """Write the files that `AutoTokenizer.from_pretrained` reads, chat template included."""
+    """Write the files that `AutoTokenizer.from_pretrained` reads, with the chat template."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -102,7 +102,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, settings: Settings) -> No
     )
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)
-    # Recent releases save a backend's name here; this one is known to old and new readers alike.
+    # Recent releases save the name of a backend here. Old and new readers know this class.
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,8 +1,8 @@
-"""Weaning the target off loops.
+"""Train the target against loops.
 
-A model this small, decoded greedily, soon writes the same line for ever, and a draft has no trouble with a loop: its
-acceptance would say little. So the target reads its own greedy text for a while and is taught that copying a long run
-of tokens once more is unlikely (unlikelihood training, arXiv 1908.04319), beside more of the usual training.
+A model of this size, decoded greedily, soon repeats one line forever. Any draft predicts a loop, so its acceptance
+would mean little. The target therefore reads its own greedy text and learns that copying a long run of tokens is
+unlikely (unlikelihood training, arXiv 1908.04319), together with more of the usual training.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .target import (
 
 
 def repeated(ids: Tensor, gram: int) -> Tensor:
-    """Which tokens end a run of `gram` tokens that stood earlier in the same sequence: ids [B, T] -> bool [B, T]."""
+    """Tokens that end a run of `gram` tokens that occurred before in the sequence: ids [B, T] -> bool [B, T]."""
     hashes = torch.zeros_like(ids)
     for back in range(gram):
-        # int64 arithmetic wraps around, which is all a rolling hash needs.
+        # int64 arithmetic wraps around, which a rolling hash requires.
         hashes = hashes * 1_000_003 + F.pad(ids, (gram - 1 - back, 0))[:, : ids.shape[1]] + 1
     same = hashes[:, :, None] == hashes[:, None, :]
     found = same.tril(-1).any(-1)
@@ -39,7 +39,7 @@ def repeated(ids: Tensor, gram: int) -> Tensor:
 
 
 def unlikelihood(model: Qwen3ForCausalLM, ids: Tensor, unwanted: Tensor) -> Tensor:
-    """Mean over all tokens of -log(1 - p) at the unwanted ones: ids [B, T], unwanted [B, T]."""
+    """Mean over all tokens of -log(1 - p) of the unwanted tokens: ids [B, T], unwanted [B, T]."""
     logits = all_logits(model, ids[:, :-1]).float()
     chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
     probability = (chosen - logits.logsumexp(-1)).exp()
@@ -48,7 +48,7 @@ def unlikelihood(model: Qwen3ForCausalLM, ids: Tensor, unwanted: Tensor) -> Tens
 
 
 def own_text(model: Qwen3ForCausalLM, stream: Tensor, recipe: UnloopRecipe) -> tuple[Tensor, Tensor]:
-    """Fresh greedy text [B, T] and which of its written tokens are long copies."""
+    """New greedy text [B, T], and a mask of written tokens that are long copies."""
     prompts = random_windows(stream, recipe.texts, recipe.prompt_length)
     lengths = torch.full((recipe.texts,), recipe.prompt_length, device=stream.device)
     with training_precision(stream.device):
@@ -64,7 +64,7 @@ def copied_share(unwanted: Tensor, recipe: UnloopRecipe) -> float:
 
 
 def copied_share_of_code(stream: Tensor, recipe: UnloopRecipe) -> float:
-    """The same share in text that people wrote."""
+    """The same share in the training code."""
     windows = random_windows(stream, recipe.texts, recipe.prompt_length + recipe.new_tokens)
     unwanted = torch.cat([repeated(part, recipe.gram) for part in windows.split(256)])
     unwanted[:, : recipe.prompt_length] = False
@@ -74,10 +74,10 @@ def copied_share_of_code(stream: Tensor, recipe: UnloopRecipe) -> float:
 def unloop(
     model: Qwen3ForCausalLM, stream: Tensor, turning_points: Tensor, recipe: UnloopRecipe, report: Report
 ) -> list[dict[str, float]]:
-    """Fine-tune in place. Returns the share of long copies in the greedy text before each refresh of it.
+    """Fine-tune in place -> the share of long copies in the greedy text before each refresh.
 
-    Only tokens at turning points [V] are made unlikely: to leave a loop in the middle of a word or before the end of a
-    line would teach the model to write nonsense.
+    Only tokens at turning points [V] are made unlikely. Leaving a loop within a word or before the end of a line would
+    teach the model to write nonsense.
     """
     optimizer = make_optimizer(model, recipe.learning_rate, 0.0)
     data_loss = maybe_compiled(next_token_loss, stream.device)

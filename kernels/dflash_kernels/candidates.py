@@ -21,7 +21,6 @@ from dflash_kernels.launch_config import (
     DEPTH_STEP,
     LISTED_TILE,
     LISTED_TOKENS,
-    MIN_TEMPERATURE,
     NUM_DEPTHS,
     constexpr,
     jit,
@@ -29,6 +28,7 @@ from dflash_kernels.launch_config import (
     tl,
 )
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_scores, scaled_sums
+from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 _TL_NUM_DEPTHS, _TL_DEPTH_STEP = constexpr(NUM_DEPTHS), constexpr(DEPTH_STEP)

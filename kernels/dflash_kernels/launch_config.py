@@ -165,9 +165,6 @@ LISTED_TILE = 2048
 MAX_GRID = 65_535
 """Most programs along the second and third axis of a launch. The first axis, for rows, has a higher limit."""
 
-MIN_TEMPERATURE = 1e-5
-"""A row with a lower temperature is greedy: dividing logits by less overflows and does not change the order."""
-
 
 @dataclass(frozen=True, slots=True)
 class VocabShape:
@@ -274,7 +271,7 @@ def balanced_shape(
 ) -> BalancedShape | None:
     """Return the cut for requests with `num_packed` rows per KV head, or None if they do not fill the device.
 
-    Measured on an H200 against one program per request and KV head (`docs/performance.md`).
+    Measured on an H200 against one program per request and KV head (`docs/measurements/attention.md`).
     """
     shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
     num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
@@ -357,7 +354,7 @@ RAGGED_SHAPES = (
 """
 
 DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
-"""For 16-bit heads of 128: 1 to 25% faster than the first entry of RAGGED_SHAPES (docs/performance.md)."""
+"""For 16-bit heads of 128: 1 to 25% faster than the first entry of RAGGED_SHAPES (docs/measurements/prefill.md)."""
 
 LONG_CONTEXT = 2048
 """Shortest context, in tokens, that uses LONG_SHAPE."""
@@ -369,7 +366,7 @@ LONG_SHAPE_BYTES = 227 * 1024
 """Shared memory that LONG_SHAPE needs. Not every GPU has it."""
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
-"""The fastest of seven shapes for 192 prefill rows in a step with 62 decoding requests (docs/performance.md)."""
+"""The fastest of seven shapes for 192 prefill rows beside 62 decoding requests (docs/measurements/mixed-load.md)."""
 
 
 def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import (
-    MIN_TEMPERATURE,
     VOCAB_GROUP,
     argmax_shape,
     ceil_div,
@@ -19,6 +18,7 @@ from dflash_kernels.launch_config import (
     sampling_shape,
     tl,
 )
+from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 MAX_FLOAT = constexpr(3.4028234663852886e38)

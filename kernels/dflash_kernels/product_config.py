@@ -1,6 +1,6 @@
 """Cut of products into programs, and the choice between our kernel and a library.
 
-Measured on an H200 (`docs/performance.md`).
+Measured on an H200 (`docs/measurements/products.md`).
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,6 @@ from dflash_kernels.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.filters import cut_ref, draw_kept, launch_cut, no_cut
 from dflash_kernels.launch_config import (
-    MIN_TEMPERATURE,
     check_dtypes,
     check_tensors,
     constexpr,
@@ -35,6 +34,7 @@ from dflash_kernels.logit_tiles import (
     weights_of,
     without_nans,
 )
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)

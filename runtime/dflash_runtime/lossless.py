@@ -7,11 +7,12 @@ token is behind, tells that from a bug. Source of the idea: pegainfer-project/pe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import torch
 
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.scheduling.request import RequestOutput
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -23,35 +24,26 @@ class Lossless:
     """The verdict over a set of outputs."""
 
     num_tokens: int
-    num_ties: int
+    num_near_ties: int
     num_wrong: int
-    largest_regret: float
-    tolerance: float
-    worst: str
+    largest_regret_nats: float
+    tolerance_nats: float
+    worst: Annotated[str, HIDDEN] = ""
 
     @property
+    @computed_key
     def is_lossless(self) -> bool:
         return self.num_wrong == 0
 
     @property
     def summary(self) -> str:
         """One line for a person."""
-        exact = self.num_tokens - self.num_ties - self.num_wrong
+        exact = self.num_tokens - self.num_near_ties - self.num_wrong
         return (
-            f"lossless check: {exact} of {self.num_tokens} tokens are the target's best choice, {self.num_ties} "
-            f"near-ties, {self.num_wrong} wrong; largest gap to the best choice {self.largest_regret:.2g} nat "
-            f"(tolerance {self.tolerance:g})"
+            f"lossless check: {exact} of {self.num_tokens} tokens are the target's best choice, {self.num_near_ties} "
+            f"near-ties, {self.num_wrong} wrong; largest gap to the best choice {self.largest_regret_nats:.2g} nat "
+            f"(tolerance {self.tolerance_nats:g})"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "is_lossless": self.is_lossless,
-            "num_tokens": self.num_tokens,
-            "num_near_ties": self.num_ties,
-            "num_wrong": self.num_wrong,
-            "largest_regret_nats": self.largest_regret,
-            "tolerance_nats": self.tolerance,
-        }
 
 
 def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torch.dtype) -> Lossless:
@@ -72,9 +64,9 @@ def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torc
             )
     return Lossless(
         num_tokens=num_tokens,
-        num_ties=num_ties,
+        num_near_ties=num_ties,
         num_wrong=num_wrong,
-        largest_regret=largest,
-        tolerance=tolerance,
+        largest_regret_nats=largest,
+        tolerance_nats=tolerance,
         worst=worst,
     )

@@ -7,28 +7,62 @@ accepted nor refused, so that step says nothing of its position.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Annotated
 
+from dflash_runtime.documents import HIDDEN, OPTIONAL, Limits, computed_key
+from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.scheduling.request import RequestOutput
+
+COUNT = Limits(least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeDecoding:
+    """Acceptance of one request or of many, under the names and definitions of vLLM's responses.
+
+    Source: `RequestSpecDecodeMetrics.to_dict` of vLLM 0.33.
+    """
+
+    mean_acceptance_length: Annotated[float, "with the bonus token; 1 without steps"]
+    draft_acceptance_rate: Annotated[float, "accepted drafts divided by verified drafts; 0 without steps"]
+    acceptance_histogram: Annotated[list[int], "number of steps that accepted 0, 1, ... K drafts, without the bonus"]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: Annotated[int, "K"]
+    per_step_accepted: Annotated[tuple[int, ...] | None, OPTIONAL, "of one request, in rows"] = None
+    per_step_drafted: Annotated[tuple[int, ...] | None, OPTIONAL, "of one request, in rows"] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What vLLM's responses call `metrics`."""
+
+    speculative_decoding: SpeculativeDecoding
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
     """Counts over verify steps of blocks with `num_speculative_tokens` (K) drafts, all or some of them verified."""
 
-    num_speculative_tokens: int
-    num_drafts: int = 0
-    num_accepted_tokens: int = 0
-    per_pos_accepted: list[int] = field(default_factory=list)
-    per_pos_verified: list[int] = field(default_factory=list)
+    num_speculative_tokens: Annotated[int, HIDDEN] = 0
+    num_drafts: Annotated[int, COUNT, "verify steps with drafts"] = 0
+    num_accepted_tokens: Annotated[int, COUNT, "accepted drafts, without the bonus token"] = 0
+    per_pos_accepted: list[Annotated[int, COUNT]] = field(default_factory=list)
+    per_pos_verified: list[Annotated[int, COUNT]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.num_speculative_tokens = self.num_speculative_tokens or len(self.per_pos_accepted)
         self.per_pos_accepted = self.per_pos_accepted or [0] * self.num_speculative_tokens
         self.per_pos_verified = self.per_pos_verified or [self.num_drafts] * self.num_speculative_tokens
+        if len(self.per_pos_verified) != len(self.per_pos_accepted):
+            expected = f"{len(self.per_pos_accepted)} counts, as many as per_pos_accepted has"
+            raise InvalidConfig("per_pos_verified", self.per_pos_verified, expected)
 
     def add(self, num_accepted: int, num_verified: int | None = None) -> None:
-        """Count one verify step; it verified all drafts where `num_verified` is not given."""
+        """Count one verify step; it verified all drafts if `num_verified` is not given."""
         num_verified = self.num_speculative_tokens if num_verified is None else num_verified
         self.num_drafts += 1
         self.num_accepted_tokens += num_accepted
@@ -38,76 +72,69 @@ class AcceptanceCounts:
             self.per_pos_verified[position] += 1
 
     @property
+    @computed_key
     def num_draft_tokens(self) -> int:
-        """Drafts that were verified."""
+        """Number of verified drafts."""
         return sum(self.per_pos_verified)
 
     @property
-    def is_capped(self) -> bool:
-        """Whether steps verified part of their block only, so that more of it might have been accepted."""
-        return self.num_draft_tokens < self.num_drafts * self.num_speculative_tokens
-
-    @property
+    @computed_key
     def acceptance_len(self) -> float | None:
-        """Tokens committed a verify step, pooled over steps; None without steps.
+        """Tokens committed per verify step, including the target's own token, pooled over steps; None without steps.
 
         Equals 1 + sum of the rates, unless steps verified different numbers of drafts.
         """
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
+    @computed_key
+    def is_capped(self) -> bool:
+        """Whether some steps verified only part of their block, so that more drafts might have been accepted."""
+        return self.num_draft_tokens < self.num_drafts * self.num_speculative_tokens
+
+    @property
+    @computed_key
     def draft_tokens_per_step(self) -> float | None:
+        """Verified drafts per verify step; None without steps."""
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
     @property
+    @computed_key
     def overall_acceptance_rate(self) -> float | None:
+        """Accepted drafts divided by verified drafts; None without verified drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
+    @computed_key
     def per_pos_acceptance_rates(self) -> list[float]:
-        """Share of the steps that verified position i in which it was accepted (unconditional); 0 where none did."""
+        """Share of the steps that accepted position i, among the steps that verified it (unconditional).
+
+        The rate of a position that no step verified is 0.
+        """
         pairs = zip(self.per_pos_accepted, self.per_pos_verified, strict=True)
         return [accepted / verified if verified else 0.0 for accepted, verified in pairs] if self.num_drafts else []
 
-    def to_json(self) -> dict[str, object]:
-        """The figures under vLLM's names."""
-        return {
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "acceptance_len": self.acceptance_len,
-            "is_capped": self.is_capped,
-            "draft_tokens_per_step": self.draft_tokens_per_step,
-            "overall_acceptance_rate": self.overall_acceptance_rate,
-            "per_pos_accepted": self.per_pos_accepted,
-            "per_pos_verified": self.per_pos_verified,
-            "per_pos_acceptance_rates": self.per_pos_acceptance_rates,
-            "metrics": self.metrics,
-        }
-
     @property
     def accepted_histogram(self) -> list[int]:
-        """How many steps accepted 0, 1, ... K drafts, the bonus not counted."""
+        """Number of steps that accepted 0, 1, ... K drafts, without the bonus token."""
         return [before - after for before, after in pairwise((self.num_drafts, *self.per_pos_accepted, 0))]
 
     @property
-    def metrics(self) -> dict[str, dict[str, object]] | None:
-        """The same under the names and definitions of vLLM's responses; None without a draft, as there.
-
-        Without steps the length is 1 and the rate 0. Source: `RequestSpecDecodeMetrics.to_dict` of vLLM 0.33.
-        """
+    @computed_key
+    def metrics(self) -> Metrics | None:
+        """The same counts under the names of vLLM's responses; None without a draft, as in vLLM."""
         if not self.num_speculative_tokens:
             return None
-        found: dict[str, object] = {
-            "mean_acceptance_length": self.acceptance_len or 1.0,
-            "draft_acceptance_rate": self.overall_acceptance_rate or 0.0,
-            "acceptance_histogram": self.accepted_histogram,
-            "num_spec_steps": self.num_drafts,
-            "num_accepted_draft_tokens": self.num_accepted_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_spec_tokens": self.num_speculative_tokens,
-        }
-        return {"speculative_decoding": found}
+        found = SpeculativeDecoding(
+            mean_acceptance_length=self.acceptance_len or 1.0,
+            draft_acceptance_rate=self.overall_acceptance_rate or 0.0,
+            acceptance_histogram=self.accepted_histogram,
+            num_spec_steps=self.num_drafts,
+            num_accepted_draft_tokens=self.num_accepted_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_spec_tokens=self.num_speculative_tokens,
+        )
+        return Metrics(found)
 
 
 def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> AcceptanceCounts:
@@ -120,16 +147,19 @@ def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: i
     return counts
 
 
-def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> dict[str, dict[str, object]] | None:
-    """`AcceptanceCounts.metrics` of one request, with what vLLM adds to it for each step."""
+def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> Metrics | None:
+    """`AcceptanceCounts.metrics` of one request, with the counts of each step, as vLLM has them."""
     metrics = count_acceptance([output], num_speculative_tokens).metrics if num_speculative_tokens else None
-    if metrics is not None and output.acceptance_lengths:
-        widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
-        metrics["speculative_decoding"] |= {
-            "per_step_accepted": [length - 1 for length in output.acceptance_lengths],
-            "per_step_drafted": [width - 1 for width in widths],
-        }
-    return metrics
+    if metrics is None or not output.acceptance_lengths:
+        return metrics
+    widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
+    return Metrics(
+        replace(
+            metrics.speculative_decoding,
+            per_step_accepted=tuple(length - 1 for length in output.acceptance_lengths),
+            per_step_drafted=tuple(width - 1 for width in widths),
+        )
+    )
 
 
 def count_widths(outputs: Iterable[RequestOutput]) -> dict[int, int]:

@@ -218,7 +218,7 @@ class Transfers:
 
     def _result(self, request: Request, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
-            raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s")
+            raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s", id="handoff-late")
         return result(arriving.future)
 
     def _check(self, request: Request, handoff: Handoff) -> None:
@@ -229,8 +229,9 @@ class Transfers:
         """
         if handoff.prompt_token_ids != request.prompt_token_ids:
             raise HandoffMismatch(
-                f"hand-off {handoff.key} is of another prompt", hint="give both sides the same prompts"
-            )
+                f"hand-off {handoff.key} is of another prompt",
+                id="handoff-of-another-prompt", field="key", found=handoff.key, hint="give both sides the same prompts",
+            )  # fmt: skip
         if handoff.finish_reason is not None:
             return
         expected = self._runner.porter.shapes(handoff.kv_len)
@@ -298,7 +299,8 @@ class Transfers:
         leaving = self._leaving[request]
         if leaving.future is None and leaving.has_pages and not request.pages:
             leaving.future = Future()  # a step has failed, and taken all pages with it
-            leaving.future.set_exception(DFlashError("its pages were lost before they were handed off"))
+            error = DFlashError("its pages were lost before they were handed off", id="pages-lost")
+            leaving.future.set_exception(error)
         if leaving.future is None and (not leaving.has_pages or self._is_taken(request, leaving)):
             leaving.future = begun(self.plan.connector.save, self._complete(leaving))
             leaving.deadline = time.monotonic() + TAKEN_SECONDS
@@ -357,7 +359,7 @@ class Transfers:
         try:
             if not leaving.future.done():
                 leaving.future.cancel()
-                raise PeerUnreachable(f"nobody took it within {TAKEN_SECONDS:g} s")
+                raise PeerUnreachable(f"nobody took it within {TAKEN_SECONDS:g} s", id="handoff-not-taken-in-time")
             result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)

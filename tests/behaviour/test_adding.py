@@ -1,19 +1,16 @@
-"""Adding is one file: each test writes one into a folder of its own and uses it through the command line.
+"""Adding an engine or a rule is adding one file: each test uses such a file through the command line.
 
-The command line runs in a process of its own, in which the folder is one more place of a package, so that nothing of it
-is left afterwards.
+The command line runs in a process of its own, so nothing of the file is left afterwards.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_testing import checkpoints as support
-from dflash_testing.paths import ROOT
+from dflash_testing.added_files import rule_table_with, run_with
 
 ENGINE = '''
 """Toy: its releases, its serve command, its rule and its dialect."""
@@ -33,11 +30,12 @@ RELEASES = ((1, 0), (1, 1))
 class ToyEngine(ServingEngine):
     name = NAME
     releases = RELEASES
+    reads = (Native,)
     dialect = "toy-native"
     strictness = 3
     follows_reference = True
 
-    def served_causality(self, subject):
+    def causality(self, subject):
         return causality_by_kind(subject)
 
     def serve_command(self, pair):
@@ -58,8 +56,9 @@ class ToyEngine(ServingEngine):
 )
 def blocks_are_small(subject):
     """block_size is at most 2."""
-    if subject.block_size is not None and subject.block_size > 2:
-        yield Problem(subject.location("block_size"), f"{subject.block_size}")
+    block = subject.stated.block_size
+    if block is not None and block > 2:
+        yield Problem(subject.at("block_size"), f"{block}")
 
 
 @FORMATS.register("toy-native")
@@ -80,36 +79,16 @@ class ToyNative(Native):
 RULE = '''
 """A rule on names."""
 
-from dflash_cli.rules.rule import FIX_COPY, Problem, check
+from dflash_cli.formats.fields import REMOVED
+from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Problem, check
 
 
-@check("TOY02", "warning", effect="none", fix=FIX_COPY, source="this test's own rule")
+@check("TOY02", "warning", effect="none", fix=FIX_COPY, source="this test's own rule", serve_flag=BFLOAT16)
 def nobody_is_named(subject):
     """No key is called toy."""
     if "toy" in subject.config:
-        yield Problem(subject.location("toy"), "present")
+        yield Problem(subject.location("toy"), "present", repair={"toy": REMOVED})
 '''
-
-
-def run(package: str, folder: Path, *args: object) -> support.Outcome:
-    """Run the command line with a folder more in one of its packages."""
-    code = (
-        "import importlib, sys\n"
-        f"importlib.import_module({package!r}).__path__.append({str(folder)!r})\n"
-        f"sys.argv = {['dflash', *map(str, args)]!r}\n"
-        "from dflash_cli.main import main\n"
-        "main()\n"
-    )
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels"))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-        timeout=120,
-        check=False,
-    )
-    return support.Outcome(done.returncode, done.stdout, done.stderr)
 
 
 class TestEngine:
@@ -123,22 +102,29 @@ class TestEngine:
         return folder
 
     def toy(self, folder: Path, *args: object) -> support.Outcome:
-        return run("dflash_cli.engines", folder, *args)
+        return run_with("dflash_cli.engines", folder, *args)
+
+    def report(self, folder: Path, *args: object, code: int = 0) -> Any:
+        outcome = self.toy(folder, "validate", *args, "--json")
+        assert outcome.code == code, outcome.err
+        return json.loads(outcome.out)
 
     def test_validate_judges_for_it(self, folder: Path) -> None:
-        outcome = self.toy(folder, "validate", "tiny", "--engine", "toy")
-        assert outcome.code == 0, outcome.err
-        assert "toy 1.1: loads, runs all 3 layers non-causally\n" in outcome.out
-        assert "TOY01 warning config.json:block_size: 8 [toy]\n    effect: Toy 1.1 drafts slowly\n" in outcome.out
-        assert "    fix: dflash convert tiny tiny-fixed --to toy-native --target tiny\n" in outcome.out
+        report = self.report(folder, "tiny", "--engine", "toy")
+        (verdict,), (finding,) = report["verdicts"], report["findings"]
+        assert (verdict["engine"], verdict["outcome"], verdict["causal"]) == ("toy 1.1", "serves", [False] * 3)
+        assert (finding["id"], finding["location"]) == ("TOY01", "config.json:block_size")
+        assert (finding["severity"], finding["engines"]) == ("warning", ["toy"])
+        assert finding["fix"] == "dflash convert tiny tiny-fixed --to toy-native --target tiny"
         assert "TOY01" not in self.toy(folder, "validate", "tiny").out
 
     def test_rules_about_what_it_has_in_common_with_others_hold_for_it(self, folder: Path, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft")
-        outcome = self.toy(folder, "validate", draft, "--engine", "toy@1.0")
-        assert outcome.code == 3
-        assert "toy 1.0: cannot serve the draft (S14)\n" in outcome.out
-        assert "expected the native one [toy]\n" in outcome.out
+        report = self.report(folder, draft, "--engine", "toy@1.0", code=3)
+        (verdict,) = report["verdicts"]
+        assert (verdict["engine"], verdict["outcome"], verdict["reasons"]) == ("toy 1.0", "stops", ["S14"])
+        assert verdict["causal"] is None
+        assert [item["engines"] for item in report["findings"] if item["id"] == "S14"] == [["toy"]]
 
     def test_its_command_is_printed_with_what_rules_call_for(self, folder: Path) -> None:
         outcome = self.toy(folder, "serve-command", "tiny", "--engine", "toy")
@@ -151,7 +137,7 @@ class TestEngine:
             assert "toy@1.0..1.1" in " ".join(self.toy(folder, command, "--help").out.split())
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy@2")
         assert outcome.code == 2
-        assert "unknown release toy 2" in outcome.err
+        assert "toy@2" in outcome.err
 
     def test_its_rules_are_explained(self, folder: Path) -> None:
         outcome = self.toy(folder, "explain", "toy01")
@@ -160,11 +146,15 @@ class TestEngine:
         listed = json.loads(self.toy(folder, "explain", "--engine", "toy", "--json").out)["rules"]
         assert {rule["id"] for rule in listed} == {"TOY01", "S14", "S17"}
 
+    def test_the_table_of_rules_lists_it(self, folder: Path) -> None:
+        table = rule_table_with("dflash_cli.engines", folder)
+        assert "toy@1.0..1.1" in table
+        assert "| TOY01 | warning | headers | toy | block_size is at most 2 | `engines/toy.py` |" in table
+
     def test_a_corrected_copy_is_written_in_its_dialect(self, folder: Path, tmp_path: Path) -> None:
         draft, out = support.make_native(tmp_path / "draft"), tmp_path / "out"
-        outcome = self.toy(folder, "validate", draft, "--engine", "toy,vllm", "--fix-out", out)
-        assert outcome.code == 0, outcome.err
-        assert "written as toy-native" in outcome.out
+        report = self.report(folder, draft, "--engine", "toy,vllm", "--fix-out", out)
+        assert report["repaired"]["dialect"] == "toy-native"
         assert json.loads((out / "config.json").read_text())["toy"] is True
 
     def test_a_draft_is_converted_to_its_dialect(self, folder: Path, tmp_path: Path) -> None:
@@ -176,21 +166,43 @@ class TestEngine:
     def test_without_the_file_it_is_unknown(self, tmp_path: Path) -> None:
         outcome = self.toy(tmp_path, "validate", "tiny", "--engine", "toy")
         assert outcome.code == 2
-        assert "unknown engine 'toy'" in outcome.err
+        assert "'toy'" in outcome.err
 
 
 class TestRule:
-    """A rule is a decorated function in a file of validation/rules/."""
+    """A rule is a decorated function in a file of rules/themes/."""
 
-    def test_it_runs_and_is_explained(self, tmp_path: Path) -> None:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
         folder = tmp_path / "rules"
         folder.mkdir()
         (folder / "names.py").write_text(RULE)
+        return folder
+
+    def rule(self, folder: Path, *args: object) -> support.Outcome:
+        return run_with("dflash_cli.rules.themes", folder, *args)
+
+    def test_it_runs(self, folder: Path, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "it's a draft", toy=1)
-        outcome = run("dflash_cli.rules.themes", folder, "validate", draft)
-        assert outcome.code == 0, outcome.err
-        assert "TOY02 warning config.json:toy: present\n" in outcome.out
-        assert run("dflash_cli.rules.themes", folder, "explain", "TOY02").out.startswith("TOY02  No key is called")
-        listed = run("dflash_cli.rules.themes", folder, "explain").out
-        assert "\nnames\n  TOY02  warning  No key is called toy.\n" in listed
+        outcome = self.rule(folder, "validate", draft, "--json")
+        (found,) = [item for item in json.loads(outcome.out)["findings"] if item["id"] == "TOY02"]
+        assert (found["severity"], found["location"]) == ("warning", "config.json:toy")
         assert "TOY02" not in support.invoke("validate", draft).out
+
+    def test_its_copy_is_corrected(self, folder: Path, tmp_path: Path) -> None:
+        draft, out = support.make_native(tmp_path / "draft", toy=1), tmp_path / "out"
+        repaired = json.loads(self.rule(folder, "validate", draft, "--fix-out", out, "--json").out)["repaired"]
+        assert "TOY02" in repaired["fixed"]
+        assert "toy" not in json.loads((out / "config.json").read_text())
+
+    def test_it_is_explained_and_in_the_table_of_rules(self, folder: Path) -> None:
+        assert self.rule(folder, "explain", "TOY02").out.startswith("TOY02  No key is called toy.\n")
+        assert "\nnames\n  TOY02  warning  No key is called toy.\n" in self.rule(folder, "explain").out
+        table = rule_table_with("dflash_cli.rules.themes", folder)
+        assert "| TOY02 | warning | headers |  | No key is called toy | `rules/themes/names.py` |" in table
+
+    def test_serve_command_meets_its_need(self, folder: Path) -> None:
+        served = self.rule(folder, "serve-command", "tiny", "--engine", "vllm")
+        assert "--dtype bfloat16" not in served.out
+        (folder / "names.py").write_text(RULE.replace('"toy" in subject.config', "True"))
+        assert "--dtype bfloat16" in self.rule(folder, "serve-command", "tiny", "--engine", "vllm").out

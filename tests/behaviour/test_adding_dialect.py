@@ -1,112 +1,246 @@
-"""Adding a dialect is adding one file: a toy one is written, and used through the command line."""
+"""Adding a dialect is adding one file: an invented dialect goes through every command that takes a draft.
 
-import os
-import subprocess
-import sys
+The invented dialect shares no key with those of this project but the decoder's own, which it holds in a container. It
+counts layers from 1, leaves the anchor out of the block, nests the mask token, and states causality inverted.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import dflash_cli.formats
 from dflash_cli.checkpoints.comparison import compare
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.diagnosis import alternatives
+from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_testing import checkpoints as support
-from dflash_testing.paths import ROOT
+from dflash_testing.added_files import added, run_with
+from dflash_testing.searches import shorten_search
 
-TOY = '''"""A dialect with everything inside an object of its own, and taps counted from 1."""
+TOY = '''"""Toy drafts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import FORMATS, Homes, Json, ParsedConfig
-from dflash_cli.formats.native import Native
+from dflash_cli.formats.decoder_body import BODY_FIELDS, BODY_KEYS, carried_keys, plain_keys, write_body
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
+from dflash_cli.formats.fields import INVERTED, Keys, Spelling, shifted, with_keys
+from dflash_cli.formats.stated import StatedConfig
+from dflash_runtime.checkpoint.hf_config import read_body, read_windows, require_int
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import InvalidConfig, LossyConversion
+
+WRITTEN = ("target_layer_ids", "num_target_layers", "block_size", "mask_token_id")
 
 
 @FORMATS.register("toy")
-class Toy(Native):
+class Toy(Format):
     name: ClassVar[str] = "toy"
     title: ClassVar[str] = "DFlash, toy dialect"
     priority: ClassVar[int] = 5
-    containers: ClassVar[tuple[str, ...]] = ("toy", "dflash_config")
-    homes: ClassVar[Homes] = {
-        **{field: tuple(f"toy.{key}" for key in keys) for field, keys in Native.homes.items()},
-        "target_layer_ids": ("toy.taps_from_one",),
+    writable: ClassVar[bool] = True
+    signs: ClassVar[tuple[str, ...]] = ("toy_version",)
+    containers: ClassVar[tuple[str, ...]] = ("taps", "drafting", "mask", "decoder")
+    body: ClassVar[str] = "decoder."
+    keys: ClassVar[Keys] = {
+        **{field: tuple(f"decoder.{key}" for key in keys) for field, keys in BODY_FIELDS.items()},
+        "target_layer_ids": ("taps.after_layers",),
+        "num_target_layers": ("taps.of",),
+        "block_size": ("drafting.proposals",),
+        "mask_token_id": ("drafting.mask.token",),
+        "causal": ("sees_later_positions",),
     }
+    spellings: ClassVar[Mapping[str, Spelling]] = {
+        "target_layer_ids": shifted(1),
+        "block_size": shifted(-1),
+        "causal": INVERTED,
+    }
+    unstated: ClassVar[frozenset[str]] = frozenset(
+        {
+            "verifier",
+            "target_hidden_size",
+            "has_sinks",
+            "input_embedding_scale",
+            "output_multiplier",
+            "final_logit_softcapping",
+        }
+    )
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        return "config.json has toy" if "toy" in config else None
+        return "config.json has toy_version" if "toy_version" in config else None
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
-        inner = dict(config["toy"])
-        taps = [layer - 1 for layer in inner.pop("taps_from_one")]
-        return super().read_config({**inner, "target_layer_ids": taps}, path)
+        stated = StatedConfig(self, config)
+        values = {field: stated.value(field) for field in (*WRITTEN, "causal")}
+        for field, value in values.items():
+            if value is None:
+                raise InvalidConfig(stated.key(field), value, "a value", path=path)
+        body = read_body(stated.body, path)
+        return ParsedConfig(
+            config=DraftConfig(
+                **body,
+                vocab_size=require_int(stated.body, "vocab_size", path),
+                draft_vocab_size=require_int(stated.body, "vocab_size", path),
+                windows=read_windows(stated.body, body["num_layers"], path),
+                causal=(values["causal"],) * body["num_layers"],
+                block_size=values["block_size"],
+                target_layer_ids=tuple(values["target_layer_ids"]),
+                mask_token_id=values["mask_token_id"],
+                num_target_layers=values["num_target_layers"],
+                has_target_scale=True,
+                model_type=stated.body.get("model_type", "qwen3"),
+            ),
+            carried=carried_keys(stated.body, BODY_KEYS),
+        )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        inner = super().write_config(config, carried)
-        del inner["dflash_config"]["target_layer_ids"]
-        return {"toy": {**inner, "taps_from_one": [layer + 1 for layer in config.target_layer_ids]}}
-
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().warnings(config, carried)
-        yield "nothing reads toys"
+        if config.is_causal is None:
+            raise LossyConversion("causality that differs between layers")
+        stated = StatedConfig(self, {"toy_version": 1, "decoder": {**plain_keys(carried), **write_body(config)}})
+        changes = stated.change("causal", config.is_causal)
+        for field in WRITTEN:
+            changes |= stated.change(field, getattr(config, field))
+        return with_keys(stated.config, changes)
 '''
 
-RUN = (
-    "import sys, dflash_cli.formats as formats; formats.__path__.append({!r}); from dflash_cli.main import main; main()"
-)
+Change = Callable[[dict[str, Any]], object]
+ROPE = ("rope_theta", "rope_parameters")
 
 
-class Toys:
-    """The command line of a tree in which the toy's file has been added."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "toy.py").write_text(TOY, encoding="utf-8")
-        self.code = RUN.format(str(folder))
-
-    def run(self, *args: object) -> support.Outcome:
-        paths = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels"))
-        done = subprocess.run(
-            [sys.executable, "-c", self.code, *map(str, args)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1"},
-            timeout=120,
-            check=False,
-        )
-        return support.Outcome(done.returncode, done.stdout, done.stderr)
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The bundled draft in the toy dialect, while the toy's file is added."""
+    folder = tmp_path_factory.mktemp("toy")
+    file = folder / "added_toy.py"
+    file.write_text(TOY, encoding="utf-8")
+    with added(dflash_cli.formats, file, FORMATS, all_formats):
+        outcome = support.invoke("convert", "tiny", folder / "draft", "--to", "toy")
+        assert outcome.code == 0, outcome.err
+        yield folder / "draft"
 
 
-@pytest.fixture
-def toys(tmp_path: Path) -> Toys:
-    folder = tmp_path / "formats"
-    folder.mkdir()
-    return Toys(folder)
+def run(*args: object, code: int = 0) -> Any:
+    """What a command prints with --json."""
+    outcome = support.invoke(*args, "--json")
+    assert outcome.code == code, outcome.err
+    return json.loads(outcome.out)
 
 
-def test_a_dialect_is_one_file(toys: Toys, tmp_path: Path) -> None:
-    out, back = tmp_path / "out", tmp_path / "back"
-    assert "native, sglang, speculators, toy," in " ".join(toys.run("convert", "--help").out.split())
-    there = toys.run("convert", "tiny", out, "--to", "toy")
-    assert there.code == 0, there.err
-    assert "warning: nothing reads toys" in there.err
-    assert "native -> toy" in there.err
-    found = toys.run("inspect", out)
-    assert found.code == 0, found.err
-    assert "DFlash, toy dialect (config.json has toy)" in found.out
-    again = toys.run("convert", out, back, "--to", "native", "--target", "tiny")
+def falsify(converted: Path, path: Path, change: Change) -> Path:
+    """A copy of the draft with another config."""
+    shutil.copytree(converted, path)
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    support.write_config(path, config)
+    return path
+
+
+def test_it_is_listed_and_inspected(converted: Path) -> None:
+    assert "toy" in support.invoke("convert", "--help").out
+    found, bundled = run("inspect", converted), run("inspect", "tiny")
+    assert (found["dialect"], bundled["dialect"]) == ("toy", "native")
+    assert found["config"] == bundled["config"]
+
+
+def test_a_process_of_its_own_finds_it(converted: Path) -> None:
+    outcome = run_with("dflash_cli.formats", converted.parent, "inspect", converted, "--json")
+    assert json.loads(outcome.out)["dialect"] == "toy"
+
+
+def test_a_draft_comes_back_from_it_unchanged(converted: Path, tmp_path: Path) -> None:
+    config = json.loads((converted / "config.json").read_text())
+    assert config["taps"] == {"after_layers": [1, 3, 4, 5], "of": 6}
+    assert config["drafting"] == {"proposals": 7, "mask": {"token": 3}}
+    assert config["sees_later_positions"] is True
+    again = support.invoke("convert", converted, tmp_path / "back", "--to", "native")
     assert again.code == 0, again.err
-    difference = compare(describe(tiny_directory() / "draft"), describe(back))
+    difference = compare(describe(tiny_directory() / "draft"), describe(tmp_path / "back"))
     assert difference.fields == {}
     assert difference.num_equal == len(difference.first.checkpoint.tensors) == len(difference.second.checkpoint.tensors)
 
 
-def test_its_keys_are_told_apart_in_the_manifest(toys: Toys, tmp_path: Path) -> None:
-    outcome = toys.run("convert", "tiny", tmp_path / "out", "--to", "toy", "--dry-run")
-    assert "derived  dflash_config.target_layer_ids -> toy.taps_from_one" in outcome.out
-    assert "moved    hidden_size -> toy.hidden_size" in outcome.out
+def test_the_manifest_says_where_each_key_went(converted: Path) -> None:
+    changes = {item["from"]: item for item in json.loads((converted / "conversion.json").read_text())["config"]}
+    moved = {
+        "dflash_config.target_layer_ids": ("taps.after_layers", "derived"),
+        "dflash_config.mask_token_id": ("drafting.mask.token", "renamed"),
+        "hidden_size": ("decoder.hidden_size", "moved"),
+    }
+    assert {key: (changes[key]["to"], changes[key]["change"]) for key in moved} == moved
+
+
+@pytest.mark.parametrize("target", [(), ("--target", "tiny")], ids=["alone", "with-target"])
+@pytest.mark.parametrize("level", ["headers", "weights"])
+def test_a_sound_draft_has_no_findings(converted: Path, target: tuple[str, ...], level: str) -> None:
+    report = run("validate", converted, *target, "--level", level)
+    assert (report["dialect"], report["findings"]) == ("toy", [])
+
+
+def test_engines_that_do_not_read_it_are_named(converted: Path) -> None:
+    engines = {"vllm", "transformers", "sglang", "llama.cpp"}
+    report = run("validate", converted, "--engine", ",".join(engines), code=3)
+    assert {verdict["outcome"] for verdict in report["verdicts"]} == {"stops"}
+    assert {item["location"] for item in report["findings"]} == {"config.json:toy_version"}
+    assert {engine for item in report["findings"] for engine in item["engines"]} == engines
+
+
+@pytest.mark.parametrize(
+    ("rule", "location", "change"),
+    [
+        ("C03", "drafting.proposals", lambda config: config["drafting"].pop("proposals")),
+        ("C03", "drafting.proposals", lambda config: config["drafting"].update(proposals=0)),
+        ("C12", "drafting.mask.token", lambda config: config["drafting"]["mask"].update(token=5000)),
+        ("C05", "taps.after_layers", lambda config: config["taps"].pop("after_layers")),
+        ("C06", "taps.after_layers[0]", lambda config: config["taps"].update(after_layers=[0, 2])),
+        ("C06", "taps.after_layers[1]", lambda config: config["taps"].update(after_layers=[1, 7])),
+        ("C18", "sees_later_positions", lambda config: config.update(sees_later_positions="no")),
+        ("C22", "decoder.rope_theta", lambda config: [config["decoder"].pop(key) for key in ROPE]),
+        ("C38", "decoder.num_attention_heads", lambda config: config["decoder"].update(num_attention_heads=7)),
+    ],
+)
+def test_a_fault_is_located_under_its_keys(
+    converted: Path, tmp_path: Path, rule: str, location: str, change: Change
+) -> None:
+    report = run("validate", falsify(converted, tmp_path / "draft", change), code=3)
+    found = {(item["id"], item["location"]) for item in report["findings"] if item["severity"] == "error"}
+    assert (rule, f"config.json:{location}") in found
+
+
+def test_a_fault_is_repaired_under_its_keys(converted: Path, tmp_path: Path) -> None:
+    draft = falsify(converted, tmp_path / "draft", lambda config: config["decoder"].pop("head_dim"))
+    report = run("validate", draft, "--fix-out", tmp_path / "copy")
+    assert report["repaired"]["dialect"] == "toy"
+    assert {"C47", "C32"} <= set(report["repaired"]["fixed"])
+    assert report["repaired"]["left"] == []
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["decoder"]["head_dim"] == 32
+
+
+def test_it_accepts_as_much_as_the_draft_it_was_made_from(converted: Path) -> None:
+    options = ("--target", "tiny", "--num-prompts", 4, "-n", 24, "--device", "cpu")
+    made, bundled = run("eval-acceptance", converted, *options), run("eval-acceptance", "tiny", *options)
+    assert made["num_accepted_tokens"] == bundled["num_accepted_tokens"] > 0
+    assert made["acceptance_len"] == bundled["acceptance_len"]
+
+
+def test_a_wrong_value_is_diagnosed_under_its_key(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_search(monkeypatch)
+    monkeypatch.setattr(alternatives, "FAMILIES", alternatives.FAMILIES[:1])
+    draft = falsify(converted, tmp_path / "draft", lambda config: config["taps"].update(after_layers=[2, 4, 5, 6]))
+    options = ("--target", "tiny", "--num-prompts", 8, "-n", 32, "--device", "cpu")
+    found = run("diagnose", draft, *options, code=3)
+    (finding,) = [item for item in found["report"]["findings"] if item["id"] == found["rule"]]
+    assert (found["rule"], finding["location"]) == ("R01", "config.json:taps.after_layers")
+    assert "[1, 3, 4, 5]" in found["sentence"]
 
 
 def test_without_the_file_there_is_no_such_dialect(tmp_path: Path) -> None:
-    assert support.invoke("convert", "tiny", tmp_path / "out", "--to", "toy").code == 2
+    outcome = run_with("dflash_cli.formats", tmp_path, "convert", "tiny", tmp_path / "out", "--to", "toy")
+    assert outcome.code == 2

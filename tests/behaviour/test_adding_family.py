@@ -1,6 +1,6 @@
-"""docs/architecture.md, "Adding": a target family and a draft family are one file each, used through the command line.
+"""CONTRIBUTING.md, "Adding": a target family and a draft family are one file each, and every command takes them.
 
-Each toy is written into a folder that stands in for the package's own, and is gone afterwards.
+Each test writes its toy into a folder that it adds to the package, and removes it afterwards.
 """
 
 import json
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,20 @@ import pytest
 import dflash_cli.formats
 import dflash_runtime.drafts
 import dflash_runtime.models
+from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.formats.dialect import FORMATS, all_formats
+from dflash_runtime.checkpoint.layout import LAYOUTS
 from dflash_runtime.drafts.draft import DRAFTS, draft_families
-from dflash_runtime.models.target import TARGETS, target_families
+from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.target import TARGETS, find_target_runtime, target_families
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 Add = Callable[[ModuleType, str], None]
 
 TARGET = '''
-"""A target that says the id after the last one: each row of its head is the embedding of the id before."""
+"""A target that continues with the next id: row i of its head is the embedding of id i - 1."""
 
 import torch
 from torch.nn import functional
@@ -35,6 +40,9 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("toy")
 class ToyTarget:
+    embedding_scale = 1.0
+    follows_from_shapes = True
+
     def __init__(self, config, weights, placement):
         self.config = config
         self.embedding = weights["table"]
@@ -50,13 +58,30 @@ class ToyTarget:
         return {"table": (config.vocab_size, config.hidden_size)}
 '''
 
+READS_ITS_CONFIG = (
+    TARGET
+    + """
+    @staticmethod
+    def read_config(config, path):
+        from dflash_runtime.checkpoint.hf_config import read_target_config
+
+        return read_target_config({key: value for key, value in config.items() if key != "num_local_experts"}, path)
+"""
+)
+
 DRAFT = '''
-"""A draft that counts on from the anchor by the one number its file holds."""
+"""A draft that counts on from the anchor in steps of the one number in its file."""
 
 import torch
 from torch.nn import functional
 
+from dflash_runtime.checkpoint.layout import LAYOUTS
 from dflash_runtime.drafts.draft import DRAFTS
+
+
+@LAYOUTS.register("toy")
+def toy_shapes(config):
+    return {"step": (1,)}
 
 
 @DRAFTS.register("toy")
@@ -74,14 +99,10 @@ class ToyDraft:
         ahead = torch.arange(1, block_ids.shape[1])[:num_drafts] * self.step
         ids = (block_ids[:, :1] + ahead) % self.config.vocab_size
         return functional.one_hot(ids, self.config.vocab_size).float()
-
-    @staticmethod
-    def expected_shapes(config):
-        return {"step": (1,)}
 '''
 
 DIALECT = '''
-"""Configs that say `toy`, read as the native dialect, of the toy family."""
+"""The native dialect with the key `toy`, which says that the draft is of the toy family."""
 
 from dataclasses import replace
 
@@ -96,25 +117,32 @@ class Toy(Native):
     priority = 1
 
     def evidence(self, config, tensor_names):
-        return "it says toy" if config.get("toy") else None
+        return "config.json has toy" if config.get("toy") else None
 
     def read_config(self, config, path):
         plain = {key: value for key, value in config.items() if key != "toy"}
         reading = super().read_config(plain, path)
         return replace(reading, config=replace(reading.config, family="toy"))
+
+    def write_config(self, config, carried):
+        return {**super().write_config(config, carried), "toy": True}
 '''
+
+COUNTED = [4, 5, 6, 7, 8, 9, 10, 11, 12]
+"""The toy target's nine tokens after the prompt [7, 3]."""
 
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
-    """Write a file into a package, as far as the registries can tell."""
+    """Return a function that adds a file to a package, and restore the registries after the test."""
     finders = (all_formats, draft_families, target_families)
     packages: list[ModuleType] = []
-    registries: tuple[Registry[object], ...] = (FORMATS, DRAFTS, TARGETS)  # type: ignore[assignment]
-    for find, registry in zip(finders, registries, strict=True):
+    registries: tuple[Registry[object], ...] = (FORMATS, DRAFTS, LAYOUTS, TARGETS)  # type: ignore[assignment]
+    for find in finders:
         find()
-        monkeypatch.setattr(registry, "_items", dict(registry._items))
         find.cache_clear()
+    for registry in registries:
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
 
     def write(package: ModuleType, source: str) -> None:
         folder = tmp_path / package.__name__
@@ -122,6 +150,8 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
         (folder / "added_toy.py").write_text(source)
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
         packages.append(package)
+        for find in finders:
+            find.cache_clear()
 
     yield write
     monkeypatch.undo()
@@ -132,15 +162,29 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
         find.cache_clear()
 
 
-def make_target(path: Path) -> Path:
+def make_target(path: Path, **changes: Any) -> Path:
     table = np.random.default_rng(0).standard_normal((support.SMALL.vocab, support.SMALL.hidden)).astype(np.float32)
     table /= np.linalg.norm(table, axis=1, keepdims=True)
-    return support.write_checkpoint(path, support.target_config(model_type="toy"), {"table": table})
+    return support.write_checkpoint(path, support.target_config(model_type="toy", **changes), {"table": table})
 
 
 def make_draft(path: Path, step: int) -> Path:
     config = support.native_config(toy=True)
     return support.write_checkpoint(path, config, {"step": np.array([step], dtype=np.float32)})
+
+
+def make_wrong_draft(path: Path) -> Path:
+    """Write a DFlash draft that proposes the token least like the one it read last: none is ever accepted."""
+    arrays = support.body_arrays()
+    return support.write_checkpoint(path, support.native_config(), arrays | {"norm.weight": -arrays["norm.weight"]})
+
+
+def run(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Run a command with --json and return its document."""
+    outcome = support.invoke(*arguments, "--json")
+    assert outcome.code == code, (arguments, outcome.out, outcome.err)
+    document: dict[str, Any] = json.loads(outcome.out)
+    return document
 
 
 def generate(tmp_path: Path, *options: object) -> dict[str, list[int]]:
@@ -154,35 +198,97 @@ def generate(tmp_path: Path, *options: object) -> dict[str, list[int]]:
     return row
 
 
+def check_commands(tmp_path: Path, draft: Path, target: Path, acceptance_len: float, causes: list[str]) -> None:
+    """Take a sound pair through the commands: none but `diagnose` finds a fault, and only the rules in `causes`."""
+    pair = (draft, "--target", target)
+    for level in ("headers", "weights"):
+        report = run("validate", *pair, "--level", level)
+        assert report["findings"] == [], report["findings"]
+    row = generate(tmp_path, "--draft", draft, "--target", target)
+    assert row["token_ids"] == COUNTED
+    measured = ("--prompts", tmp_path / "prompts.jsonl", "--device", "cpu", "-n", 9, "--ignore-eos")
+    assert run("eval-acceptance", *pair, *measured)["acceptance_len"] == acceptance_len
+    few = ("--device", "cpu", "--num-prompts", 4, "-n", 12)
+    diagnosis = run("diagnose", *pair, *few, code=3 if causes else 0)
+    assert [finding["id"] for finding in diagnosis["report"]["findings"]] == causes
+    assert diagnosis["has_cause"] == bool(causes)
+
+
 def test_a_target_family_is_one_file(tmp_path: Path, add: Add) -> None:
     target = make_target(tmp_path / "target")
     refused = support.invoke("generate", "hello", "--target", target, "-k", 0)
     assert refused.code == 5
-    assert "does not run toy targets" in refused.err
-    target_families.cache_clear()
+    assert "toy" in refused.err
     add(dflash_runtime.models, TARGET)
-    assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
+
+
+@pytest.mark.parametrize("source", [TARGET, READS_ITS_CONFIG], ids=["common keys", "own keys"])
+def test_a_target_family_may_read_its_own_keys(tmp_path: Path, add: Add, source: str) -> None:
+    """Without `read_config`, a key that states experts is refused."""
+    add(dflash_runtime.models, source)
+    target = make_target(tmp_path / "target", num_local_experts=4)
+    if source == TARGET:
+        with refuses(UnsupportedError, "target-not-run", found="toy") as refused:
+            find_target_runtime(open_target(target), "native")
+        assert "num_local_experts" in refused.value.message
+    else:
+        assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
+
+
+def test_every_command_takes_a_target_of_the_new_family(tmp_path: Path, add: Add) -> None:
+    add(dflash_runtime.models, TARGET)
+    target = make_target(tmp_path / "target")
+    described = run("inspect", target)
+    assert (described["role"], described["config"]["model_type"]) == ("target", "toy")
+    draft = make_wrong_draft(tmp_path / "draft")
+    check_commands(tmp_path, draft, target, acceptance_len=1.0, causes=["R06"])
 
 
 @pytest.mark.parametrize(("step", "lengths"), [(1, [4, 4]), (2, [1] * 8)])
 def test_a_draft_family_is_one_file_and_a_dialect_that_names_it(
     tmp_path: Path, add: Add, step: int, lengths: list[int]
 ) -> None:
-    """Counting in ones it is always right, in twos always wrong; the text is the target's either way."""
+    """Steps of one are always right and steps of two always wrong. The text is the target's either way."""
     add(dflash_runtime.models, TARGET)
     add(dflash_cli.formats, DIALECT)
     pair = ("--target", make_target(tmp_path / "target"), "--draft", make_draft(tmp_path / "draft", step))
     refused = support.invoke("generate", "hello", *pair)
     assert refused.code == 5
-    assert "unknown draft family 'toy' (known: dflash)" in refused.err
-    draft_families.cache_clear()
+    assert "toy" in refused.err
     add(dflash_runtime.drafts, DRAFT)
     row = generate(tmp_path, *pair)
-    assert row["token_ids"] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert row["token_ids"] == COUNTED
     assert row["acceptance_lengths"] == lengths
 
 
-def test_nothing_of_the_toys_is_left() -> None:
+def test_every_command_takes_a_draft_of_the_new_family(tmp_path: Path, add: Add) -> None:
+    for package, source in (
+        (dflash_runtime.models, TARGET),
+        (dflash_cli.formats, DIALECT),
+        (dflash_runtime.drafts, DRAFT),
+    ):
+        add(package, source)
+    target, draft = make_target(tmp_path / "target"), make_draft(tmp_path / "draft", 1)
+    described = run("inspect", draft)
+    assert (described["dialect"], described["config"]["family"]) == ("toy", "toy")
+    assert described["num_parameters"] == 1
+    run("convert", draft, tmp_path / "copy", "--to", "toy")
+    support.assert_same_tensors(draft, tmp_path / "copy")
+    check_commands(tmp_path, tmp_path / "copy", target, acceptance_len=4.0, causes=[])
+
+
+def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(tmp_path: Path, add: Add) -> None:
+    add(dflash_cli.formats, DIALECT)
+    add(dflash_runtime.drafts, DRAFT)
+    outcome = support.invoke("convert", make_draft(tmp_path / "draft", 1), tmp_path / "out", "--to", "native")
+    assert outcome.code != 0
+    assert "family" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_toys_are_removed() -> None:
     assert "toy" not in target_families()
     assert "toy" not in draft_families()
+    assert "toy" not in LAYOUTS
     assert "toy" not in {item.name for item in all_formats()}

@@ -1,4 +1,4 @@
-"""Steps launched before the counts of earlier ones are known."""
+"""The asynchronous engine, which queues steps before it knows how many drafts earlier steps accepted."""
 
 import random
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_mode
 from dflash_testing.widths import ListedWidths
 
 
-def test_a_run_with_random_stops_and_arrivals_is_the_synchronous_one() -> None:
-    """Identical text and traces, whatever ends when."""
-    compare_with_synchronous(bundled_prompts()[:14])
+def test_a_run_with_random_stops_equals_the_synchronous_run() -> None:
+    """Texts and traces are the same, although requests end at random steps."""
+    compare_with_synchronous(bundled_prompts()[:8])
 
 
 @pytest.mark.slow
-def test_a_long_run_with_random_stops_and_arrivals_is_the_synchronous_one() -> None:
-    """Over a thousand steps."""
+def test_a_long_run_with_random_stops_equals_the_synchronous_run() -> None:
+    """The run has more than a thousand steps."""
     compare_with_synchronous(bundled_prompts() * 2)
 
 
@@ -62,8 +62,8 @@ def request(index: int = 0, **params: Any) -> Request:
     return Request(index=index, prompt_token_ids=bundled_prompts()[0][:20], params=SamplingParams(**params))
 
 
-def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that come late, in bursts: the host then decides on bounds alone."""
+def test_late_results_change_nothing() -> None:
+    """With six steps in flight results arrive late, so the host decides from bounds of the lengths."""
     draft = bundled_draft_model(dtype=torch.float64)
     prompts = [prompt[:20] for prompt in bundled_prompts()[:4]]
     params = SamplingParams(max_new_tokens=30)
@@ -74,7 +74,7 @@ def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_finished_rows_write_nothing() -> None:
-    """Steps still queued for a request that has ended leave every page as it is, and page 0 above all."""
+    """Steps that are still queued for an ended request change no page, and never page 0."""
     sequence = (
         bundled_prompts()[0][:20]
         + bundled_llm(None, 0).generate([bundled_prompts()[0][:20]], SamplingParams(max_new_tokens=60))[0].token_ids
@@ -96,7 +96,7 @@ def test_finished_rows_write_nothing() -> None:
 
 
 def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
-    """Three steps without drafts in the middle: text as ever, and every later block drafted as if nothing had been."""
+    """After three plain steps in the middle, the text is the same and later blocks draft what a fresh engine drafts."""
     draft = bundled_draft_model(dtype=torch.float64)
     item = request(max_new_tokens=50)
     llm = bundled_llm(draft, 7, dtype=torch.float64)
@@ -112,13 +112,13 @@ def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
     for step in item.steps:
         fresh = bundled_llm(draft, 7, dtype=torch.float64)
         anchor_at = len(item.prompt_token_ids) + step.start
-        again = fresh.generate([whole[: anchor_at - 1]], SamplingParams(max_new_tokens=9))[0]
+        again = fresh.generate([whole[: anchor_at - 1]], SamplingParams(max_new_tokens=2))[0]
         assert again.token_ids[0] == whole[anchor_at - 1]
         assert again.drafts[0].draft_ids == step.draft_ids
 
 
 @pytest.mark.parametrize("width", [2, 5, 7, 8, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 4, 6))])
-def test_a_narrow_verification_shortens_what_is_verified_not_what_is_drafted(width: int) -> None:
+def test_a_narrow_width_verifies_fewer_rows_of_the_same_draft(width: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
     prompt = bundled_prompts()[0][:20]
     llm = bundled_llm(draft, 7, dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_a_narrow_verification_shortens_what_is_verified_not_what_is_drafted(wid
     assert narrow.acceptance_lengths[0] == min(width, whole.acceptance_lengths[0])
 
 
-def test_leaving_early_frees_everything_and_the_engine_goes_on() -> None:
+def test_closing_a_stream_early_frees_all_pages_and_the_engine_stays_usable() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, scheduling="async", max_num_requests=2)
     prompts = [prompt[:20] for prompt in bundled_prompts()[:4]]
     stream = llm.stream(prompts, SamplingParams(max_new_tokens=40))
@@ -145,7 +145,7 @@ def test_leaving_early_frees_everything_and_the_engine_goes_on() -> None:
     assert [output.token_ids for output in again] == [output.token_ids for output in fresh]
 
 
-def test_results_carry_their_generation() -> None:
+def test_results_carry_the_generation_of_their_row() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, scheduling="async")
     seen = []
     for index in range(3):
@@ -157,15 +157,15 @@ def test_results_carry_their_generation() -> None:
     assert set(seen) == {1, 2, 3}
 
 
-def test_a_draft_that_says_minus_one_changes_nothing() -> None:
-    """vllm#46899: placeholders are never accepted, and never reach an embedding or an output."""
+def test_a_draft_of_placeholder_ids_changes_nothing() -> None:
+    """The id -1 is never accepted, and never reaches an embedding or an output (vllm#46899)."""
     prompt = bundled_prompts()[0][:20]
     params = SamplingParams(max_new_tokens=20)
     draft = bundled_draft_model()
 
     class Placeholder(ScriptedDraft):
         def __init__(self) -> None:
-            super().__init__(draft, lambda place: 0)
+            super().__init__(draft, lambda position: 0)
             self.target_ids = torch.full((draft.config.vocab_size,), -1)
 
     output = bundled_llm(Placeholder(), 7).generate([prompt], params)[0]

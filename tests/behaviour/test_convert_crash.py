@@ -15,7 +15,7 @@ from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -126,7 +126,7 @@ class TestFullDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(safetensors_writer, "MOVES", (full,))
-        plan = plan_conversion(open_draft(source), ConversionRequest(to="native"))
+        plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
         with pytest.raises(CapacityError, match="the disk is full; nothing was left behind") as caught:
             convert_draft(plan, tmp_path / "out", force=exists)
         assert caught.value.exit_code == 6
@@ -171,7 +171,7 @@ class TestMoves:
 
     def test_a_source_that_shrinks(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        plan = plan_conversion(open_draft(source), ConversionRequest(to="native"))
+        plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
         with (source / "model.safetensors").open("r+b") as stream:
             stream.truncate(5000)
         with pytest.raises(CheckpointError, match="ended at byte 5000"):
@@ -179,7 +179,7 @@ class TestMoves:
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_progress_counts_every_byte(self, tmp_path: Path) -> None:
-        plan = plan_conversion(open_draft(support.make_native(tmp_path / "source")), ConversionRequest(to="native"))
+        plan = plan_conversion(open_draft(support.make_native(tmp_path / "source")), ConversionSpec(to="native"))
         counts: dict[str, int] = {}
 
         def progress(stage: str, count: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""Every direction: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
+"""Every direction of conversion: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
 
-The sources are written by `support`, without the code under test. What a dialect can state follows from the facts on
-its class and from `LAYERS`, so that a refusal too many fails as surely as a loss.
+`support` writes the sources, without the code under test. The facts on a dialect's class and `LAYERS` say which drafts
+the dialect can state, so a needless refusal fails a test just as a loss does.
 """
 
 import json
@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
-from dflash_cli.formats.dialect import Format, all_formats, get_format
+from dflash_cli.formats.dialect import Format, all_formats
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
+from dflash_testing.dialects import named_dialect
 from dflash_testing.paths import ROOT
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
@@ -50,7 +51,7 @@ def scales(config: DraftConfig) -> set[str]:
 
 
 def full_layers_see_ahead(config: DraftConfig) -> bool:
-    """No causal full layer, and one causality for all sliding ones."""
+    """Whether no full layer is causal, and all sliding layers have the same causality."""
     sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
     full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
     return True not in full and len(sliding) < 2
@@ -60,11 +61,11 @@ LAYERS: dict[str, Callable[[DraftConfig], bool]] = {
     "speculators": full_layers_see_ahead,
     "mlx": lambda config: states_causality(config) and not config.attention_bias,
 }
-"""What a dialect can state of a draft's layers, where that is not what the native one can."""
+"""Dialect -> whether it can state a draft's layers, for dialects that differ from the native one in this."""
 
 
 def can_state(dialect: Format, config: DraftConfig) -> bool:
-    """Whether nothing of a draft is lost in a dialect, by the facts on its class and the table above."""
+    """Whether a dialect can state everything of a draft, by the facts on its class and `LAYERS`."""
     is_full = config.draft_vocab_size == config.vocab_size
     is_as_wide = config.target_hidden_size in (None, config.hidden_size)
     return (
@@ -79,7 +80,7 @@ def can_state(dialect: Format, config: DraftConfig) -> bool:
 
 @st.composite
 def sources(draw: st.DrawFn) -> dict[str, Any]:
-    """A random native config with everything that some dialect can state, and keys that none knows."""
+    """Draw a native config with every setting that some dialect can state, and keys that no dialect knows."""
     windows = draw(st.sampled_from([(None, None), (16, 16), (16, None)]))
     shape = support.Shape(
         hidden=draw(st.sampled_from([8, 16])),
@@ -114,7 +115,7 @@ def _often_sorted(taps: list[int]) -> list[int]:
 
 
 def arrays_for(config: DraftConfig) -> support.Arrays:
-    """Random arrays of the shapes that the config calls for, and a map of ids that is sound."""
+    """Return random arrays of the shapes that the config needs, and a valid id map."""
     shapes = owned_shapes(config)
     arrays = support.random_arrays({name: shape for name, shape in shapes.items() if name != "d2t"})
     if "d2t" in shapes:
@@ -128,11 +129,11 @@ def arrays_for(config: DraftConfig) -> support.Arrays:
 @settings(max_examples=60, deadline=None)
 @given(source=sources())
 def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> None:
-    dialect = get_format(name)
-    config = get_format("native").read_config(source, Path("config.json")).config
+    dialect = named_dialect(name)
+    config = named_dialect("native").read_config(source, Path("config.json")).config
     if "verifier" not in dialect.unstated:
         config = dialects.with_verifier(config)
-    if not is_ascending(config):  # a matter of the tensors, which the test below has
+    if not is_ascending(config):  # sorting taps changes tensors, which the next test covers
         return
     if not can_state(dialect, config):
         with pytest.raises(LossyConversion):
@@ -146,27 +147,27 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
 
 def lost_by(name: str) -> frozenset[str]:
     """A width that equals the draft's own is what leaving it out means."""
-    return get_format(name).unstated & {"target_hidden_size"}
+    return named_dialect(name).unstated & {"target_hidden_size"}
 
 
 @pytest.mark.parametrize("name", WRITABLE)
 @settings(max_examples=25, deadline=None)
 @given(source=sources())
 def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None:
-    """On disk, tensors and all; by way of vLLM's form where the plain native one cannot say it."""
+    """Convert whole checkpoints on disk, through another dialect if the native one cannot state the draft."""
     with tempfile.TemporaryDirectory() as directory:
         go_there_and_back(name, source, Path(directory))
 
 
 def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
-    config = get_format("native").read_config(source, Path("config.json")).config
+    config = named_dialect("native").read_config(source, Path("config.json")).config
     support.write_checkpoint(work / "source", source, arrays_for(config))
-    if not can_state(get_format(name), config):
+    if not can_state(named_dialect(name), config):
         with pytest.raises((LossyConversion, UnsupportedError)):
             support.convert(work / "source", work / "there", name, verifier="acme/target")
         assert not (work / "there").exists()
         return
-    middle = next(middle for middle in ("native", "vllm", "speculators") if can_state(get_format(middle), config))
+    middle = next(middle for middle in ("native", "vllm", "speculators") if can_state(named_dialect(middle), config))
     support.convert(work / "source", work / "there", name, verifier="acme/target")
     support.convert(work / "there", work / "back", middle, verifier="acme/target")
     support.convert(work / "back", work / "again", name, verifier="acme/target")
@@ -175,7 +176,7 @@ def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     assert differing_fields(config, there.config, ignored=ignored) == []
     assert differing_fields(config, open_draft(work / "back").config, ignored=ignored | {"target_hidden_size"}) == []
     first, second = (json.loads((work / name / "config.json").read_text()) for name in ("there", "again"))
-    if config.target_hidden_size == config.hidden_size:  # a width that native leaves out, since it says nothing
+    if config.target_hidden_size == config.hidden_size:  # the native dialect leaves this width out
         first["target_hidden_size"] = second["target_hidden_size"] = None
     assert first == second
     for directory in ("there", "back", "again"):
@@ -193,15 +194,15 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "speculators, reduced head": lambda: support.speculators_config(support.REDUCED, num_target_layers=4),
     "JetSpec": lambda: support.native_config(is_causal=True),
 }
-"""The rows of the table in docs/formats.md."""
+"""The rows of the table in docs/explanation/formats.md."""
 
 REFUSED = {
-    ("speculators, reduced head", "native"): "lm_head.weight can be dropped only if it equals",
-    ("speculators, reduced head", "sglang"): "lm_head.weight can be dropped only if it equals",
-    ("speculators, reduced head", "mlx"): "lm_head.weight can be dropped only if it equals",
-    ("JetSpec", "speculators"): "full layers are never causal",
+    ("speculators, reduced head", "native"): "lm_head.weight",
+    ("speculators, reduced head", "sglang"): "lm_head.weight",
+    ("speculators, reduced head", "mlx"): "lm_head.weight",
+    ("JetSpec", "speculators"): "speculators",
 }
-"""The directions that lose something, and the words of the refusal; all others keep every field and byte."""
+"""Directions that would lose something, and a name in the refusal. All others keep every field and byte."""
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -211,22 +212,24 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
     shape = support.REDUCED if "reduced" in origin else support.SMALL
     extra = support.reduced_arrays(shape, support.target_arrays(shape)) if "reduced" in origin else {}
     source = support.write_checkpoint(tmp_path / "source", config, {**support.body_arrays(shape), **extra})
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--verifier", "acme/target")
-    message = REFUSED.get((origin, name))
-    if message is not None:
+    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--target-name", "acme/target")
+    named = REFUSED.get((origin, name))
+    if named is not None:
         assert outcome.code == 5
-        assert message in outcome.err
+        assert named in outcome.err
+        with pytest.raises(LossyConversion):
+            support.convert(source, tmp_path / "out", name, verifier="acme/target")
         return
     assert outcome.code == 0, outcome.err
     before, after = open_draft(source).config, open_draft(tmp_path / "out").config
     assert differing_fields(before, after, ignored=frozenset({"verifier", "dtype"})) == []
-    assert after.dtype == "float32"  # that of the tensors, whatever the origin's config says
+    assert after.dtype == "float32"  # the dtype of the tensors, not of the source's config
     support.assert_same_tensors(source, tmp_path / "out")
 
 
-def test_the_documents_table_is_this_one() -> None:
-    """docs/formats.md has a row for each source, a column for each result, and says which are refused."""
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+def test_the_table_in_the_documents_has_the_same_refusals() -> None:
+    """docs/explanation/formats.md has a row for each source and a column for each result, and marks refusals."""
+    text = (ROOT / "docs" / "explanation" / "formats.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     header = next(row for row in rows if row[0] == "from \\ to")
     columns = [re.sub(r"[^a-z]", "", cell) for cell in header[1:]]

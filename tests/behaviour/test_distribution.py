@@ -1,10 +1,9 @@
-"""The distribution of sampled text, against enumeration on a vocabulary of six.
+"""The distribution of sampled texts equals the enumerated distribution, on a vocabulary of six.
 
-All three first tokens are counted jointly: the first comes from the prefill, the others from verify steps, so noise
-shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
+The first three tokens are counted jointly. The first comes from the prefill and the others from verify steps, so random
+numbers shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
 """
 
-import math
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from dflash_kernels.sampling import filtered_probs_ref
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.pairs import ScriptedDraft, random_draft, random_llm, random_target, target_logits
 
 V, PROMPT = 6, [1, 2, 3]
@@ -31,11 +31,11 @@ def target() -> Qwen3Target:
 
 
 class FixedDraft(ScriptedDraft):
-    """Proposes by one distribution, near the target's on average, so that drafts are accepted and refused."""
+    """Proposes from one fixed distribution near the target's average, so that some drafts are accepted."""
 
     def __init__(self) -> None:
         draft = random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1))
-        super().__init__(draft, lambda place: 0)
+        super().__init__(draft, lambda position: 0)
         self._logits = distribution("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
 
     def logits(
@@ -45,7 +45,7 @@ class FixedDraft(ScriptedDraft):
 
 
 def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:
-    """Counts [V, V, V] of the first three tokens, and the share of drafts that were accepted."""
+    """Counts [V, V, V] of the first three tokens, and the share of accepted drafts."""
     llm = random_llm(
         target(),
         FixedDraft(),
@@ -67,7 +67,7 @@ def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> 
 
 @cache
 def distribution(name: str) -> torch.Tensor:
-    """[V, V, V] by enumeration."""
+    """The joint distribution of the first three tokens, [V, V, V], by enumeration."""
     first = next_distribution(PROMPT, name)
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     for a in range(V):
@@ -90,7 +90,7 @@ def next_distribution(tokens: list[int], name: str) -> torch.Tensor:
 def check(draft_sampling: str, name: str, num_samples: int) -> str:
     counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples)
     assert counts.sum() == num_samples
-    assert acceptance > 0.05  # acceptance takes part in the distribution
+    assert acceptance > 0.05  # otherwise acceptance would hardly affect the distribution
     expected = distribution(name) * num_samples
     assert counts[expected == 0].sum() == 0
     lines = []
@@ -100,7 +100,7 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
         ("token two", counts.sum((0, 2)), expected.sum((0, 2))),
     ):
         statistic, degrees = chi_square(seen, wanted)
-        limit = quantile(degrees, 3.29)  # exceeded once in 2,000
+        limit = chi_square_quantile(degrees, 3.29)  # exceeded once in 2,000
         lines.append(
             f"{draft_sampling}, {name}, {label}: chi-square {statistic:.1f}, {degrees} degrees, 0.9995 at {limit:.1f}"
         )
@@ -111,7 +111,7 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
 @pytest.mark.parametrize("name", ["T 1", "T 1.5, top-k 4, top-p 0.9"])
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
-    """At 2,000 samples a token a third too frequent is seen, and so is noise that draft and verification share."""
+    """2,000 samples detect a token that is a third too frequent, and random numbers shared with the draft."""
     check(draft_sampling, name, 2_000)
 
 
@@ -124,25 +124,9 @@ def test_distribution_over_200_000_samples(draft_sampling: str, name: str) -> No
 
 @pytest.mark.parametrize(("num_samples", "factor"), [(2_000, 1.33), (200_000, 1.03)])
 def test_a_biased_sampler_would_be_caught(num_samples: int, factor: float) -> None:
-    """The statistic has teeth: this much more of one token is seen at this many samples."""
+    """The test detects a token that is too frequent by `factor` at this number of samples."""
     expected = distribution("T 1").sum((0, 2)) * num_samples
     moved = expected.clone()
     moved[expected.argmax()] *= factor
     statistic, degrees = chi_square(moved * (num_samples / moved.sum()), expected)
-    assert statistic > quantile(degrees, 3.29)
-
-
-def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Pearson's statistic over cells expected at least five times, the rest pooled, and its degrees of freedom."""
-    common = expected >= 5
-    terms = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
-    rest = expected[~common].sum().item()
-    if rest > 0:
-        terms += (observed[~common].sum().item() - rest) ** 2 / rest
-    return terms, int(common.sum()) - (rest == 0)
-
-
-def quantile(degrees: int, normal: float) -> float:
-    """Wilson and Hilferty's approximation to a quantile of chi-square."""
-    term = 2 / (9 * degrees)
-    return degrees * (1 - term + normal * math.sqrt(term)) ** 3
+    assert statistic > chi_square_quantile(degrees, 3.29)

@@ -1,7 +1,7 @@
-"""What published drafts have beyond a Qwen3 target's shape, each held against a plain computation in float32.
+"""Features of published drafts beyond a Qwen3 target's shape, each compared with a plain computation in float32.
 
-The plain one is written here from the paper's definition: whole matrices, one softmax over context and block, and
-rope of transformers' own class. It shares nothing with the runtime but the config and the weights.
+The plain computation follows the paper's definition: whole matrices, one softmax over context and block, and the rope
+of transformers' own class. It shares only the config and the weights with the runtime.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "taps at both ends": {"target_layer_ids": (0, 9)},
     "more layers than taps": {"num_layers": 5},
     "sliding and full layers": {"num_layers": 3, "windows": (8, 8, None), "causal": (True, True, False)},
-    "sliding layers that see both ways": {"windows": (8, 8)},
+    "sliding layers without causality": {"windows": (8, 8)},
     "a causal block": {"causal": (True, True)},
     "biases": {"attention_bias": True},
     "attention sinks": {"has_sinks": True, "windows": (8, None)},
@@ -111,7 +111,7 @@ def test_block_logits(target: Target, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("gemma3_text", 32**0.5), ("qwen3", 1.0)])
-def test_a_scale_that_is_not_stated_is_the_targets(kind: str, factor: float) -> None:
+def test_a_missing_scale_is_the_targets_scale(kind: str, factor: float) -> None:
     target = random_target(num_layers=10, model_type=kind)
     block, generator = torch.arange(8)[None], torch.Generator().manual_seed(3)
     found = []
@@ -128,7 +128,7 @@ def test_a_scale_that_is_not_stated_is_the_targets(kind: str, factor: float) -> 
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_text_is_that_of_plain_decoding(target: Target, plain_text: list[tuple[int, ...]], name: str) -> None:
+def test_text_equals_plain_decoding(target: Target, plain_text: list[tuple[int, ...]], name: str) -> None:
     config, _, draft = make(target, name)
     drafted = random_llm(target, draft, config.num_draft_tokens).generate(PROMPTS, PARAMS)
     assert [item.token_ids for item in drafted] == plain_text
@@ -138,7 +138,7 @@ def test_text_is_that_of_plain_decoding(target: Target, plain_text: list[tuple[i
 def plain_logits(
     config: DraftConfig, weights: dict[str, Tensor], target: Target, features: Tensor, block: Tensor
 ) -> Tensor:
-    """Logits [N - 1, V] of a block after a context, layer by layer from the definition."""
+    """Compute logits [N - 1, V] of a block after a context, layer by layer from the definition."""
     embedding = weights["embed_tokens.weight"] if config.feature_size != config.hidden_size else target.embedding
     head = weights.get("lm_head.weight", target.head.weight)
     context = norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], config)

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
@@ -63,7 +63,7 @@ def test_engines_read_what_was_meant(name: str, to: str, tmp_path: Path) -> None
         if not engine.startswith("vllm"):
             assert is_meant, engine
             continue
-        request = ValidationRequest(draft=tmp_path / "out", engines=parse_engines(engine))
+        request = ValidationPlan(draft=tmp_path / "out", engines=parse_engines(engine))
         (verdict,) = validate_draft(request).verdicts
         outcome = "stops" if "refused" in found else "serves" if is_meant else "drops"
         assert (verdict.outcome, list(verdict.causal or ())) == (outcome, found.get("causal", [False, False])), engine

@@ -16,7 +16,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 
-OPTIONS = ["--num-prompts", "8", "-n", "12", "--max-num-requests", "2", "--bootstrap", "0", "--json"]
+OPTIONS = ["--num-prompts", "8", "-n", "12", "--concurrency", "2", "--num-resamples", "0", "--json"]
 HELPERS = [path for path in sys.path if Path(path, "dflash_testing").is_dir()]
 FIGURES = ("num_drafts", "acceptance_len", "histogram", "definitions", "num_conversations", "num_failed", "categories")
 
@@ -48,7 +48,7 @@ def whole_lines(path: Path) -> bytes:
 def kill_often(num_kills: int, seed: int, home: Path) -> None:
     """Kill and go on until so many kills have hit; asserts after each, and of each evaluation that got to its end."""
     rows, found = home / "rows.jsonl", home / "found.json"
-    arguments = ["eval-acceptance", *OPTIONS, "--rows", str(rows), "--resume"]
+    arguments = ["eval-acceptance", *OPTIONS, "--output", str(rows), "--resume"]
     for _ in range(2):  # the first loads libraries, the second says how long a whole run takes
         rows.unlink(missing_ok=True)
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Failures that shipped elsewhere, kept from happening here. docs/failures.md lists all of them with their tests."""
+"""Failures that shipped elsewhere do not happen here. docs/explanation/failures.md lists them with their tests."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,6 @@
-"""Each target family against transformers' own class: hidden states, taps, logits, and text that is drafted.
+"""Each native target family against transformers' own class: hidden states, taps, logits, and text with a draft.
 
-The models are random, made and saved by transformers, and loaded as any checkpoint is.
+transformers makes and saves the random models, and the runtime loads them as any checkpoint.
 """
 
 import json
@@ -37,6 +37,7 @@ from dflash_testing.pairs import (
     random_prompts,
     random_weights,
 )
+from dflash_testing.refusals import refuses
 
 Json = dict[str, Any]
 
@@ -97,13 +98,13 @@ FAMILIES: dict[str, Json] = {
         "sliding_window": WINDOW,
     },
 }
-"""Name -> what its config says beside the sizes."""
+"""Name -> the keys of its config other than the sizes."""
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65)
 
 
 def make_model(path: Path, name: str) -> PreTrainedModel:
-    """A random model of transformers, saved; its biases and norms are random too."""
+    """Return a random model of transformers, and save it. Its biases and norms are random too."""
     config = AutoConfig.for_model(**{**SIZES, **FAMILIES[name]})
     config._attn_implementation = "eager"
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
@@ -117,23 +118,23 @@ def make_model(path: Path, name: str) -> PreTrainedModel:
 
 
 class Family:
-    """A model as transformers runs it and as this runtime does."""
+    """A model as transformers runs it, and the same model as a target."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.model = make_model(path, name)
         self.target = self.load(REFERENCE)
-        self._said: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def load(self, kernels: Kernels) -> Target:
         return load_target(open_target(self.path), Placement(CPU, torch.float32, kernels, num_positions=256))
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What transformers generates, greedily; asked once for all tests."""
-        asked = tuple(prompt), num_tokens
-        if asked not in self._said:
-            self._said[asked] = self._generate(*asked)
-        return self._said[asked]
+        """Return transformers' greedy text. All tests share one run per prompt and length."""
+        key = tuple(prompt), num_tokens
+        if key not in self._texts:
+            self._texts[key] = self._generate(*key)
+        return self._texts[key]
 
     def _generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -161,14 +162,14 @@ class WindowedAttention(DenseAttention):
             return super().__call__(layer, query, keys, values, softmax)
         plain = super().__call__
         rows = [slice(max(0, row - window + 1), row + 1) for row in range(len(query))]
-        # The last row of a causal attention over the window alone.
+        # Causal attention over only the window; the last row is the wanted one.
         return torch.cat([plain(layer, query[at], keys[at], values[at], softmax)[-1:] for at in rows])
 
     read = __call__
 
 
 class RightAtFirst(ScriptedDraft):
-    """Right for the first rows of every block, wrong after them; a block is told by its anchor and where it stands."""
+    """Right in the first rows of every block, and wrong in the others. Finds a block by its anchor and position."""
 
     def __init__(self, draft: Draft, sequences: Sequence[Sequence[int]], num_right: int) -> None:
         super().__init__(draft, lambda position: 0)
@@ -191,7 +192,7 @@ def draft_texts(
     return llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
 
 
-def test_hidden_states_taps_and_logits_are_those_of_transformers(family: Family) -> None:
+def test_hidden_states_taps_and_logits_equal_those_of_transformers(family: Family) -> None:
     (tokens,) = random_prompts([40], VOCAB)
     attend = WindowedAttention(family.target.config.windows)
     with torch.inference_mode():
@@ -199,7 +200,7 @@ def test_hidden_states_taps_and_logits_are_those_of_transformers(family: Family)
         hidden, features = family.target(torch.tensor(tokens), torch.arange(len(tokens)), attend, TAPS)
         logits = family.target.head(hidden)
     assert features is not None
-    # The last hidden state of transformers is the normalised one; the outputs of other layers stand one behind.
+    # transformers' last hidden state is normalised; its state `tap + 1` is the output of layer `tap`.
     torch.testing.assert_close(hidden, wanted.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
     for tap, feature in zip(TAPS[:-1], features.split(SIZES["hidden_size"], dim=-1), strict=False):
         torch.testing.assert_close(feature, wanted.hidden_states[tap + 1][0], rtol=1e-4, atol=1e-4)
@@ -238,9 +239,10 @@ def test_text_after_prompts_of_every_length(family: Family, engine: Json) -> Non
     "num_right", [1, NUM_DRAFTS - 1, *(pytest.param(count, marks=pytest.mark.slow) for count in (0, 2, NUM_DRAFTS))]
 )
 def test_every_number_of_tokens_is_accepted_and_dropped(family: Family, num_right: int) -> None:
-    """Alone, and in one batch, where two requests with one anchor at one position are taken for each other.
+    """Each request runs alone, and then all run in one batch.
 
-    By default as few and as many as a random draft and a right one leave open.
+    In a batch the draft confuses two requests that have the same anchor at the same position. By default the test
+    leaves out the numbers that tests of random and right drafts cover.
     """
     num_tokens = 4 * NUM_DRAFTS
     prompts = random_prompts((3, 5, 14, 21), VOCAB)
@@ -268,7 +270,7 @@ def test_a_draft_that_is_right_is_accepted_whole(family: Family) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["qwen2 with windows", pytest.param("llama with biases", marks=pytest.mark.slow)])
 def test_the_triton_kernels_serve_it(name: str, tmp_path: Path) -> None:
-    """A family without norms of heads and with biases, in the interpreter."""
+    """Families without head norms and with biases run in the interpreter."""
     family = Family(tmp_path, name)
     prompts = random_prompts((3, 9), VOCAB)
     wanted = [family.generate(prompt, 4) for prompt in prompts]
@@ -281,7 +283,7 @@ def test_the_triton_kernels_serve_it(name: str, tmp_path: Path) -> None:
 
 
 def test_the_command_line_runs_it(tmp_path: Path) -> None:
-    """With `--check-lossless`, which asks plain decoding about every token."""
+    """`--check-lossless` compares every token with plain decoding."""
     family = Family(tmp_path / "target", "llama")
     shape = support.Shape(hidden=SIZES["hidden_size"], vocab=VOCAB, draft_vocab=VOCAB, mask=VOCAB - 1)
     prompts = tmp_path / "prompts.jsonl"
@@ -296,7 +298,7 @@ def test_the_command_line_runs_it(tmp_path: Path) -> None:
 
 
 def make_target(path: Path, **changes: Any) -> Path:
-    """A saved model with keys of its config changed; None removes one."""
+    """Save a model with changed keys in its config. None removes a key."""
     make_model(path, changes.pop("name", "llama"))
     config = json.loads((path / "config.json").read_text()) | changes
     support.write_config(path, {key: value for key, value in config.items() if value is not None})
@@ -304,52 +306,48 @@ def make_target(path: Path, **changes: Any) -> Path:
 
 
 class TestRefused:
-    """What a config or a file says beyond what is computed is named, and not left out."""
+    """A setting or tensor that the family does not compute is refused by name."""
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
     def test_layer_types_that_transformers_ignores(self, name: str, tmp_path: Path) -> None:
         kinds = ["sliding_attention", "full_attention"] * 2
         target = open_target(make_target(tmp_path, name=name, layer_types=kinds, sliding_window=WINDOW))
-        with pytest.raises(UnsupportedError, match=f"does not run {name} targets: layer_types unlike"):
+        with refuses(UnsupportedError, "layer-types-ignored", field="model_type", found=name):
             _ = target.config
 
     def test_a_decoder_within_another_model(self, tmp_path: Path) -> None:
         path = make_target(tmp_path)
         text = json.loads((path / "config.json").read_text())
         support.write_config(path, {"model_type": "llava", "text_config": text, "vision_config": {}})
-        outcome = support.invoke(
-            "generate",
-            "x",
-            "-d",
-            support.make_native(tmp_path / "draft"),
-            "-t",
-            path,
-            "-n",
-            2,
-            "--target-runtime",
-            "native",
-        )
+        with refuses(UnsupportedError, "target-not-run", field="model_type", found="llama") as refused:
+            load_target(open_target(path), Placement(CPU, torch.float32, REFERENCE, 256))
+        assert "text_config" in refused.value.message
+        pair = ("-d", support.make_native(tmp_path / "draft"), "-t", path)
+        outcome = support.invoke("generate", "x", *pair, "-n", 2, "--target-runtime", "native")
         assert outcome.code == 5, outcome.err
-        assert "does not run llama targets: part of a multimodal model" in outcome.err
+        assert refused.value.message in outcome.err
 
     def test_biases_that_its_config_does_not_state(self, tmp_path: Path) -> None:
         path = make_target(tmp_path, name="llama with biases", attention_bias=False, mlp_bias=False)
-        with pytest.raises(UnsupportedError, match=r"self_attn\.[a-z]_proj\.bias.* tensors that this runtime does not"):
+        with refuses(UnsupportedError, "tensors-not-applied", path=path) as refused:
             load_target(open_target(path), Placement(CPU, torch.float32, REFERENCE, 256))
+        assert len(refused.value.found) == 7 * NUM_LAYERS
+        assert all(name.endswith("_proj.bias") for name in refused.value.found)
 
     def test_biases_that_are_stated_and_absent(self, tmp_path: Path) -> None:
         target = open_target(make_target(tmp_path, mlp_bias=True))
-        with pytest.raises(TensorMismatch, match=r"mlp\.down_proj\.bias"):
+        with pytest.raises(TensorMismatch) as refused:
             load_target(target, Placement(CPU, torch.float32, REFERENCE, 256))
+        assert "model.layers.0.mlp.down_proj.bias" in refused.value.missing
 
     def test_windows_from_a_layer_that_is_not_stated(self, tmp_path: Path) -> None:
         path = make_target(tmp_path, name="qwen2 with windows", layer_types=None, max_window_layers=None)
-        with pytest.raises(InvalidConfig, match="max_window_layers"):
+        with refuses(InvalidConfig, field="max_window_layers"):
             _ = open_target(path).config
 
 
-def test_windows_are_read_where_layers_are_not_listed(tmp_path: Path) -> None:
-    """As Qwen2.5 and Mistral are published."""
+def test_windows_are_read_without_layer_types(tmp_path: Path) -> None:
+    """Qwen2.5 and Mistral are published without layer_types."""
     path = make_target(tmp_path, name="qwen2 with windows", layer_types=None)
     assert open_target(path).config.windows == (None, WINDOW, WINDOW, WINDOW)
     support.write_config(path, json.loads((path / "config.json").read_text()) | {"use_sliding_window": False})

@@ -1,7 +1,7 @@
-"""Random faults end in a finding or a clear error with a documented exit code, soon, and read nothing elsewhere.
+"""Random faults in checkpoints end in a finding or a clear error with a documented exit code, within a time limit.
 
-`pytest -m slow tests/behaviour/test_fuzz.py -s` runs ten thousand of them and prints the outcomes; `scripts/fuzz` runs
-as many as there is time for, and goes on where it stopped.
+`pytest -m slow tests/behaviour/test_fuzz.py -s` runs ten thousand faults and prints the outcomes. `scripts/fuzz` runs
+faults for any time, and continues where it stopped.
 """
 
 import json
@@ -26,7 +26,7 @@ def run_all(home: Path, num: int, seed: int) -> fuzzing.Totals:
     ground, totals = fuzzing.Ground(home), fuzzing.Totals()
     for index in range(num):
         ground.run(seed, index, totals)
-    assert not totals.broken, "\n".join(f"{place}\n    {what}" for place, what in totals.broken.items())
+    assert not totals.broken, "\n".join(f"{line}\n    {case}" for line, case in totals.broken.items())
     return totals
 
 
@@ -53,7 +53,7 @@ def test_ten_thousand_random_faults(tmp_path: Path) -> None:
 
 
 def test_the_watch_sees_a_stray_read(tmp_path: Path) -> None:
-    """The guard itself: reading beside the checkpoint is noticed."""
+    """The watch notices a read outside the checkpoint."""
     (tmp_path / "elsewhere").mkdir()
     file = tmp_path / "elsewhere" / "config.json"
     file.write_text("{}")
@@ -65,8 +65,8 @@ def test_the_watch_sees_a_stray_read(tmp_path: Path) -> None:
     assert WATCH.opened == {str(file)}
 
 
-def test_a_bug_is_named_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness itself: an error that nobody foresaw does not pass."""
+def test_a_bug_is_reported_by_its_code_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness reports an unexpected exception."""
 
     def broken(*args: object) -> None:
         raise KeyError("a bug")
@@ -74,11 +74,11 @@ def test_a_bug_is_named_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(support, "invoke", broken)
     totals = fuzzing.Totals()
     fuzzing.Ground(tmp_path).run(1, 0, totals)
-    (place,) = totals.broken
-    assert place.startswith("KeyError: 'a bug' (test_fuzz.py:")
+    (line,) = totals.broken
+    assert line.startswith("KeyError: 'a bug' (test_fuzz.py:")
 
 
-def test_the_script_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_script_continues_where_it_stopped(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     command = [sys.executable, str(ROOT / "scripts" / "fuzz"), "--state", str(state), "--seed", "3", "--chunk", "3"]
     for count, end in ((3, 3), (6, 9)):

@@ -1,4 +1,4 @@
-"""The bundled pair on a GPU: exact in float32, near enough in bfloat16, and never waiting for the device."""
+"""The bundled pair on a GPU: exact in float32, close in bfloat16, and without waits for the device."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 PARAMS = SamplingParams(max_new_tokens=64)
 REGRET = 0.2
-"""Nats by which a chosen token may fall short of the best one, judged in float32."""
+"""Limit in nats: how far a chosen token may be below the target's best token, in float32."""
 
 
 def acceptance(outputs: list[RequestOutput]) -> float:
@@ -25,9 +25,12 @@ def acceptance(outputs: list[RequestOutput]) -> float:
 
 
 def largest_regret(outputs: list[RequestOutput]) -> float:
-    """How far, in nats, the worst generated token falls short of the target's best, in float32 with the references."""
+    """The largest difference, in nats, between the target's best token and a generated token.
+
+    Computed in float32 with the reference kernels.
+    """
     judge = bundled_llm(None, 0)
-    return judge.check_lossless(outputs).largest_regret
+    return judge.check_lossless(outputs).largest_regret_nats
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
@@ -73,10 +76,10 @@ def test_float32_traces_equal_the_cpu(kernels: str, scheduling: str) -> None:
 )
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], draft_sampling: str) -> None:
-    """vllm#39546: under torch's sync detector, prefill, decode, admission and paging included."""
+    """Prefill, decode, admission and paging run under torch's sync detector (vllm#39546)."""
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=4, max_batched_tokens=40, draft_sampling=draft_sampling)
     params = SamplingParams(max_new_tokens=40, **sampling)
-    llm.generate(bundled_prompts()[:8], params)  # compiles kernels and fills allocators
+    llm.generate(bundled_prompts()[:8], params)  # warm up: compile kernels and fill allocators
     for index, prompt in enumerate(bundled_prompts()[8:24]):
         llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=params))
     steps = 0
@@ -98,7 +101,7 @@ def test_64_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> N
     prompts = [prompt[: 16 * (1 + index % 5) + index % 3 - 1] + tails[index][:12] for index in range(64)]
     alone = gpu_llm("tiny", "bfloat16", max_num_requests=1, prefix_cache=False).generate(prompts, PARAMS)
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=64)
-    llm.generate([prompt], PARAMS)  # pages are found once their step is committed, so not by prompts of one step
+    llm.generate([prompt], PARAMS)  # fills the cache first: prompts of one step cannot use each other's pages
     together = llm.generate(prompts, PARAMS)
     hits = sum(output.num_cached > 0 for output in together)
     print(f"alone {acceptance(alone):.3f}, together {acceptance(together):.3f}, {hits} of 64 hit the prefix cache")
@@ -108,14 +111,14 @@ def test_64_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> N
 
 
 def test_sampled_text_is_the_same_with_and_without_speculation() -> None:
-    """Samples are keyed by position, in float32 exactly so."""
+    """Random numbers depend only on seed and position, so in float32 the texts are equal."""
     prompts = bundled_prompts()[:8]
     params = [SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.95, seed=seed) for seed in range(8)]
     speculative = gpu_llm("tiny", "float32", max_num_requests=1).generate(prompts, params)
     plain = gpu_llm(None, "float32", max_num_requests=1).generate(prompts, params)
     same = sum(a.token_ids == b.token_ids for a, b in zip(speculative, plain, strict=True))
     print(f"{same} of 8 sampled texts equal")
-    assert same >= 7  # a sample that falls within rounding of a boundary between two tokens may go either way
+    assert same >= 7  # rounding may change a sample that falls on the boundary between two tokens
 
 
 def test_poisoned_pages_change_nothing() -> None:
@@ -129,8 +132,8 @@ def test_poisoned_pages_change_nothing() -> None:
     assert [output.drafts for output in llm.generate(prompts, PARAMS)] == [output.drafts for output in clean]
 
 
-def test_first_tokens_of_prompts_in_one_forward_are_those_of_the_cpu() -> None:
-    """Prompts of many lengths, some found in the prefix cache in part, some cut into chunks."""
+def test_first_tokens_of_prompts_in_one_forward_equal_the_cpu() -> None:
+    """Prompts have many lengths. Some are partly in the prefix cache, and some are cut into chunks."""
     text = [token for prompt in bundled_prompts() for token in prompt]
     prompts = [tuple(text[7 * index :][: 1 + 5 * index]) for index in range(24)]
     params = SamplingParams(max_new_tokens=1)
@@ -141,17 +144,17 @@ def test_first_tokens_of_prompts_in_one_forward_are_those_of_the_cpu() -> None:
         assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
 
 
-def test_prompts_of_any_length_run_on_kernels_that_are_there() -> None:
+def test_prompts_of_any_length_run_on_the_compiled_kernels() -> None:
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=8, max_batched_tokens=512, prefix_cache=False)
     text = [token for prompt in bundled_prompts() for token in prompt]
     params = SamplingParams(max_new_tokens=2)
-    llm.generate([text[: llm.limits.max_model_len - 2], text[:5]], params)  # cut into parts, and not
+    llm.generate([text[: llm.limits.max_model_len - 2], text[:5]], params)  # one prompt in chunks, one whole
     count = num_compiled()
     llm.generate([text[index : index + length] for index, length in enumerate(range(1, 300, 7))], params)
     assert num_compiled() == count > 0
 
 
 def num_compiled() -> int:
-    """Forms of the prefill attention that have been compiled."""
+    """The number of compiled variants of the prefill attention kernels."""
     kernels: Any = (ragged_attention._ragged_attention_kernel, ragged_attention._sum_parts_kernel)
     return sum(len(found[0]) for kernel in kernels for found in kernel.device_caches.values())

@@ -1,4 +1,4 @@
-"""Hand-offs where either side is a GPU: the steps of one engine, copies that nobody waits for, and pieces in order."""
+"""Hand-offs with a GPU on one or both sides: the traces of one engine, and copies without waits for the device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +10,14 @@ import torch
 from dflash_runtime.device import kv_pages
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.gpu import detecting_syncs, gpu_llm
-from dflash_testing.handoffs import go_on, hand_off, keys_of
+from dflash_testing.handoffs import LENGTHS, PROMPTS, go_on, hand_off, keys_of, traces
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 63)
-PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
 PARAMS = SamplingParams(max_new_tokens=32)
 
 
@@ -31,21 +29,17 @@ def on_cpu() -> LLM:
     return bundled_llm(bundled_draft_model(), 7)
 
 
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
-
-
 @pytest.mark.parametrize(("sender", "receiver"), [("gpu", "gpu"), ("cpu", "gpu"), ("gpu", "cpu")])
 @pytest.mark.parametrize("piece_bytes", [kv_pages.PIECE_BYTES, 1])
-def test_traces_are_those_of_one_engine(
+def test_traces_equal_those_of_one_engine(
     sender: str, receiver: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole payloads at once, and page by page."""
+    """Payloads are copied as a whole, or page by page."""
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", piece_bytes)
     sides = {"gpu": on_gpu, "cpu": on_cpu}
     wanted = on_cpu().generate(PROMPTS, PARAMS)
     one, other = sides[sender](), sides[receiver]()
-    # Fingerprints of pairs that were put together by hand have no weights, as those of loaded ones have.
+    # The CPU pair was built without a loader, so its fingerprint lacks the digests of the weights.
     other.fingerprint = one.fingerprint
     found = go_on(other, PROMPTS, PARAMS, hand_off(one, PROMPTS, PARAMS))
     assert traces(found) == traces(wanted)
@@ -53,8 +47,8 @@ def test_traces_are_those_of_one_engine(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_many_requests_load_beside_others(temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In files, eight at a time, page by page, with steps captured; sampled ones too."""
+def test_requests_load_while_others_decode(temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hand-offs are files, eight load at a time, page by page, and steps run in CUDA graphs."""
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
     params = [replace(PARAMS, temperature=temperature, seed=index) for index in range(len(PROMPTS))]
     wanted = on_cpu().generate(PROMPTS, params)
@@ -70,7 +64,7 @@ def test_many_requests_load_beside_others(temperature: float, monkeypatch: pytes
 
 
 def test_payloads_that_stay_on_the_device_are_the_same() -> None:
-    """For connectors that take them there."""
+    """Connectors with `takes_device` get payloads on the GPU that equal the payloads on the host."""
     llm = on_gpu()
     host = hand_off(llm, PROMPTS, PARAMS)
     stays = hand_off(on_gpu(), PROMPTS, PARAMS, takes_device=True)
@@ -81,8 +75,8 @@ def test_payloads_that_stay_on_the_device_are_the_same() -> None:
             assert torch.equal(stays.saved[key].tensors[name].cpu(), tensor)
 
 
-def test_steps_beside_loads_never_wait_for_the_device() -> None:
-    """Copies, pieces and switching on included; each prompt has two turns, of which the first warms everything up."""
+def test_steps_never_wait_for_the_device_while_requests_load() -> None:
+    """The check covers copies in pieces and switching requests on. A first run of all prompts warms up."""
     prompts = [prompt[:40] for prompt in bundled_prompts()[:8]]
     connector = hand_off(gpu_llm("tiny", "bfloat16", max_num_requests=4), prompts, PARAMS)
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=4, prefix_cache=False)

@@ -1,4 +1,4 @@
-"""Starting on a GPU: nothing is compiled after the warm-up, memory stays what it was, and any device will do."""
+"""Starting on a GPU: nothing is compiled after the warm-up, memory does not grow, and any device works."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ FILTERED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=20, top_p=0.
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The kernels that Triton compiles or loads while the block runs."""
+    """Names of the kernels that Triton compiles or loads while the block runs."""
     import triton
 
     names: list[str] = []
@@ -40,7 +40,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 def many_lengths(count: int) -> list[tuple[int, ...]]:
-    """Prompts of 1 token, 2, 3, ... that begin differently."""
+    """Prompts of 1, 2, 3, ... tokens with different first tokens."""
     text = [token for prompt in bundled_prompts() for token in prompt]
     return [tuple(text[7 * index : 8 * index + 1]) for index in range(count)]
 
@@ -84,7 +84,7 @@ def test_a_warm_up_changes_no_text() -> None:
     assert token_ids(warm.generate(many_lengths(20), SAMPLED)) == token_ids(cold.generate(many_lengths(20), SAMPLED))
 
 
-def test_another_thread_uses_the_device_while_steps_are_captured() -> None:
+def test_another_thread_may_use_the_device_while_steps_are_captured() -> None:
     llm = gpu_llm("tiny", "float32", max_num_requests=16)
     wanted = token_ids(gpu_llm("tiny", "float32", max_num_requests=16).generate(many_lengths(16), GREEDY))
     is_over, failures, rounds = threading.Event(), [], 0
@@ -93,8 +93,8 @@ def test_another_thread_uses_the_device_while_steps_are_captured() -> None:
         nonlocal rounds
         try:
             while not is_over.is_set():
-                # A size of its own each time: memory has to be asked of the driver. Nothing random: torch's generator
-                # of a device is part of every capture.
+                # A new size each time, so that memory must come from the driver. No random numbers, because the
+                # generator of a device is part of every capture.
                 square = torch.ones(64 + rounds % 512, 4096, device="cuda")
                 (square @ square.T).sum().item()
                 torch.empty(1024, pin_memory=True).to("cuda", non_blocking=True)
@@ -117,7 +117,7 @@ def test_another_thread_uses_the_device_while_steps_are_captured() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("params", [GREEDY, FILTERED], ids=["greedy", "filtered"])
 def test_a_pair_runs_on_the_second_device(params: SamplingParams) -> None:
-    """With graphs, while the current device is the first, on which graphs were captured before."""
+    """The pair uses CUDA graphs on the second device, while the first is current and has captured graphs before."""
     torch.cuda.set_device(0)
     first = gpu_llm("tiny", "float32", max_num_requests=4, seed=3)
     first.warm_up(params)
@@ -147,12 +147,12 @@ def test_readings_are_screened_on_the_second_device() -> None:
     assert estimates[0] == estimates[1] > 1.5
 
 
-def test_a_device_without_a_number_is_the_one_that_was_current() -> None:
+def test_a_device_without_a_number_is_the_current_device() -> None:
     assert gpu_llm("tiny", "float32").device == torch.device("cuda", torch.cuda.current_device())
 
 
-def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in the middle of a capture, which torch then has to end."""
+def test_steps_run_without_a_graph_if_its_capture_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised in the middle of a capture, which torch must then end."""
     wanted = token_ids(gpu_llm("tiny", "float32", max_num_requests=4).generate(many_lengths(12), GREEDY))
     llm = gpu_llm("tiny", "float32", max_num_requests=4)
     runner, head = llm.engine.runner, llm.engine.runner.target.head
@@ -171,7 +171,7 @@ def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(monkeypatch: py
 
 
 def test_4096_requests_at_once() -> None:
-    """Grids and buffers at the largest batch that is expected, a few tokens each; larger buckets are captured late."""
+    """Grids and buffers work at the largest expected batch. Graphs of large buckets are captured on first use."""
     llm = gpu_llm("tiny", "float32", max_num_requests=4096, num_pages=13_000, max_model_len=64, max_batched_tokens=8192)
     prompts = [(index % 2000, 1 + index // 2000, 5) for index in range(4096)]
     outputs = llm.generate(prompts, SamplingParams(max_new_tokens=10))
@@ -181,13 +181,13 @@ def test_4096_requests_at_once() -> None:
     assert max(bucket for bucket, _ in graphs.captured) >= 3584
     few = gpu_llm("tiny", "float32", max_num_requests=64).generate(prompts[:64], SamplingParams(max_new_tokens=10))
     same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, few, strict=False))
-    assert same >= 60  # a wider product is rounded otherwise, which may tip a tie
+    assert same >= 60  # a wider product rounds differently, which may decide a near-tie
 
 
-def test_steps_take_no_more_than_was_kept_free() -> None:
-    """What the warm-up adds to the memory in use, of torch and of the driver, against what was derived from shapes."""
+def test_steps_use_no_more_memory_than_was_kept_free() -> None:
+    """The memory that warm-up and steps take from the driver is at most the amount derived from shapes."""
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
-        pytest.skip("the device's memory is that of all processes: run it with -n 0")
+        pytest.skip("other processes use the same device memory: run it with -n 0")
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=64, max_batched_tokens=2048)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -203,8 +203,8 @@ def test_steps_take_no_more_than_was_kept_free() -> None:
     assert taken <= kept
 
 
-def test_an_engine_that_is_collected_breaks_no_capture() -> None:
-    """What a collection would do that came by itself, in the middle of one."""
+def test_collecting_an_engine_does_not_break_a_capture() -> None:
+    """Garbage collection may free another engine in the middle of a capture."""
     forgotten = [gpu_llm("tiny", "float32", num_pages=400)]
     forgotten[0].generate(bundled_prompts()[:2], GREEDY)
     llm = gpu_llm("tiny", "float32", num_pages=400)
@@ -226,7 +226,7 @@ def test_an_engine_that_is_collected_breaks_no_capture() -> None:
 
 
 def run_steps(llm: LLM, num_steps: int) -> None:
-    """Requests of all sizes come and go for at least so many steps."""
+    """Run requests of many lengths for at least `num_steps` steps."""
     prompts, done = bundled_prompts(), 0
     params = [SamplingParams(max_new_tokens=8 + 5 * index, ignore_eos=True) for index in range(32)]
     step = llm.engine.step
@@ -245,7 +245,7 @@ def run_steps(llm: LLM, num_steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_memory_after_10000_steps_is_that_after_1000() -> None:
+def test_memory_does_not_grow_from_1000_to_10000_steps() -> None:
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=6, num_pages=400)
     llm.warm_up()
     run_steps(llm, 1000)
@@ -259,7 +259,7 @@ def test_memory_after_10000_steps_is_that_after_1000() -> None:
     assert before[2] - after[2] < 2**21, "memory that the driver took"
 
 
-def test_every_device_has_one_stream_for_captures() -> None:
+def test_each_device_has_one_stream_for_captures() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert decode_graphs.capture_stream(device) is decode_graphs.capture_stream(device)
     assert decode_graphs.capture_stream(device).device == device

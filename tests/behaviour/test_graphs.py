@@ -1,4 +1,4 @@
-"""Captured decode steps: the same tokens, drafts and counts as steps launched one by one, whatever the batch does."""
+"""CUDA graphs of decode steps give the same tokens, drafts and counts as eager steps, for every batch."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ import torch
 from dflash_runtime.device.decode_graphs import bucket_of
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth
 from dflash_testing.gpu import gpu_llm
+from dflash_testing.handoffs import traces
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.widths import RandomWidths
 
@@ -27,22 +28,19 @@ def test_a_bucket_is_at_most_a_quarter_larger(max_requests: int) -> None:
     assert len({bucket_of(count, 256) for count in range(1, 257)}) <= 30
 
 
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.drafts, output.finish_reason) for output in outputs]
-
-
 def fixed(llm: LLM, **sampling: Any) -> list[Any]:
-    """Requests of different lengths through fewer rows: the batch grows, shrinks and changes places."""
+    """Run requests of different lengths through fewer batch rows, so that the batch grows, shrinks and reuses rows."""
     prompts = bundled_prompts()[:11]
     params = [SamplingParams(max_new_tokens=8 + 9 * index, seed=index, **sampling) for index in range(11)]
     return traces(llm.generate(prompts, params))
 
 
-def launched_one_by_one(draft: str | None, sampling: dict[str, Any], **settings: Any) -> LLM:
-    """What captured steps are compared with.
+def without_graphs(draft: str | None, sampling: dict[str, Any], **settings: Any) -> LLM:
+    """An engine that launches kernels one by one, for comparison with CUDA graphs.
 
-    Padding changes how some products round. Greedy choices are to be the same for all that, so there is none. A number
-    that is drawn may lie on the edge of two tokens (seen: twice in some 200 runs), so there the padding is the same.
+    The padding of a graph changes how some products round. Greedy choices must be equal despite that, so their engine
+    does not pad. A random number may fall on the edge between two tokens (seen twice in about 200 runs), so the engine
+    for sampling pads like the graphs.
     """
     if not sampling.get("temperature"):
         return gpu_llm(draft, "float32", graphs=False, **settings)
@@ -54,9 +52,10 @@ def launched_one_by_one(draft: str | None, sampling: dict[str, Any], **settings:
 
 
 def check_twice(captured: LLM, plainly: LLM, **sampling: Any) -> None:
-    """While graphs are captured, and when they are there; and each time with as much in the prefix cache.
+    """Compare two runs: the first captures the graphs, the second replays them.
 
-    Prompts that find their beginning there have fewer rows to run, whose products may round otherwise.
+    Both engines have the same pages in the prefix cache in each run. Otherwise prompts would run different numbers of
+    rows, and their products could round differently.
     """
     assert not plainly.engine.runner.graphs
     for _ in range(2):
@@ -70,9 +69,9 @@ def check_twice(captured: LLM, plainly: LLM, **sampling: Any) -> None:
 )
 @pytest.mark.parametrize("max_num_requests", [1, 5, 11])
 def test_graphs_change_nothing(draft: str | None, sampling: dict[str, Any], max_num_requests: int) -> None:
-    """In float32, where a bucket's padding must not even change how a product is rounded to another token."""
+    """In float32, where the rounding caused by a bucket's padding must not change any token."""
     settings: dict[str, Any] = {"max_num_requests": max_num_requests, "num_pages": 400}
-    plainly = launched_one_by_one(draft, sampling, **settings)
+    plainly = without_graphs(draft, sampling, **settings)
     captured = gpu_llm(draft, "float32", **settings)
     check_twice(captured, plainly, **sampling)
     assert captured.engine.runner.graphs is not None
@@ -83,10 +82,10 @@ def test_graphs_change_nothing(draft: str | None, sampling: dict[str, Any], max_
 @pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_graphs_change_nothing_at_any_width(width: int, draft_sampling: str) -> None:
-    """And verify as few rows as they say: with probabilistic drafts too, whose text depends on what is drafted."""
+    """Graphs verify exactly `width` rows. With probabilistic drafts the text depends on the drafts."""
     sampling: dict[str, Any] = {"verify_width": width, "temperature": float(draft_sampling != "greedy")}
     settings: dict[str, Any] = {"max_num_requests": 5, "num_pages": 400, "draft_sampling": draft_sampling}
-    plainly, captured = launched_one_by_one("tiny", sampling, **settings), gpu_llm("tiny", "float32", **settings)
+    plainly, captured = without_graphs("tiny", sampling, **settings), gpu_llm("tiny", "float32", **settings)
     check_twice(captured, plainly, **sampling)
     assert captured.engine.runner.graphs is not None
     assert {mode.verify_width for _, mode in captured.engine.runner.graphs._graphs} == {width}
@@ -107,7 +106,7 @@ def test_changing_widths_in_graphs_give_the_text_of_plain_decoding(temperature: 
 
 @pytest.mark.gpu
 def test_an_adaptive_run_has_the_text_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With step times measured here, then read from the cache."""
+    """The first run measures step times, and the second reads them from the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompts = bundled_prompts()[:11]
     params = [SamplingParams(max_new_tokens=40 + 9 * index) for index in range(11)]
@@ -125,7 +124,7 @@ def test_an_adaptive_run_has_the_text_of_plain_decoding(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 def test_measuring_step_times_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Padding rows read and write no KV, so an engine that has measured is as one that has not."""
+    """Padding rows read and write no KV, so measuring leaves the engine unchanged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = fixed(gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400))
     llm = gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400)
@@ -170,7 +169,7 @@ def test_padding_reads_and_writes_nothing() -> None:
 @pytest.mark.parametrize("draft", ["tiny", None])
 @pytest.mark.parametrize("max_num_requests", [1, 4])
 def test_prompts_in_captured_pieces(draft: str | None, max_num_requests: int) -> None:
-    """Prompts alone, beside requests that decode, in chunks, and longer than what is captured: first and again."""
+    """Prompts alone, together with decoding requests, in chunks, and longer than the captured sizes, each run twice."""
     start = bundled_prompts()
     prompts = [tuple((start[index] * 300)[:length]) for index, length in enumerate((5, 40, 200, 700, 1500, 64, 333))]
     params = [SamplingParams(max_new_tokens=16 + 9 * index) for index in range(len(prompts))]
@@ -182,15 +181,16 @@ def test_prompts_in_captured_pieces(draft: str | None, max_num_requests: int) ->
     wanted = traces(plainly.generate(prompts, params))
     for _ in range(2):
         assert traces(captured.generate(prompts, params)) == wanted
-    assert pieces.captured, "plain steps have room for most of them"
+    assert pieces.captured, "no piece was captured: plain steps had room for all prompts"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", ["tiny", None])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=str)
 def test_prompts_in_captured_steps(draft: str | None, sampling: dict[str, Any]) -> None:
-    """Prompts that are few beside requests that decode: whole ones, several, and chunks; in plain steps of a draft's
-    engine too, whose other steps read the context KV they leave.
+    """Few prompts run in the captured steps of many decoding requests: whole, several at once, and in chunks.
+
+    With a draft this happens in its plain steps. Later steps of the draft read the context KV that these steps write.
     """
     start = bundled_prompts()
     lengths = (5, 40, 200, 700, 1500, 64, 333, 9, 80, 500, 17, 600)

@@ -1,6 +1,7 @@
-"""Hand-offs that do not come, do not fit, or are broken off: the text stays right, or one line says why."""
+"""Hand-offs that do not arrive, do not fit, or fail halfway: the text stays right, or an error names the reason."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,10 @@ from dflash_runtime import transfers
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import (
     NUM_DRAFTS,
@@ -24,24 +25,26 @@ from dflash_testing.handoffs import (
     MemoryConnector,
     go_on,
     hand_off,
+    handed_off,
     keys_of,
     make_llm,
     traces,
+    whole_run,
 )
 from dflash_testing.pairs import bundled_prompts
 
 
 def first_rate(outputs: list[RequestOutput]) -> float:
-    """How often the first drafted token is accepted."""
+    """The acceptance rate of the first draft token."""
     counts = count_acceptance(outputs, NUM_DRAFTS)
     return counts.per_pos_accepted[0] / counts.num_drafts
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_what_does_not_come_is_prefilled_here(scheduling: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody saved three of the prompts: after the time limit they run here, said in one warning and a sum."""
-    wanted = make_llm().generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+def test_a_prompt_without_a_hand_off_is_prefilled_here(scheduling: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Three prompts have no hand-off. After the time limit they run here, with one warning and a total."""
+    wanted = whole_run(PROMPTS)
+    connector = handed_off(PROMPTS)
     for key in ("00001", "00004", "00008"):
         del connector.saved[key]
     llm = make_llm(scheduling=scheduling)
@@ -49,15 +52,15 @@ def test_what_does_not_come_is_prefilled_here(scheduling: str, caplog: pytest.Lo
         found = go_on(llm, PROMPTS, PARAMS, connector, timeout=0.1)
     assert traces(found) == traces(wanted)
     assert [output.num_loaded > 0 for output in found] == [index not in (1, 4, 8) for index in range(9)]
-    assert [record.message for record in caplog.records] == [
-        "hand-off 00001 was not loaded (nothing came within 0.1 s); its prompt is run here",
-        "3 prompts in all were run here, since no hand-off came",
-    ]
+    first, total = (record.getMessage() for record in caplog.records)
+    assert "00001" in first
+    assert "0.1 s" in first
+    assert re.findall(r"\d+", total) == ["3"]
 
 
-def test_a_connector_that_fails_leaves_the_prompt_to_this_engine() -> None:
-    wanted = make_llm().generate(PROMPTS[:3], PARAMS)
-    connector = hand_off(make_llm(), PROMPTS[:3], PARAMS)
+def test_prompts_are_prefilled_here_if_the_connector_fails() -> None:
+    wanted = whole_run(PROMPTS[:3])
+    connector = handed_off(PROMPTS[:3])
     llm = make_llm()
     connector.failure = OSError("the line is cut")
     found = go_on(llm, PROMPTS[:3], PARAMS, connector)
@@ -74,7 +77,7 @@ def without_a_layer(handoff: Handoff) -> Handoff:
 
 
 def a_step_early(handoff: Handoff) -> Handoff:
-    """Taken when the target's last 16 rows were written, and the draft's not."""
+    """Change a hand-off to one that was taken before the draft's last 16 rows were written."""
     early = handoff.tensors[DRAFT_PAGES].clone()
     early[-1] = 0
     changed = handoff.with_tensors({**handoff.tensors, DRAFT_PAGES: early})
@@ -89,57 +92,60 @@ def of_another_draft(handoff: Handoff) -> Handoff:
     return replace(handoff.with_tensors({**handoff.tensors, DRAFT_PAGES: noise}), fingerprint=Fingerprint(fields))
 
 
-FAULTS: dict[str, tuple[Callable[[Handoff], Handoff], str]] = {
-    "no draft": (without_draft, "it has no rows of the draft's context KV"),
-    "no layer": (without_a_layer, "the draft's context KV is of 2 layers, expected 3"),
-    "early": (a_step_early, "the draft's context KV has 32 of 48 rows: it was sent before they were written"),
-    "other draft": (of_another_draft, "draft weights: here null, there 0123456789abcdef"),
+FAULTS: dict[str, tuple[Callable[[Handoff], Handoff], str, tuple[str, ...]]] = {
+    "no draft": (without_draft, "tensor-missing", ()),
+    "no layer": (without_a_layer, "layers-differ", ("2", "3")),
+    "early": (a_step_early, "rows-missing", ("32", "48")),
+    "other draft": (of_another_draft, "fingerprint-differs", ("draft weights", "null", "0123456789abcdef")),
 }
+"""The change of a hand-off, the id of the problem that it causes, and the values that the problem names."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_refused_by_name(fault: str) -> None:
-    change, expected = FAULTS[fault]
-    connector = hand_off(make_llm(), PROMPTS[7:8], PARAMS)
+def test_a_hand_off_that_does_not_fit_is_refused(fault: str) -> None:
+    change, problem, values = FAULTS[fault]
+    connector = handed_off(PROMPTS[7:8])
     connector.change = change
     llm = make_llm()
     output = go_on(llm, PROMPTS[7:8], PARAMS, connector)[0]
     assert (output.finish_reason, output.exit_code, output.token_ids) == (FinishReason.ERROR, 3, ())
-    assert output.error == f"hand-off 00000 does not fit this engine: {expected}"
+    assert output.error_id == "handoff-does-not-fit"
+    handoff = change(connector.saved["00000"])
+    (found,) = find_problems(handoff, llm.fingerprint, llm.engine.runner.porter.shapes(handoff.kv_len))
+    assert found.id == problem
+    assert all(value in found for value in values)
+    assert f"00000 does not fit this engine: {found}" in str(output.error)
     assert len(llm.engine.scheduler.cache) == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_forced_keeps_the_text_and_loses_acceptance(fault: str) -> None:
-    """And what was forced is found by no other request."""
+def test_a_forced_hand_off_keeps_the_text_and_lowers_acceptance(fault: str) -> None:
+    """Other requests do not find its pages in the prefix cache."""
     change = FAULTS[fault][0]
-    prompts = [prompt[:48] for prompt in bundled_prompts()[:10]]
-    params = SamplingParams(max_new_tokens=16)
-    wanted = make_llm().generate(prompts, params)
-    connector = hand_off(make_llm(), prompts, params)
+    prompts = tuple(prompt[:48] for prompt in bundled_prompts()[:10])
+    wanted, connector = whole_run(prompts), handed_off(prompts)
     connector.change = change
     llm = make_llm()
-    found = go_on(llm, prompts, params, connector, force=True)
+    found = go_on(llm, prompts, PARAMS, connector, force=True)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
     assert first_rate(found) < first_rate(wanted) - (0.02 if fault == "early" else 0.15)
     assert len(llm.engine.scheduler.cache) == 0
-    assert traces(llm.generate(prompts, params)) == traces(wanted)
+    assert traces(llm.generate(prompts, PARAMS)) == traces(wanted)
 
 
-def test_another_prompts_hand_off_is_refused() -> None:
-    connector = hand_off(make_llm(), PROMPTS[3:4], PARAMS)
+def test_a_hand_off_of_another_prompt_is_refused() -> None:
+    connector = handed_off(PROMPTS[3:4])
     output = go_on(make_llm(), PROMPTS[4:5], PARAMS, connector)[0]
-    assert (output.exit_code, output.error) == (3, "hand-off 00000 is of another prompt")
+    assert (output.exit_code, output.error_id) == (3, "handoff-of-another-prompt")
+    assert "00000" in str(output.error)
 
 
 @pytest.mark.parametrize(
     "num_steps", [0, 1, 2, 5, *(pytest.param(count, marks=pytest.mark.slow) for count in range(6, 14))]
 )
-def test_a_step_that_fails_leaves_nothing_behind_on_either_side(
-    num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever it fails on either side, while rows come and go."""
-    wanted = make_llm().generate(PROMPTS[:6], PARAMS)
+def test_a_failed_step_leaves_nothing_behind_on_either_side(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails on each side while hand-offs are sent and loaded."""
+    wanted = whole_run(PROMPTS[:6])
     sender = make_llm(scheduling="async", max_num_requests=2)
     fail_once(sender, num_steps, monkeypatch)
     connector = hand_off(sender, PROMPTS[:6], PARAMS)
@@ -151,7 +157,7 @@ def test_a_step_that_fails_leaves_nothing_behind_on_either_side(
 
 
 def fail_once(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one submission of an engine raise."""
+    """Make the submission after `num_steps` others raise an error."""
     submit, left = llm.engine.runner.submit, [num_steps]
 
     def failing(batch: Any) -> Any:
@@ -164,7 +170,7 @@ def fail_once(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("failure", [CapacityError("the disk is full"), KeyError("lost")], ids=["disk", "any"])
-def test_what_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> None:
+def test_a_hand_off_that_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> None:
     connector = MemoryConnector(save_failure=failure)
     llm = make_llm()
     plan = HandoffPlan(connector=connector, keys=keys_of(PROMPTS[:2]), is_sending=True)
@@ -174,23 +180,24 @@ def test_what_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> No
     assert not llm.engine.scheduler.has_work
 
 
-def test_a_step_that_fails_while_pages_leave_is_an_error_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_fails_if_a_step_fails_while_its_pages_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(max_num_requests=1)
     fail_once(llm, 1, monkeypatch)
     monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: False))
     plan = HandoffPlan(connector=MemoryConnector(), keys=keys_of(PROMPTS[7:9]), is_sending=True)
     stream = llm.stream(PROMPTS[7:9], PARAMS, handoffs=plan)
     first = next(delta.output for delta in stream if delta.output is not None)
-    assert (first.exit_code, first.error) == (1, "its pages were lost before they were handed off")
+    assert (first.exit_code, first.error_id) == (1, "pages-lost")
     stream.close()
     llm.engine.scheduler.check_integrity()
 
 
-def test_what_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_off_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "TAKEN_SECONDS", 0.1)
     llm = make_llm()
     plan = HandoffPlan(connector=MemoryConnector(holds_saves=True), keys=("a",), is_sending=True)
     (output,) = llm.generate(PROMPTS[3:4], PARAMS, handoffs=plan)
-    assert (output.exit_code, output.error) == (4, "nobody took it within 0.1 s")
+    assert (output.exit_code, output.error_id) == (4, "handoff-not-taken-in-time")
+    assert "0.1 s" in str(output.error)
     assert not llm.engine.scheduler.has_work
     llm.engine.scheduler.check_integrity()

@@ -1,4 +1,4 @@
-"""Two processes, of which one runs prompts and the other goes on, over a connector on which nothing can be relied."""
+"""Two processes over a faulty connector: one prefills prompts and the other decodes them."""
 
 import random
 import time
@@ -10,18 +10,27 @@ import pytest
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
-from dflash_testing.handoff_peer import make_llm, make_requests, open_side, run_side, start_peer
-from dflash_testing.transfers import free_place
+from dflash_testing import handoff_peer
+from dflash_testing.handoff_peer import make_llm, make_requests, open_side, run_side
+from dflash_testing.transfers import Peer, Peers, free_location
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    starter = Peers(handoff_peer.__name__)
+    yield starter
+    starter.close()
 
 
 @contextmanager
-def running_peer(*arguments: Any, **options: Any) -> Iterator[Any]:
-    process = start_peer(*arguments, **options)
+def running_peer(peers: Peers, *arguments: Any) -> Iterator[Peer]:
+    """A peer with a ready engine, for the arguments of `run_peer`."""
+    peer = peers.start(*arguments)
     try:
-        yield process
+        assert peer.hear() is True
+        yield peer
     finally:
-        process.kill()
-        process.communicate()
+        peer.kill()
 
 
 def assert_nothing_is_left(llm: LLM) -> None:
@@ -37,12 +46,12 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.mark.parametrize("num_prompts", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
-def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, tmp_path: Any) -> None:
-    """Hand-offs are late, overtake one another, come twice or not at all; every prompt has its one answer."""
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+def test_every_prompt_is_answered_once(peers: Peers, num_prompts: int, kind: str, tmp_path: Any) -> None:
+    """Hand-offs are late, overtake one another, arrive twice or not at all."""
+    location = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "prefill", num_prompts, 7, faults=True):
-        connector = open_side(place, "decode", 8, faults=True)
+    with running_peer(peers, location, "prefill", num_prompts, 7, True):
+        connector = open_side(location, "decode", 8, faults=True)
         found = run_side(llm, connector, "decode", num_prompts, 7)
         connector.close()
     assert traces(found) == traces(make_llm().generate(*make_requests(num_prompts, 7)))
@@ -53,13 +62,13 @@ def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
-def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_path: Any) -> None:
-    """At any moment: what has not come by then is run here."""
+def test_decoding_continues_when_the_prefill_side_is_killed(peers: Peers, seed: int, kind: str, tmp_path: Any) -> None:
+    """The prefill side is killed at a random step. The decode side prefills the missing prompts itself."""
     num_prompts, generator = 40, random.Random(seed)
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+    location = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "prefill", num_prompts, seed, faults=False) as sender:
-        connector = open_side(place, "decode", seed, faults=False)
+    with running_peer(peers, location, "prefill", num_prompts, seed, False) as sender:
+        connector = open_side(location, "decode", seed, faults=False)
         kill_in(llm, sender, generator.randint(1, 60))
         found = run_side(llm, connector, "decode", num_prompts, seed)
         connector.close()
@@ -68,13 +77,13 @@ def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_p
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
-    """Requests that nobody takes any more end with an error that says so, and their pages are free."""
+def test_prefilling_ends_when_the_decode_side_is_killed(peers: Peers, seed: int) -> None:
+    """Requests that nobody takes end with an error, and their pages are free."""
     num_prompts, generator = 40, random.Random(seed)
-    place = free_place("gloo")
+    location = free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "decode", num_prompts, seed, faults=False) as receiver:
-        connector = open_side(place, "prefill", seed, faults=False)
+    with running_peer(peers, location, "decode", num_prompts, seed, False) as receiver:
+        connector = open_side(location, "prefill", seed, faults=False)
         kill_in(llm, receiver, generator.randint(1, 30))
         found = run_side(llm, connector, "prefill", num_prompts, seed)
         connector.close()
@@ -84,15 +93,14 @@ def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
     assert_nothing_is_left(llm)
 
 
-def kill_in(llm: LLM, process: Any, num_steps: int) -> None:
-    """Kill a process before one of the steps to come, and wait until it is gone."""
+def kill_in(llm: LLM, peer: Peer, num_steps: int) -> None:
+    """Kill a peer before step `num_steps` from now, and wait until it has ended."""
     step, left = llm.engine.step, [num_steps]
 
     def watched() -> Any:
         left[0] -= 1
         if left[0] == 0:
-            process.kill()
-            process.wait()
+            peer.kill()
             time.sleep(0.05)
         return step()
 

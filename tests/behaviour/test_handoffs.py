@@ -1,12 +1,14 @@
-"""A request that is prefilled by one engine and decoded by another accepts what it accepts in one, step for step."""
+"""A request that one engine prefills and another decodes has the same trace, step for step, as in one engine."""
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dflash_runtime.device import kv_pages
+from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import FinishReason, Request, RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
@@ -19,9 +21,11 @@ from dflash_testing.handoffs import (
     MemoryConnector,
     go_on,
     hand_off,
+    handed_off,
     keys_of,
     make_llm,
     traces,
+    whole_run,
 )
 from dflash_testing.pairs import bundled_prompts
 
@@ -43,8 +47,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("draft", "engine", "params"), CASES)
-def test_traces_are_those_of_one_engine(draft: str, engine: dict[str, Any], params: SamplingParams) -> None:
-    wanted = make_llm(draft, **engine).generate(PROMPTS, params)
+def test_traces_equal_those_of_one_engine(draft: str, engine: dict[str, Any], params: SamplingParams) -> None:
+    wanted = whole_run(PROMPTS, params, draft, **engine)
     connector = hand_off(make_llm(draft, **engine), PROMPTS, params)
     found = go_on(make_llm(draft, **engine), PROMPTS, params, connector)
     assert traces(found) == traces(wanted)
@@ -52,14 +56,14 @@ def test_traces_are_those_of_one_engine(draft: str, engine: dict[str, Any], para
     assert sum(map(sum, (output.acceptance_lengths for output in found))) > 100
 
 
-def test_drafts_that_are_sampled_go_on_as_in_one_engine() -> None:
+def test_sampled_drafts_continue_as_in_one_engine() -> None:
     engine = {"draft_sampling": "probabilistic"}
     wanted = make_llm(**engine).generate(PROMPTS[3:6], SAMPLED)
     connector = hand_off(make_llm(**engine), PROMPTS[3:6], SAMPLED)
     assert traces(go_on(make_llm(**engine), PROMPTS[3:6], SAMPLED, connector)) == traces(wanted)
 
 
-def test_a_seed_that_the_sender_drew_is_gone_on_with() -> None:
+def test_the_receiver_continues_with_the_seed_that_the_sender_drew() -> None:
     unseeded = replace(SAMPLED, seed=None)
     wanted = make_llm(seed=5).generate(PROMPTS[2:5], unseeded)
     connector = hand_off(make_llm(seed=5), PROMPTS[2:5], unseeded)
@@ -68,10 +72,10 @@ def test_a_seed_that_the_sender_drew_is_gone_on_with() -> None:
 
 @pytest.mark.parametrize("where", ["sender", "receiver", "both"])
 def test_prefix_hits_on_either_side_change_nothing(where: str) -> None:
-    """Prompts of one beginning, some of whose pages are in the cache of one side, or come to be."""
+    """Prompts share a prefix. One side or both have some of its pages in the cache, and others are added."""
     beginning = max(bundled_prompts(), key=len)[:40]
     prompts = [beginning[:length] + PROMPTS[index][:5] for index, length in enumerate((40, 32, 33, 20, 40))]
-    wanted = make_llm().generate(prompts, PARAMS)
+    wanted = whole_run(tuple(prompts))
     sender, receiver = make_llm(), make_llm()
     if where in ("sender", "both"):
         sender.generate([beginning], PARAMS)
@@ -86,7 +90,7 @@ def test_prefix_hits_on_either_side_change_nothing(where: str) -> None:
 
 
 def begin_loading(llm: LLM, connector: MemoryConnector, num_requests: int = 1, **plan: Any) -> list[Request]:
-    """Requests of the first prompts, added to an engine that is to load them."""
+    """Add requests of the first prompts to an engine, which loads their hand-offs."""
     keys = keys_of(PROMPTS[:num_requests])
     handoffs = HandoffPlan(connector=connector, keys=keys, **plan)
     llm.engine.open_transfers(handoffs, llm.fingerprint)
@@ -100,10 +104,10 @@ def begin_loading(llm: LLM, connector: MemoryConnector, num_requests: int = 1, *
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async"}], ids=str)
-def test_hand_offs_may_come_late_and_in_any_order(engine: dict[str, Any]) -> None:
-    """Those that have come decode, while others are waited for."""
-    wanted = make_llm(**engine).generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+def test_hand_offs_may_arrive_late_and_in_any_order(engine: dict[str, Any]) -> None:
+    """Requests with a hand-off decode while the engine waits for other hand-offs."""
+    wanted = whole_run(PROMPTS, **engine)
+    connector = handed_off(PROMPTS)
     connector.holds_back = True
     llm = make_llm(**engine)
     requests = begin_loading(llm, connector, len(PROMPTS))
@@ -119,9 +123,9 @@ def test_hand_offs_may_come_late_and_in_any_order(engine: dict[str, Any]) -> Non
     assert num_steps_beside > 10
 
 
-def test_nothing_is_published_and_nothing_reserved_before_it_has_come() -> None:
-    """While rows are on their way a request has the pages for them, without a lookahead, and none is in the cache."""
-    connector = hand_off(make_llm(), PROMPTS[:4], PARAMS)
+def test_a_loading_request_publishes_no_page_and_reserves_no_lookahead() -> None:
+    """Until its hand-off arrives a request has only the pages for its rows, and none of them is in the cache."""
+    connector = handed_off(PROMPTS[:4])
     connector.holds_back = True
     llm = make_llm()
     scheduler = llm.engine.scheduler
@@ -143,9 +147,11 @@ def test_nothing_is_published_and_nothing_reserved_before_it_has_come() -> None:
     assert not scheduler.has_work
 
 
-def test_the_lookahead_is_held_back_for_what_is_loading() -> None:
-    """Nine pages of 4: 16 rows that are loading have four, and their first step takes two more. Another prompt, which
-    takes three, would fit into the five that are left, and waits."""
+def test_admission_keeps_pages_free_for_the_lookahead_of_a_loading_request() -> None:
+    """The pool has nine pages of 4 tokens. The loading request has four pages, and its first step takes two more.
+
+    Another prompt needs three pages. Five are free, but it waits, because the loading request needs two of them.
+    """
     connector = hand_off(make_llm(page_size=4), PROMPTS[:3], PARAMS)
     connector.holds_back = True
     llm = make_llm(page_size=4, num_pages=10)
@@ -168,18 +174,18 @@ def test_the_lookahead_is_held_back_for_what_is_loading() -> None:
     assert len(other.output_token_ids) == len(loading.output_token_ids) == 8
 
 
-def test_what_has_come_is_found_by_later_prompts() -> None:
-    """Under the digest of this pair, once the step that switched it on has run."""
+def test_later_prompts_find_the_pages_of_a_hand_off() -> None:
+    """The pages are published after the first step of the loaded request, with the digests of this pair."""
     prompts = [PROMPTS[-1], PROMPTS[-1]]
-    connector = hand_off(make_llm(), prompts[:1], PARAMS)
+    connector = handed_off(PROMPTS[-1:])
     llm = make_llm()
     go_on(llm, prompts[:1], PARAMS, connector)
     again = llm.generate(prompts[:1], PARAMS)
     assert again[0].num_cached == 48
-    assert traces(again) == traces(make_llm().generate(prompts[:1], PARAMS))
+    assert traces(again) == traces(whole_run(PROMPTS[-1:]))
 
 
-def test_rows_past_the_committed_ones_do_not_travel() -> None:
+def test_rows_after_the_committed_rows_are_sent_as_zeros() -> None:
     llm = make_llm()
     llm.engine.runner.target_kv.keys.fill_(7.0)
     assert llm.engine.runner.draft_kv is not None
@@ -193,7 +199,7 @@ def test_rows_past_the_committed_ones_do_not_travel() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP], ids=str)
-def test_one_that_ends_with_its_first_token_ends_on_the_other_side(reason: FinishReason) -> None:
+def test_a_request_that_ends_with_its_first_token_ends_on_the_other_side(reason: FinishReason) -> None:
     prompts, params = PROMPTS[3:4], SamplingParams(max_new_tokens=1)
     wanted = make_llm().generate(prompts, params)
     if reason is FinishReason.STOP:
@@ -205,17 +211,17 @@ def test_one_that_ends_with_its_first_token_ends_on_the_other_side(reason: Finis
     assert wanted[0].finish_reason is reason
 
 
-def test_a_short_pool_preempts_what_is_loading_and_what_was_loaded() -> None:
-    """Six pages for four requests: texts and traces stay."""
-    wanted = make_llm(num_pages=200).generate(PROMPTS[3:8], PARAMS)
-    connector = hand_off(make_llm(), PROMPTS[3:8], PARAMS)
+def test_a_short_pool_preempts_loading_and_loaded_requests() -> None:
+    """Nine pages for four requests at a time: texts and traces stay the same."""
+    wanted = whole_run(PROMPTS[3:8])
+    connector = handed_off(PROMPTS[3:8])
     llm = make_llm(num_pages=10, scheduling="async")
     assert traces(go_on(llm, PROMPTS[3:8], PARAMS, connector)) == traces(wanted)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page at a time, each of which takes some looks to come, as copies of a GPU do."""
+    """Copy one page at a time, and let each copy be ready only after several checks, like copies on a GPU."""
     generator = random.Random(2)
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
     monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: generator.random() < 0.4))
@@ -223,18 +229,18 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_copies")
 @pytest.mark.parametrize("num_pages", [60, 10])
-def test_pages_that_move_piece_by_piece_are_all_there(num_pages: int) -> None:
-    """Also of requests that are preempted in between, which begin again, beside others that decode."""
-    wanted = make_llm().generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+def test_pages_that_move_piece_by_piece_all_arrive(num_pages: int) -> None:
+    """Other requests decode meanwhile. With few pages some requests are preempted halfway and start again."""
+    wanted = whole_run(PROMPTS)
+    connector = handed_off(PROMPTS)
     llm = make_llm(num_pages=num_pages, scheduling="async", max_num_requests=6)
     found = go_on(llm, PROMPTS, PARAMS, connector)
     assert traces(found) == traces(wanted)
     assert sum(output.num_loaded > 0 for output in found) > 5
 
 
-def test_pages_stay_until_the_other_side_has_them() -> None:
-    """The request has ended and its row is free; its pages are neither free nor handed out."""
+def test_pages_are_held_until_the_other_side_has_them() -> None:
+    """The request has ended and its row is free, but its pages are not."""
     connector = MemoryConnector(holds_saves=True)
     llm = make_llm(num_pages=8, max_num_requests=1)
     stream = llm.stream(
@@ -255,12 +261,12 @@ def test_pages_stay_until_the_other_side_has_them() -> None:
     llm.engine.step = watched  # type: ignore[method-assign]
     ended = [delta.index for delta in stream if delta.output is not None]
     assert ended == [0, 1, 2]
-    assert seen.count((2, 0)) > 8  # 33 and 48 tokens and a lookahead have all seven, and the third prompt waits
+    assert seen.count((2, 0)) > 8  # prompts of 33 and 48 tokens hold all seven pages, and the third prompt waits
     assert scheduler.pages.num_available == 7
 
 
-def test_leaving_early_gives_everything_back() -> None:
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+def test_closing_a_stream_early_releases_everything() -> None:
+    connector = handed_off(PROMPTS)
     connector.holds_back = True
     llm = make_llm(scheduling="async")
     stream = llm.stream(PROMPTS, PARAMS, handoffs=HandoffPlan(connector=connector, keys=keys_of(PROMPTS), timeout=0.3))
@@ -268,10 +274,11 @@ def test_leaving_early_gives_everything_back() -> None:
     stream.close()
     llm.engine.scheduler.check_integrity()
     assert not llm.engine.scheduler.has_work
-    assert traces(llm.generate(PROMPTS[:2], PARAMS)) == traces(make_llm().generate(PROMPTS[:2], PARAMS))
+    assert traces(llm.generate(PROMPTS[:2], PARAMS)) == traces(whole_run(PROMPTS[:2]))
 
 
-def test_keys_are_one_a_prompt() -> None:
+def test_the_number_of_keys_must_be_the_number_of_prompts() -> None:
     plan = HandoffPlan(connector=MemoryConnector(), keys=("a",))
-    with pytest.raises(Exception, match="1 keys of hand-offs for 2 prompts"):
+    with pytest.raises(UsageError) as caught:
         make_llm().generate(PROMPTS[:2], PARAMS, handoffs=plan)
+    assert {"1", "2"} <= set(re.findall(r"\d+", caught.value.message))

@@ -1,7 +1,7 @@
-"""Text and acceptance traces do not depend on how the engine runs: the cross product of its modes, in float64.
+"""Texts and acceptance traces are the same in every mode of the engine, tested on combinations of modes in float64.
 
-Continuous integration runs a pairwise selection: every pair of values of any two modes occurs, without those that lie
-between others. `-m slow` runs it all.
+By default a pairwise selection runs: every pair of values of any two modes occurs, except the values in BETWEEN.
+`-m slow` runs all combinations.
 """
 
 from functools import cache
@@ -21,19 +21,21 @@ MODES: dict[str, tuple[Any, ...]] = {
     "scheduling": ("sync", "async"),
     "prefix_cache": (True, False),
     "max_batched_tokens": (1, 4, 16, 17, 2048),
-    "pool": ("roomy", "short", "forced"),  # short makes requests wait; forced preempts the youngest every few steps
+    "pool": ("roomy", "short", "forced"),  # short: requests wait; forced: preempts the youngest every five steps
     "max_num_requests": (1, 2, 5, 16),
 }
 BETWEEN = {"max_batched_tokens": 4, "max_num_requests": 2}
-"""Values that a selection leaves out: of chunks within a page, and of fewer rows than prompts, there are others."""
+"""Values that the selection leaves out, since neighbouring values test the same cases."""
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
 SHORT, LONG = 12, 26
-"""New tokens a request: past a page bound, and past the next."""
+"""New tokens per request: across one page bound, and across two."""
+
+NEW_TOKENS = [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
 
 
 def pairwise() -> list[dict[str, Any]]:
-    """A selection of combinations in which every pair of values of two modes occurs, chosen greedily."""
+    """A greedy selection of combinations in which every pair of values of two modes occurs."""
     combos = [combo for combo in everything() if all(combo[mode] != value for mode, value in BETWEEN.items())]
     pairs = [pairs_of(combo) for combo in combos]
     missing = set().union(*pairs)
@@ -58,14 +60,14 @@ def name_of(combo: dict[str, Any]) -> str:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Seven lengths around page bounds; the last two begin alike."""
+    """Prompts of seven lengths around page bounds. The last two share a prefix."""
     chosen = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
     return [*chosen[:-1], chosen[-2][:32] + chosen[-1][:8]]
 
 
 @cache
 def expected(draft: str, num_draft_tokens: int, max_new_tokens: int) -> list[RequestOutput]:
-    """One by one, synchronous, nothing shared, nothing cut."""
+    """The outputs of a synchronous engine that runs one request at a time, without prefix cache or chunks."""
     llm = bundled_llm(
         bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
     )
@@ -100,11 +102,11 @@ def check(combo: dict[str, Any], max_new_tokens: int) -> None:
 
 
 def preempt_youngest(llm: LLM) -> None:
-    """What the scheduler does when pages run out: let everything in flight come in, then take the youngest out."""
+    """Preempt the youngest request, as the scheduler does when pages run out, after committing all steps in flight."""
     while llm.engine._in_flight:
         llm.engine._commit_oldest()
     running = llm.engine.scheduler._running
-    if running and running[-1].num_preemptions < 3:  # a request that is always taken out never ends
+    if running and running[-1].num_preemptions < 3:  # a request that is always preempted never ends
         llm.engine.scheduler._preempt(running[-1])
 
 
@@ -119,16 +121,19 @@ def test_everything(combo: dict[str, Any]) -> None:
     check(combo, LONG)
 
 
-def test_plain_decoding_is_the_text_of_all() -> None:
+def test_all_drafts_give_the_text_of_plain_decoding() -> None:
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(), SamplingParams(max_new_tokens=SHORT))
     for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
         texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]
 
 
-def test_sampled_text_does_not_depend_on_the_mode() -> None:
+@pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
+def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
-    params = [SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)]
+    params = [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)
+    ]
     wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts(), params)
     modes: list[dict[str, Any]] = [
         {"scheduling": "async", "max_num_requests": 5},
@@ -140,10 +145,11 @@ def test_sampled_text_does_not_depend_on_the_mode() -> None:
         assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
 
 
+@pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str) -> None:
+def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str, max_new_tokens: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
-    params = [SamplingParams(max_new_tokens=20, temperature=0.8, seed=seed) for seed in range(7)]
+    params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]
     alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
     llm = bundled_llm(
         draft, 7, dtype=torch.float64, draft_sampling=draft_sampling, max_num_requests=4, scheduling="async"

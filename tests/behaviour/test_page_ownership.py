@@ -1,4 +1,4 @@
-"""Every slot a step writes belongs to the request it is written for, alone."""
+"""Every slot that a step writes is in a page that only its request holds."""
 
 from functools import cache
 from typing import Any
@@ -40,9 +40,9 @@ def test_written_slots_are_owned_unshared_and_unpublished(
 
 
 def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Hold each step's slots against the books as they stand when it is queued; returns the slots checked.
+    """Check the slots of each step against the pages of its requests when it is queued. Returns the checked slots.
 
-    A page is published when the step that filled it is committed, and never written after.
+    A page is published when the step that filled it is committed, and is never written afterwards.
     """
     runner, scheduler = llm.engine.runner, llm.engine.scheduler
     submit, schedule = runner.submit, scheduler.schedule
@@ -51,10 +51,10 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     published: dict[int, bytes] = {}
 
     def watch(kind: type[PagedAttention] | type[RaggedAttention]) -> None:
-        place = kind.place
+        original = kind.place
 
         def watched(self: Any, layer: int) -> KVPlace | None:
-            found = place(self, layer)
+            found = original(self, layer)
             if found is not None:
                 written.extend(slot for slot in found.slots.tolist() if slot >= 0)
             return found
@@ -88,19 +88,25 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return checked
 
 
+@cache
+def plain_text(prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+    """The output tokens of plain decoding."""
+    return bundled_llm(None, 0).generate([prompt], SamplingParams(max_new_tokens=max_new_tokens))[0].token_ids
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 @pytest.mark.parametrize("stub", ["random", "alternating"])
-def test_text_does_not_depend_on_what_is_drafted(stub: str, num_draft_tokens: int) -> None:
-    """Drafts that are right now and then, in no pattern or in turns."""
+def test_text_does_not_depend_on_the_draft(stub: str, num_draft_tokens: int) -> None:
+    """The draft is right at some positions, in a random or an alternating pattern."""
     draft = bundled_draft_model()
     prompt = bundled_prompts()[2][:17]
     params = SamplingParams(max_new_tokens=40)
-    plain = bundled_llm(None, 0).generate([prompt], params)[0].token_ids
+    plain = plain_text(prompt, 40)
     sequence = prompt + plain + (0,) * 8
 
-    def script(place: int) -> int:
-        is_right = (place * 2654435761 >> 7) % 3 > 0 if stub == "random" else place % 2 == 0
-        return sequence[place] if is_right else 1
+    def script(position: int) -> int:
+        is_right = (position * 2654435761 >> 7) % 3 > 0 if stub == "random" else position % 2 == 0
+        return sequence[position] if is_right else 1
 
     output = bundled_llm(ScriptedDraft(draft, script), num_draft_tokens).generate([prompt], params)[0]
     assert output.token_ids == plain
@@ -109,7 +115,7 @@ def test_text_does_not_depend_on_what_is_drafted(stub: str, num_draft_tokens: in
 
 @cache
 def steps_of(**engine: Any) -> list[tuple[DraftStep, ...]]:
-    """What is drafted after four prompts, some of them longer than a page."""
+    """The verify steps of four prompts, some of them longer than a page."""
     prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 16, 33, 40), strict=False)]
     llm = bundled_llm(bundled_draft_model(dtype=torch.float64), 7, dtype=torch.float64, **engine)
     return [output.drafts for output in llm.generate(prompts, SamplingParams(max_new_tokens=14))]
@@ -117,5 +123,5 @@ def steps_of(**engine: Any) -> list[tuple[DraftStep, ...]]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 8, 15, 16, 17, pytest.param(4, marks=pytest.mark.slow)])
 def test_chunks_of_any_size_prefill_the_same(chunk: int) -> None:
-    """Page size, K and K + 1 among them."""
+    """The sizes include the page size, K and K + 1."""
     assert steps_of(max_batched_tokens=chunk, max_num_requests=2, scheduling="async") == steps_of()

@@ -1,4 +1,4 @@
-"""Payloads that stay on the device while they are handed off: as many at once as there is room, the others wait."""
+"""Payloads that stay on the device during a hand-off are limited by free memory. Other payloads wait."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ PARAMS = SamplingParams(max_new_tokens=16)
 
 @dataclass(slots=True)
 class SlowTaker(MemoryConnector):
-    """Takes what was saved in an order of its own, one each time that it is let; counts what is there at once."""
+    """Takes one saved payload per call of `take`, in the order of `wants`.
+
+    `most` is the largest number of bytes held at once, and `order` has the keys in the order of their saves.
+    """
 
     takes_device: bool = True
     holding: "dict[str, tuple[int, Future[None]]]" = field(default_factory=dict)
@@ -40,7 +43,7 @@ class SlowTaker(MemoryConnector):
         return future
 
     def take(self) -> None:
-        """Take the next, if it is there."""
+        """Take the next wanted payload, if it is saved."""
         if self.wants and self.wants[0] in self.holding:
             self.holding.pop(self.wants.pop(0))[1].set_result(None)
 
@@ -55,14 +58,14 @@ def make_llm(**engine: Any) -> LLM:
 def hand_off_slowly(
     llm: LLM, prompts: Sequence[Sequence[int]], every: int = 6, *, is_reversed: bool = False
 ) -> SlowTaker:
-    """Run prompts, of which the other side takes one each few steps, and asks for none before it has the one before."""
+    """Run prompts while the other side takes one payload every `every` steps, and wants one payload at a time."""
     keys = keys_of(prompts)
     connector, step, num_steps = SlowTaker(wants=list(reversed(keys) if is_reversed else keys)), llm.engine.step, 0
 
     def watched() -> Any:
         nonlocal num_steps
         num_steps += 1
-        assert num_steps < 400, "nothing goes on"
+        assert num_steps < 400, "no progress"
         if num_steps % every == 0:
             connector.take()
         llm.engine.scheduler.check_integrity()
@@ -83,10 +86,10 @@ def payload_bytes(llm: LLM, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize(("num_free", "expected"), [(0, 1), (2.5, 2), (100, 8)])
-def test_no_more_payloads_are_on_the_device_than_there_is_room(
+def test_payloads_on_the_device_stay_within_the_free_memory(
     num_free: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all of them come, whole; of those that are on the host there is no limit."""
+    """All of them arrive complete."""
     llm = make_llm()
     one = payload_bytes(llm, 40)
     free = num_free * one / payload_room.ROOM_SHARE
@@ -100,8 +103,8 @@ def test_no_more_payloads_are_on_the_device_than_there_is_room(
 
 
 @pytest.mark.parametrize("num_free", [0, 2.5])
-def test_the_other_side_may_ask_in_any_order(num_free: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it has not asked for have all the room; what it waits for goes beside them, one at a time."""
+def test_the_other_side_may_want_payloads_in_any_order(num_free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads that nobody wants yet use all the room. A wanted payload is sent in addition, one at a time."""
     llm = make_llm()
     one = payload_bytes(llm, 40)
     free = num_free * one / payload_room.ROOM_SHARE
@@ -111,15 +114,15 @@ def test_the_other_side_may_ask_in_any_order(num_free: float, monkeypatch: pytes
     assert connector.most == (1 + max(1, int(num_free))) * one
 
 
-def test_what_is_asked_for_first_never_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt ends after the short ones behind it, which have all the room; nobody takes those before it."""
+def test_a_wanted_payload_never_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt ends after shorter prompts, whose payloads use all the room and are taken only after its own."""
     monkeypatch.setattr(payload_room, "available_bytes", lambda: 0)
     long = [token for prompt in bundled_prompts()[8:14] for token in prompt][:200]
     connector = hand_off_slowly(make_llm(max_batched_tokens=48), [long, *PROMPTS[:3]])
     assert connector.order[:2] == ["00001", "00000"]
 
 
-def test_room_is_given_back_and_never_without_end() -> None:
+def test_room_is_given_back_and_can_be_unlimited() -> None:
     runner = make_llm().engine.runner
     requests = [Request(index=index, prompt_token_ids=(1,), params=PARAMS) for index in range(4)]
     one = PayloadRoom(runner, 0)
@@ -133,5 +136,5 @@ def test_room_is_given_back_and_never_without_end() -> None:
     one.give_back(requests[2])
     one.give_back(requests[3])
     assert one.take(requests[1], 10**6, wanted.__contains__)
-    endless = PayloadRoom.beside(runner, is_bounded=False)
-    assert all(endless.take(request, 10**6, wanted.__contains__) for request in requests)
+    unlimited = PayloadRoom.beside(runner, is_bounded=False)
+    assert all(unlimited.take(request, 10**6, wanted.__contains__) for request in requests)

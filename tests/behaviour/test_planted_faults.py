@@ -1,6 +1,6 @@
-"""The cases of `examples/plant_faults.py` can be planted, and its verdicts are what docs/faults.md says they are.
+"""Every case of `examples/plant_faults.py` can be planted, and verdicts follow docs/explanation/faults.md.
 
-The whole table takes minutes on a large machine; here a sample goes through the levels that run nothing.
+The whole table takes minutes on a large machine. These tests run a sample at the levels that do not run the draft.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Slots no request may read can hold anything: NaN in all of them changes neither text nor acceptance."""
+"""NaN in every slot that no request may read changes neither text nor acceptance."""
 
 import torch
 
@@ -24,7 +24,7 @@ def test_poisoned_slots_change_nothing() -> None:
 
 
 def test_poisoned_slots_change_nothing_when_widths_do() -> None:
-    """Slots that a wide step wrote and a narrow one did not are poison too."""
+    """Slots that an earlier wide step wrote and a narrow step does not write are also filled with NaN."""
     prompts = [prompt[:20] for prompt in bundled_prompts()[:3]]
     params = SamplingParams(max_new_tokens=30)
     plain = bundled_llm(None, 0, num_pages=20).generate(prompts, params)
@@ -40,7 +40,7 @@ def test_poisoned_slots_change_nothing_when_widths_do() -> None:
 
 
 def poison(llm: LLM, requests: list[Request]) -> None:
-    """Fill every slot but the true KV of running requests with NaN."""
+    """Fill every slot with NaN, except the true KV of running requests."""
     runner = llm.engine.runner
     is_free = torch.ones(runner.target_kv.keys.shape[1:3], dtype=torch.bool)
     for request in requests:

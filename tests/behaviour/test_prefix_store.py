@@ -1,4 +1,4 @@
-"""Prompts that one run has kept are the beginning of another's, and change nothing but what has to be run."""
+"""The prefix store: a later run loads the stored pages of its prompts, and gives the same outputs."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digests
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.handoffs import traces
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
@@ -31,13 +32,9 @@ def second_page(folder: Path, prompt: Sequence[int]) -> Path:
     return pair / digest[:2] / f"{digest}.safetensors"
 
 
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
-
-
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 20}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_later_run_begins_with_what_was_kept(tmp_path: Path, engine: dict[str, Any], temperature: float) -> None:
+def test_a_later_run_loads_the_stored_pages(tmp_path: Path, engine: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=4)
     wanted = make_llm(None, **engine).generate(PROMPTS, params)
     first = make_llm(tmp_path, **engine).generate(PROMPTS, params)
@@ -48,8 +45,8 @@ def test_a_later_run_begins_with_what_was_kept(tmp_path: Path, engine: dict[str,
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1 + 1 + 2 + 3 + 3
 
 
-def test_a_longer_prompt_begins_with_a_shorter_one(tmp_path: Path) -> None:
-    """Also one that is known in part by the cache of the run itself: then only a store that has more is asked."""
+def test_a_longer_prompt_loads_the_pages_of_its_prefix(tmp_path: Path) -> None:
+    """If the run's own prefix cache has some of the pages, only the other pages are loaded."""
     whole = max(bundled_prompts(), key=len)[:90]
     wanted = make_llm(None).generate([whole], PARAMS)
     make_llm(tmp_path).generate([whole[:50]], PARAMS)
@@ -64,8 +61,10 @@ def test_a_longer_prompt_begins_with_a_shorter_one(tmp_path: Path) -> None:
     other.engine.scheduler.check_integrity()
 
 
-def test_what_is_not_taken_before_its_request_ends_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages leave one at a time, four together, and late: of six pages four are right, and of the beginning."""
+def test_pages_not_copied_before_their_request_ends_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are copied late, in pieces of one page, four pieces at a time. Of six pages the first four are stored."""
     looks = count()
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
     monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: next(looks) > 100))
@@ -84,8 +83,8 @@ def test_another_pair_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
-def test_a_page_that_is_harmed_is_run_again(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The pages before it are taken, and it is written anew."""
+def test_a_damaged_page_is_computed_again(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The pages before it are loaded, and the damaged page is written again."""
     wanted = make_llm(None).generate(PROMPTS[-1:], PARAMS)
     make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)
     page = second_page(tmp_path, PROMPTS[-1])
@@ -102,20 +101,22 @@ def test_a_page_that_is_harmed_is_run_again(tmp_path: Path, harm: str, caplog: p
     assert make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)[0].num_loaded == 48
 
 
-def test_a_store_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = make_llm(tmp_path / "store")
-    (tmp_path / "store").write_text("no folder")
+    (tmp_path / "store").write_text("a file")
     with caplog.at_level(logging.WARNING):
         outputs = llm.generate(PROMPTS, PARAMS)
     assert traces(outputs) == traces(make_llm(None).generate(PROMPTS, PARAMS))
-    assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith(f"prompts are not kept: {tmp_path}/store/")
-    with pytest.raises(UsageError, match="is a file, expected a folder"):
+    (record,) = caplog.records
+    assert f"{tmp_path}/store/" in record.getMessage()
+    with pytest.raises(UsageError) as caught:
         make_llm(tmp_path / "store")
+    assert str(tmp_path / "store") in caught.value.message
 
 
-def test_without_a_prefix_cache_there_is_no_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_prefix_cache_nothing_is_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         make_llm(tmp_path, prefix_cache=False).generate(PROMPTS[:2], PARAMS)
     assert not list(tmp_path.iterdir())
-    assert "because of a prefix cache that is off" in caplog.text
+    (record,) = caplog.records
+    assert str(tmp_path) in record.getMessage()

@@ -1,6 +1,7 @@
-"""Prompts of one step in one forward: the same text and drafts as one by one, and results as early as they can be."""
+"""All prompts of a step run in one forward, with the outputs of separate runs, and without delaying other results."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ PROMPTS = random_prompts(LENGTHS, 97)
 
 
 class Watched:
-    """A target that notes how many rows each of its forwards has."""
+    """A target that records the number of rows of each forward."""
 
     def __init__(self, target: Target) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
@@ -65,6 +66,12 @@ def traces(requests: Sequence[Request]) -> list[Any]:
 
 
 def one_by_one(prompts: Sequence[Sequence[int]], **params: Any) -> list[Any]:
+    """The traces of these prompts on an engine that runs one request at a time. Computed once per process."""
+    return _one_by_one(tuple(tuple(prompt) for prompt in prompts), **params)
+
+
+@cache
+def _one_by_one(prompts: tuple[tuple[int, ...], ...], **params: Any) -> list[Any]:
     llm, _ = make_llm(max_num_requests=1)
     requests = add(llm, prompts, **params)
     finish(llm)
@@ -74,7 +81,7 @@ def one_by_one(prompts: Sequence[Sequence[int]], **params: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}], ids=str
 )
-def test_prompts_of_one_step_are_one_forward_and_give_what_each_gives_alone(sampling: dict[str, Any]) -> None:
+def test_prompts_of_one_step_share_a_forward_and_give_the_output_of_each_alone(sampling: dict[str, Any]) -> None:
     llm, watched = make_llm()
     requests = add(llm, PROMPTS, max_new_tokens=8, **sampling)
     llm.engine.step()
@@ -102,7 +109,7 @@ def test_greedy_sampled_and_ending_prompts_share_a_forward() -> None:
 
 @pytest.mark.parametrize("rows", [7, 50])
 def test_chunks_of_several_prompts_share_forwards(rows: int) -> None:
-    """Some end in a step, some begin in it, some do both."""
+    """Some prompts end in a step, some begin in it, and some do both."""
     llm, watched = make_llm(max_batched_tokens=rows, scheduling="async")
     requests = add(llm, PROMPTS, max_new_tokens=6)
     finish(llm)
@@ -127,7 +134,7 @@ def test_hits_and_misses_share_a_forward() -> None:
 
 @pytest.mark.parametrize(("prefix_cache", "num_rows"), [(False, 16), (True, 0)])
 def test_resumed_and_new_prompts_share_a_forward(num_rows: int, *, prefix_cache: bool) -> None:
-    """With the cache every row of the resumed request is found: its chunk is empty, and only switches it on."""
+    """With the prefix cache the resumed request finds all its rows, so its chunk is empty and only switches it on."""
     llm, watched = make_llm(prefix_cache=prefix_cache)
     prompts = [PROMPTS[2], PROMPTS[5]]
     (old,) = add(llm, prompts[:1], max_new_tokens=12)
@@ -153,8 +160,8 @@ def test_a_short_prompt_ends_while_a_long_one_is_prefilled() -> None:
     assert traces(requests) == one_by_one(prompts, max_new_tokens=8)
 
 
-def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronous, and long prompts in every step: what was decoded before them is committed while they run."""
+def test_decoded_tokens_do_not_wait_for_a_long_prompt_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the asynchronous engine, tokens of a step are committed while the next step runs a long prompt."""
     monkeypatch.setattr(engine, "LONG_ROWS", 1)
     llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
     (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
@@ -167,17 +174,17 @@ def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them(monkeypatch: pyt
         (committed,) = llm.engine.step()
         assert committed.request is decoding
         assert len(decoding.output_token_ids) > num_tokens
-        assert decoding.num_in_flight == 1  # the one that runs beside the prompt
+        assert decoding.num_in_flight == 1  # the step that also runs the prompt
         assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True]
 
 
-def test_a_request_that_has_ended_takes_part_in_one_long_step_or_two_short_ones(
+def test_an_ended_request_runs_in_one_more_long_step_or_two_more_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody knows that a stop token has come while steps are queued, and behind a long one there is no other."""
+    """The host learns of a stop token only after it queued later steps. After a long step it queues no other step."""
     (text, _), *_ = one_by_one(PROMPTS[:1], max_new_tokens=40)
-    place = next(index for index in range(20, 40) if text[index] not in text[:index])
-    params: dict[str, Any] = {"max_new_tokens": 40, "stop_token_ids": (text[place],)}
+    stop = next(token for index, token in enumerate(text) if index >= 20 and token not in text[:index])
+    params: dict[str, Any] = {"max_new_tokens": 40, "stop_token_ids": (stop,)}
     num_forwards = []
     for long_rows in (8, 9):  # a block has 8
         monkeypatch.setattr(engine, "LONG_ROWS", long_rows)
@@ -189,7 +196,7 @@ def test_a_request_that_has_ended_takes_part_in_one_long_step_or_two_short_ones(
     assert num_forwards == [1, 2]
 
 
-def test_short_prompts_leave_as_many_steps_queued() -> None:
+def test_steps_with_short_prompts_do_not_reduce_the_queue() -> None:
     llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
     (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
     while not decoding.output_token_ids:
@@ -200,8 +207,8 @@ def test_short_prompts_leave_as_many_steps_queued() -> None:
     assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True, True]
 
 
-def test_requests_that_decode_and_prompts_share_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's weights are read once; rows of blocks come first, and both kinds of results together."""
+def test_decoding_requests_and_prompts_share_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward reads the target's weights once. Rows of blocks come first, and all results arrive together."""
     sent: list[tuple[list[int], int]] = []
     llm, watched = make_llm()
     send = PendingForward.send
@@ -221,8 +228,8 @@ def test_requests_that_decode_and_prompts_share_a_forward(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("max_batched_tokens", [1, 7, 24, 40])
-def test_rows_of_blocks_count_among_those_of_a_step(max_batched_tokens: int) -> None:
-    """A quarter is left to prompts however many decode."""
+def test_rows_of_blocks_count_towards_the_rows_of_a_step(max_batched_tokens: int) -> None:
+    """A quarter of the rows is left to prompts, however many requests decode."""
     llm, watched = make_llm(max_batched_tokens=max_batched_tokens)
     decoding = add(llm, PROMPTS[:2], max_new_tokens=60)
     while not all(request.output_token_ids for request in decoding):
@@ -239,7 +246,7 @@ def test_rows_of_blocks_count_among_those_of_a_step(max_batched_tokens: int) -> 
 
 
 class Counting(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Records every torch operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -251,7 +258,7 @@ class Counting(TorchDispatchMode):
 
 
 class Silent(Watched):
-    """A target without layers, since the reference attends prompt by prompt."""
+    """A target without layers, since the reference attention runs one call per prompt."""
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
@@ -260,7 +267,7 @@ class Silent(Watched):
 
 
 def calls_of(num_prompts: int, *, resumed: bool) -> list[str]:
-    """What the device is asked for in the step that admits and prefills so many prompts."""
+    """The torch operations of a step that admits and prefills `num_prompts` prompts."""
     llm = random_llm(Silent(random_target()), None, 0, max_num_requests=8, prefix_cache=False)
     requests = add(llm, PROMPTS[2 : 2 + num_prompts], max_new_tokens=9)
     if resumed:
@@ -277,6 +284,6 @@ def calls_of(num_prompts: int, *, resumed: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_the_device_is_asked_as_often_however_many_prompts_come(*, resumed: bool) -> None:
+def test_the_number_of_operations_does_not_depend_on_the_number_of_prompts(*, resumed: bool) -> None:
     few, many = calls_of(2, resumed=resumed), calls_of(4, resumed=resumed)
     assert many == few

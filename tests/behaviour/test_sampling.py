@@ -1,12 +1,11 @@
-"""Sampled output: the same text with and without speculation, and the right distribution."""
-
-import math
+"""Sampled texts are the same with and without speculation, and have the right distribution."""
 
 import pytest
 import torch
 
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.pairs import (
     bundled_draft_model,
     bundled_llm,
@@ -31,7 +30,7 @@ SAMPLINGS = [
     ids=str,
 )
 def test_speculation_does_not_change_sampled_text(sampling: dict[str, float]) -> None:
-    """Every draw is keyed by seed and position, so the tokens do not depend on how many a step verifies."""
+    """Random numbers depend on seed and position, so the tokens do not depend on how many rows a step verifies."""
     prompts = [prompt[:24] for prompt in bundled_prompts()[:4]]
     params = [SamplingParams(max_new_tokens=14, seed=seed, **sampling) for seed in range(4)]  # type: ignore[arg-type]
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
@@ -51,9 +50,9 @@ def test_seeds_give_different_texts() -> None:
 
 
 def test_joint_distribution_of_the_first_two_tokens() -> None:
-    """2,000 speculative samples against enumeration, on a vocabulary of 8, with a draft that is a model.
+    """2,000 speculative samples have the enumerated distribution, on a vocabulary of 8, with a model as draft.
 
-    Chi-square stays below its 0.999 quantile. `test_distribution.py` has the statistic's power, and 200,000 samples.
+    Chi-square stays below its 0.999 quantile. `test_distribution.py` tests the statistic's power, and 200,000 samples.
     """
     target = random_target(torch.float64, vocab_size=8, num_layers=3)
     draft = random_draft(target, torch.float64, block_size=4, target_layer_ids=(0, 1))
@@ -73,23 +72,10 @@ def test_joint_distribution_of_the_first_two_tokens() -> None:
         for after in range(8):
             expected[after] += first[token] * second[after] * next_token_law(target, [*prompt, token, after], 1.5)
     expected *= num_samples
-    assert chi_square(observed, expected) < chi_square_quantile(int(expected.ge(5).sum()), 3.09)
+    statistic, degrees = chi_square(observed, expected)
+    assert statistic < chi_square_quantile(degrees, 3.09)
 
 
 def next_token_law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
     """[V] probabilities of the token after `tokens`."""
     return (target_logits(target, tokens)[-1] / temperature).softmax(-1)
-
-
-def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's statistic over cells expected at least five times, the rest pooled into one."""
-    common = expected >= 5
-    statistic = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
-    rest = expected[~common].sum().item()
-    return float(statistic + ((observed[~common].sum().item() - rest) ** 2 / rest if rest > 0 else 0))
-
-
-def chi_square_quantile(degrees: int, normal_quantile: float) -> float:
-    """Wilson and Hilferty's approximation."""
-    term = 2 / (9 * degrees)
-    return degrees * (1 - term + normal_quantile * math.sqrt(term)) ** 3

@@ -1,4 +1,4 @@
-"""A random walk through the engine with a pool far too small, and with accidents; its books are checked all the way."""
+"""A random walk through the engine with too few pages and random failures. Its state is checked after every step."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ NUM_PAGES = 1 + 18
 
 
 class Accidents:
-    """A target whose forward fails now and then: before it has written anything, or after, and in several ways."""
+    """A target with random failures of its forward: before or after it writes, with different exceptions."""
 
     def __init__(self, target: Target, generator: random.Random, share: float) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
@@ -32,11 +32,11 @@ class Accidents:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        place = self._generator.random()
-        if place < self._share / 2:
+        draw = self._generator.random()
+        if draw < self._share / 2:
             self._fail()
         result = self._target(token_ids, positions, attend, taps, wanted)
-        if place > 1 - self._share / 2:
+        if draw > 1 - self._share / 2:
             self._fail()
         return result
 
@@ -46,7 +46,7 @@ class Accidents:
 
 
 def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
-    """Run requests that arrive at random, some of which are dropped again; returns what happened on the way."""
+    """Run requests that arrive at random steps, and abort some of them. Returns counts of what happened."""
     generator = random.Random(seed)
     target = random_target(torch.float64, num_layers=2, max_position_embeddings=96)
     draft = random_draft(target, torch.float64, target_layer_ids=(0,), num_layers=1)
@@ -66,7 +66,7 @@ def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
             if arrivals:
                 llm.engine.add(arrivals.pop(0))
         if generator.random() < 0.3:
-            scheduler.room.share = 0.0  # admit more than fits, so that some are preempted
+            scheduler.room.share = 0.0  # admits too many requests, so that some are preempted
         if generator.random() < 0.02 and scheduler.live:
             victim = generator.choice(scheduler.live)
             llm.engine.abort([victim])
@@ -81,7 +81,7 @@ def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
         if seen["steps"] % 10 == 0:
             seen["pages checked"] += check_published(llm, publications, digests)
     assert all(request.is_finished != (request in dropped) for request in requests)
-    failed = {request for request in requests if request.error is not None}  # alone, and again
+    failed = {request for request in requests if request.error is not None}  # failed alone, and again
     assert scheduler.pages.num_available == NUM_PAGES - 1
     seen |= {
         "hits": sum(request.num_cached > 0 for request in requests),
@@ -100,12 +100,12 @@ def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def full_load_soon_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that most of the walk is crowded."""
+    """Restore the full load a few steps after a failure, so that most steps of the walk have many requests."""
     monkeypatch.setattr(engine, "NUM_GOOD_STEPS", 8)
 
 
 def random_request(index: int, generator: random.Random) -> Request:
-    """A prompt that begins with one of a few prefixes, with limits and stops of its own."""
+    """A request with one of a few prompt prefixes, and random limits and stop tokens."""
     prefixes = [[7] * 8, [7] * 16, [3, 1, 4, 1, 5, 9, 2, 6] * 3, []]
     tail = [generator.randrange(97) for _ in range(generator.randint(1, 30))]
     params = SamplingParams(
@@ -118,7 +118,7 @@ def random_request(index: int, generator: random.Random) -> Request:
 
 
 def compare(requests: list[Request], unfinished: set[Request], unlimited: LLM) -> None:
-    """Text and traces are those of an engine with room for everything; of an unfinished request, their beginning."""
+    """Compare texts and traces with an engine that has enough pages. Unfinished requests have a prefix of them."""
     outputs = unlimited.generate(
         [request.prompt_token_ids for request in requests], [request.params for request in requests]
     )
@@ -131,7 +131,7 @@ def compare(requests: list[Request], unfinished: set[Request], unlimited: LLM) -
 
 
 def count_publications(llm: LLM) -> dict[int, int]:
-    """How often each page was published: one that was evicted and filled again with the same text is another page."""
+    """Count the publications of each page, to tell apart two fillings of a page with the same text."""
     counts: dict[int, int] = {}
     publish = llm.engine.scheduler.pages.publish
 
@@ -144,7 +144,7 @@ def count_publications(llm: LLM) -> dict[int, int]:
 
 
 def check_published(llm: LLM, publications: dict[int, int], digests: dict[tuple[int, int], bytes]) -> int:
-    """Published pages hold what they held, in target and draft tensors, bit for bit; how many were looked at."""
+    """Check that published pages are bitwise unchanged in target and draft tensors. Returns the number of pages."""
     runner: Any = llm.engine.runner
     tensors = [kv.pages for kv in (runner.target_kv, runner.draft_kv)]
     pages = list(llm.engine.scheduler.cache._digests)

@@ -1,4 +1,4 @@
-"""A hosted target whose weights lie on several devices says the same as where they lie on one."""
+"""A hosted target spread over several devices generates the same text as on one device."""
 
 import json
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from dflash_runtime.models import hosted
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.hosted_models import make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
+from dflash_testing.refusals import refuses
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -30,7 +31,7 @@ READ_IN_STEPS = {
     "head": ("model.embed_tokens", "lm_head", "model.norm"),
     "all": MODULES,
 }
-"""What lies on the disk and is read while it is used: accelerate moves rows and weights for it as it does for a GPU."""
+"""Modules on disk, which are read in each forward. accelerate moves rows and weights for them as for a GPU."""
 
 
 def write_map(path: Path, on_disk: tuple[str, ...] = (), **changes: Any) -> str:
@@ -42,7 +43,7 @@ def write_map(path: Path, on_disk: tuple[str, ...] = (), **changes: Any) -> str:
 @needs_accelerate
 @pytest.mark.parametrize("on_disk", READ_IN_STEPS)
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama"])
-def test_a_spread_target_says_what_transformers_says(kind: str, on_disk: str, tmp_path: Path) -> None:
+def test_a_spread_target_generates_transformers_text(kind: str, on_disk: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     config = EngineConfig(
         device="cpu", device_map=write_map(tmp_path, READ_IN_STEPS[on_disk]), max_model_len=64, max_num_requests=4
@@ -67,8 +68,8 @@ def test_a_map_that_is_a_word(device_map: str, tmp_path: Path) -> None:
     assert list(output.token_ids) == plain_text(model, prompt, 12)
 
 
-def test_attention_of_layers_elsewhere_is_where_the_pages_are() -> None:
-    """Rows go to the device of the pages, here one that computes nothing, and what comes back to where they were."""
+def test_attention_runs_on_the_device_of_the_pages() -> None:
+    """Rows move to the device of the pages (here `meta`), and attended rows move back to the layer's device."""
     seen: list[str] = []
 
     class Attend:
@@ -88,8 +89,9 @@ def test_a_module_without_a_device_is_named(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     devices = {name: "disk" if "layers" in name else "cpu" for name in MODULES if name != "model.layers.2"}
     (tmp_path / "map.json").write_text(json.dumps(devices))
-    with pytest.raises(UsageError, match=r"--device-map: .*model.layers.2"):
+    with refuses(UsageError, "device-map", field="--device-map", found=devices) as refused:
         load_pair(open_target(tmp_path), None, EngineConfig(device="cpu", device_map=str(tmp_path / "map.json")))
+    assert "model.layers.2" in refused.value.message
 
 
 @needs_accelerate
@@ -102,32 +104,37 @@ class TestMap:
 
     @pytest.mark.parametrize("value", [None, [0], "gpu0", True])
     def test_another_value_is_named(self, value: object, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"'lm_head': found .*, expected .*cpu"):
+        with pytest.raises(UsageError) as refused:
             resolve_spread(write_map(tmp_path, lm_head=value))
+        assert all(named in refused.value.message for named in ("lm_head", repr(value), "cpu"))
 
-    def test_a_word_that_is_no_device_is_named(self) -> None:
-        with pytest.raises(UsageError, match="--device-map gpus: found 'gpus', expected auto, a JSON file, cpu"):
+    def test_an_unknown_word_is_named(self) -> None:
+        with pytest.raises(UsageError) as refused:
             resolve_spread("gpus")
+        assert all(named in refused.value.message for named in ("--device-map", "'gpus'", "cpu"))
 
-    def test_a_file_that_is_not_there(self) -> None:
-        with pytest.raises(CheckpointNotFound, match=r"--device-map none\.json: no such file"):
+    def test_a_missing_file_is_named(self) -> None:
+        with pytest.raises(CheckpointNotFound) as refused:
             resolve_spread("none.json")
+        assert all(named in refused.value.message for named in ("--device-map", "none.json"))
 
 
-def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_accelerate_the_hint_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spreading, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="--device-map needs accelerate, which is not installed") as refused:
+    with pytest.raises(UnsupportedError) as refused:
         resolve_spread("auto")
+    assert all(named in refused.value.message for named in ("--device-map", "accelerate"))
     assert refused.value.hint == "pip install 'dflash-cli[big]'"
 
 
-def test_the_native_runtime_spreads_nothing() -> None:
-    with pytest.raises(UsageError, match="a device map is for targets that transformers runs"):
+def test_the_native_runtime_refuses_a_device_map() -> None:
+    assert EngineConfig(target_runtime="native").wanted_runtime == "native"
+    with pytest.raises(UsageError):
         EngineConfig(device_map="auto", target_runtime="native")
     assert EngineConfig(device_map="auto").wanted_runtime == "transformers"
 
 
-def test_each_device_takes_what_is_free_beside_steps_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_takes_its_free_memory_less_steps_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (70, 100) if number < 2 else (5, 100))
     monkeypatch.setattr(spreading, "available_bytes", lambda: 1000)

@@ -1,9 +1,10 @@
-"""Targets of every family that has published drafts: read, described, checked against, served; run or refused by name.
+"""Targets of every family with published drafts: they are read, described, validated and served; run or refused.
 
-The configs in tests/data/targets are written by tests/golden/target_configs.py.
+tests/golden/target_configs.py writes the configs in tests/data/targets.
 """
 
 import json
+import re
 import runpy
 from contextlib import suppress
 from functools import cache
@@ -15,24 +16,27 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_target, read_target
 from dflash_cli.checkpoints.target_words import layers_in_words, ropes_in_words
+from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint.hf_config import read_target_facts
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.config import TargetConfig, TargetFacts
-from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.target import TargetRuntime, target_families
+from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig
+from dflash_runtime.models.target import TargetRuntime, load_target, target_families
 from dflash_testing import checkpoints as support
+from dflash_testing.pairs import placement
 from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import read_table
+from dflash_testing.refusals import refuses
 
 FOLDER = ROOT / "tests" / "data" / "targets"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TRUE_WARNINGS = {"P10", "P17", "S30"}
-"""Rules that rightly speak of some targets: of a scaled embedding, of what is not run here, of a state."""
+"""Rules that are right about some targets: a scaled embedding, a target that does not run here, a recurrent state."""
 
 TAPPED_BY_SGLANG = {
     "gemma4", "glm5_next", "kimi_k3", "laguna", "lfm2", "llama", "muse_glimmer", "muse_spark", "qwen3_5", "qwen3_5_moe"
 }  # fmt: skip
-"""Some of the targets that SGLang 0.5.23 hands out the layers of, most by the name of their multimodal model."""
+"""Some targets with taps in SGLang 0.5.23, most of them under the name of their multimodal model."""
 
 
 @cache
@@ -42,7 +46,7 @@ def facts_of(name: str) -> TargetFacts:
 
 
 def make_pair(home: Path, name: str, **changes: Any) -> tuple[Path, Path]:
-    """A draft with taps on layers of every depth, and the target as far as a draft borrows from it."""
+    """Write a draft with taps at every depth, and the target's config with the weights that a draft shares."""
     facts = facts_of(name)
     home.mkdir(exist_ok=True)
     last = facts.num_layers - 2
@@ -69,7 +73,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def of_each_kind() -> list[str]:
-    """One target for each kind of layer there is."""
+    """Return one target for each kind of layer."""
     found: dict[str, str] = {}
     for name in NAMES:
         found = dict.fromkeys(facts_of(name).layer_kinds, name) | found
@@ -88,7 +92,7 @@ def test_every_layer_has_a_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pair_is_checked_without_a_false_word(name: str, tmp_path: Path) -> None:
+def test_a_sound_pair_has_no_false_findings(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
     described = support.invoke("inspect", target)
     assert described.code == 0, described.err
@@ -102,16 +106,20 @@ def test_a_pair_is_checked_without_a_false_word(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    """A target of a family that is run here goes on to its weights, of which these have few."""
+    """A native family accepts the config and then refuses the weights, because these checkpoints have only few."""
     draft, target = make_pair(tmp_path, name)
-    facts = open_target(target).facts
-    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
-    if isinstance(facts, TargetConfig) and facts.model_type in target_families():
-        reason = "missing" if facts.quantization is None else "quantised weights"
-        assert (outcome.code, reason in outcome.err) == (3 if facts.quantization is None else 5, True), outcome.err
+    source = open_target(target)
+    with pytest.raises(DFlashError) as refused:
+        load_target(source, placement(), "native")
+    kind, is_native = source.facts.model_type, source.facts.model_type in target_families()
+    if is_native and isinstance(source.facts, TargetConfig):
+        assert refused.value.id == ("tensor-mismatch" if source.facts.quantization is None else "quantised-weights")
     else:
-        assert outcome.code == 5
-        assert f"this runtime does not run {facts.model_type} targets" in outcome.err
+        assert refused.value.id == ("target-not-run" if is_native else "target-without-native-family")
+        assert refused.value.found == kind
+    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
+    assert outcome.code == refused.value.exit_code
+    assert refused.value.message in outcome.err
 
 
 @pytest.mark.parametrize("name", of_each_kind())
@@ -123,30 +131,32 @@ def test_a_tap_past_the_last_layer_is_an_error(name: str, tmp_path: Path) -> Non
         num_target_layers=None,
         dflash_config={"mask_token_id": 127, "target_layer_ids": [1, 2, 3, depth]},
     )
-    outcome = support.invoke("validate", draft, "--target", target)
+    outcome = support.invoke("validate", draft, "--target", target, "--json")
     assert outcome.code == 3
-    assert f"names layer {depth} (counted from 0), the target has layers 0..{depth - 1}" in outcome.out
+    (finding,) = [item for item in json.loads(outcome.out)["findings"] if item["severity"] == "error"]
+    assert finding["location"].endswith("target_layer_ids")
+    assert {str(depth), str(depth - 1)} <= set(re.findall(r"\d+", finding["message"]))
 
 
 @pytest.mark.parametrize("name", of_each_kind())
 def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
-    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--verifier", "a/b")
+    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
     assert support.invoke(*request).code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == config_of(name)["architectures"]
 
 
 @pytest.mark.parametrize("name", of_each_kind())
-def test_the_reference_is_not_trusted_with_a_state(name: str, tmp_path: Path) -> None:
+def test_the_reference_code_is_not_recommended_for_a_recurrent_state(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
     outcome = support.invoke("validate", draft, "--target", target, "--engine", "transformers")
     assert ("S30" in outcome.out) == bool(set(STATE_KINDS) & set(facts_of(name).layer_kinds))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sglang_is_asked_by_the_names_it_knows(name: str, tmp_path: Path) -> None:
-    """A wrapper's name serves as well as its decoder's, and a packed target is seen wherever that is stated."""
+def test_sglang_knows_a_target_by_its_wrapper_or_its_decoder(name: str, tmp_path: Path) -> None:
+    """Rules find a wrapper's name or its decoder's, and find a quantised target whichever config states it."""
     draft, target = make_pair(tmp_path, name)
     outcome = support.invoke("validate", draft, "--target", target, "--engine", "sglang", "--json")
     found = {item["id"] for item in json.loads(outcome.out)["findings"]}
@@ -154,7 +164,7 @@ def test_sglang_is_asked_by_the_names_it_knows(name: str, tmp_path: Path) -> Non
     assert not ("P07" in found and name.removeprefix("by_hand_") in TAPPED_BY_SGLANG)
 
 
-def test_a_kind_and_a_family_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_layer_in_an_unknown_family(tmp_path: Path) -> None:
     target = support.make_target(
         tmp_path / "target", model_type="mystery", layer_types=["wavelet", "full_attention"] * 2
     )
@@ -165,28 +175,26 @@ def test_a_kind_and_a_family_that_nobody_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "words"),
+    ("name", "change", "field", "found"),
     [
-        (
-            "qwen3_next",
-            {"layer_types": ["full_attention"]},
-            "found '1 names', expected a list of 48 names",
-        ),
-        ("qwen3_next", {"layer_types": [1] * 48}, "layer_types: found"),
-        ("qwen3_next", {"num_hidden_layers": 2**53}, "expected 1 to 10000 layers"),
-        ("qwen3_next", {"hidden_size": "64"}, "hidden_size: found '64', expected an integer"),
-        ("qwen3_next", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers: missing"),
-        ("by_hand_nemotron_h", {"hybrid_override_pattern": "M*"}, "expected 12 letters"),
-        ("by_hand_mimo_v2", {"hybrid_layer_pattern": [0, 1]}, "expected a list of 12 values"),
-        ("by_hand_internvl", {"llm_config": "qwen3"}, "llm_config: found 'qwen3', expected an object"),
+        ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types", "1 names"),
+        ("qwen3_next", {"layer_types": [1] * 48}, "layer_types", [1] * 48),
+        ("qwen3_next", {"num_hidden_layers": 2**53}, "num_hidden_layers", 2**53),
+        ("qwen3_next", {"hidden_size": "64"}, "hidden_size", "64"),
+        ("qwen3_next", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers", MISSING),
+        ("by_hand_nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern", "M*"),
+        ("by_hand_mimo_v2", {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern", "2 values"),
+        ("by_hand_internvl", {"llm_config": "qwen3"}, "llm_config", "qwen3"),
     ],
 )
-def test_what_is_malformed_is_told(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_malformed_key_is_named(name: str, change: dict[str, Any], field: str, found: object, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
     support.write_config(target, {**config_of(name), **change})
+    with refuses(InvalidConfig, field=field, found=found, path=target / "config.json") as refused:
+        open_target(target)
     outcome = support.invoke("validate", draft, "--target", target)
     assert outcome.code == 3, outcome.out
-    assert words in outcome.err
+    assert refused.value.message in outcome.err
 
 
 ROPES = {"full_attention": {"rope_theta": 1}}
@@ -195,8 +203,8 @@ UNSTATED = ("num_layers", "layer_types", "no_rope_layers", "rope_parameters", "q
 
 
 @pytest.mark.parametrize("name", of_each_kind())
-def test_junk_under_any_key_is_read_or_told(name: str) -> None:
-    """Any value under any key of the model or its decoder, and under keys that it does not state."""
+def test_junk_under_any_key_is_read_or_refused(name: str) -> None:
+    """Any value under any key of the model or its decoder, and under some missing keys, crashes nothing."""
     config = config_of(name)
     for home in ("", *(key for key, value in config.items() if isinstance(value, dict))):
         inner = config[home] if home else config
@@ -244,7 +252,7 @@ def test_junk_under_any_key_is_read_or_told(name: str) -> None:
         ("laguna", ["layers      40 layers: 30 sliding (window 512), 10 full, every 4th from layer 0 on"]),
     ],
 )
-def test_inspect_says_what_it_is_made_of(name: str, lines: list[str], tmp_path: Path) -> None:
+def test_inspect_prints_the_facts_of_a_target(name: str, lines: list[str], tmp_path: Path) -> None:
     _, target = make_pair(tmp_path, name)
     printed = support.invoke("inspect", target).out.splitlines()
     for line in lines:
@@ -263,19 +271,19 @@ def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
     assert not any("windows" in line or "layer kinds" in line for line in lines)
 
 
-def test_the_page_is_what_the_script_prints() -> None:
-    """docs/targets.md is what `python scripts/target_table.py` prints, and says of every runtime how it is tried."""
+def test_the_page_equals_the_output_of_the_script() -> None:
+    """`python scripts/target_table.py` prints docs/reference/targets.md, which names a test for every target."""
     script = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))
     assert set(script["TRIED"]) == set(get_args(TargetRuntime))
     assert {pair.target for pair in read_table()} <= set(NAMES)
     if pytest.importorskip("transformers").__version__ == "5.23.0":
         page = script["render"]()
-        assert page == (ROOT / "docs" / "targets.md").read_text()
+        assert page == documentation.text("targets")
         assert "| none |\n" not in page, "a config that no test runs a model of"
 
 
 @pytest.mark.slow
-def test_the_configs_are_what_the_script_writes() -> None:
+def test_the_configs_equal_the_output_of_the_script() -> None:
     transformers = pytest.importorskip("transformers")
     if transformers.__version__ != "5.23.0":
         pytest.skip("written with transformers 5.23.0")
@@ -284,8 +292,8 @@ def test_the_configs_are_what_the_script_writes() -> None:
     assert {name: config_of(name) for name in NAMES} == configs
 
 
-def test_what_is_not_stated_is_not_made_up(tmp_path: Path) -> None:
-    """A window that no key says the layers of leaves their kinds open."""
+def test_kinds_of_layers_are_not_guessed(tmp_path: Path) -> None:
+    """A window without a key for its layers leaves the kinds of the layers unknown."""
     path = support.make_target(tmp_path / "target", model_type="gemma2", sliding_window=64, layer_types=None,
                                use_sliding_window=None)  # fmt: skip
     facts = open_target(path).facts

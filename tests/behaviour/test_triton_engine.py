@@ -1,4 +1,4 @@
-"""The whole engine on the Triton kernels, in the interpreter: the same text and drafts as on the references."""
+"""The whole engine on Triton kernels in the interpreter: the same texts and drafts as on the references."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ CASES: list[Case] = [
     ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
     ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
 ]
-"""Changes of the draft, of the engine, of the sampling."""
+"""Changes of the draft, of the engine settings, and of the sampling."""
 
 
 def generate(
@@ -43,7 +43,7 @@ def generate(
     widths: tuple[int, ...] = (),
     num_layers: int = 2,
 ) -> list[RequestOutput]:
-    """A small pair from seeds, on one set of kernels."""
+    """The outputs of a small seeded pair on one set of kernels."""
     draft_changes, engine, sampling = case
     suite = triton_kernels() if kernels == "triton" else REFERENCE
     placement = Placement(CPU, torch.float32, suite, num_positions=128)
@@ -79,7 +79,7 @@ def add_map(draft: DraftConfig, weights: dict[str, torch.Tensor]) -> None:
 def compare(
     case: Case, lengths: tuple[int, ...], max_new_tokens: int, widths: tuple[int, ...] = (), *, num_layers: int = 2
 ) -> None:
-    """With two layers the draft taps the last one as well; with three it does not."""
+    """Compare both sets of kernels. The draft taps the target's last layer with `num_layers` 2, and not with 3."""
     wanted = generate("reference", case, lengths, max_new_tokens, widths, num_layers)
     found = generate("triton", case, lengths, max_new_tokens, widths, num_layers)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
@@ -96,9 +96,9 @@ def compare(
     ids=str,
 )
 def test_triton_equals_reference(case: Case) -> None:
-    """Three requests through two rows; the longest prompt takes two chunks and two pages.
+    """Three requests share two batch rows. The longest prompt takes two chunks and two pages.
 
-    Filters are interpreted at a tenth of the speed of the rest, so their case has two requests.
+    The interpreter runs top-k and top-p filters ten times slower than other kernels, so that case has two requests.
     """
     is_filtered = "top_k" in case[2]
     compare(case, (10, 3) if is_filtered else (3, 5, 10), 3)
@@ -106,7 +106,7 @@ def test_triton_equals_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_triton_equals_reference_at_changing_widths(draft_sampling: str) -> None:
-    """Narrower than the block, as wide, and plain."""
+    """The widths are narrower than the block, as wide as the block, and 1, which is plain decoding."""
     compare(({}, {"draft_sampling": draft_sampling}, {"temperature": 1.0}), (3, 5), 5, (2, 3, 1, 4))
 
 

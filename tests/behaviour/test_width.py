@@ -1,4 +1,4 @@
-"""Verify widths: only so many rows of a block go through the target, and nothing else changes."""
+"""Verify widths: fewer rows of a block go through the target, and the text stays the same."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -14,7 +14,16 @@ from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
-from dflash_testing.pairs import always_wrong, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import (
+    always_wrong,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    random_draft,
+    random_llm,
+    random_prompts,
+    random_target,
+)
 from dflash_testing.widths import ListedWidths, RandomWidths
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -26,7 +35,7 @@ def short_prompts(count: int) -> list[tuple[int, ...]]:
 
 
 def exact_llm(num_draft_tokens: int = 7, **engine: Any) -> LLM:
-    """In float64, where batches of other shapes give the same tokens."""
+    """An engine in float64, in which the batch shape does not change any token."""
     draft = bundled_draft_model(dtype=torch.float64) if num_draft_tokens else None
     return bundled_llm(draft, num_draft_tokens, dtype=torch.float64, **engine)
 
@@ -36,7 +45,7 @@ def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def watch_rows(runner: Runner) -> tuple[list[int], list[int]]:
-    """Rows of each forward of the target and of the draft, as they are run."""
+    """Two lists that collect the number of rows of each later forward, of the target and of the draft."""
     target, draft = runner.target, runner.draft
     assert draft is not None
     logits = draft.logits
@@ -66,7 +75,7 @@ def test_the_target_runs_the_verified_rows_and_the_draft_its_whole_block(width: 
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=3)
     verified, drafted = watch_rows(llm.engine.runner)
     llm.generate([bundled_prompts()[0][:20]] * 3, SamplingParams(max_new_tokens=9, verify_width=width))
-    decoded = verified[1:]  # the prompts are one forward
+    decoded = verified[1:]  # the first forward has the prompts
     assert len(decoded) >= 2
     assert set(decoded) <= {width, 2 * width, 3 * width}
     assert decoded[0] == 3 * width
@@ -74,13 +83,13 @@ def test_the_target_runs_the_verified_rows_and_the_draft_its_whole_block(width: 
     assert len(drafted) == (len(decoded) if width > 1 else 0)
 
 
-def test_a_step_verifies_as_many_rows_as_any_of_its_requests_asks_for() -> None:
+def test_a_step_verifies_the_largest_width_of_its_requests() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=3)
     verified, _ = watch_rows(llm.engine.runner)
     lengths = {2: 40, 4: 20, 7: 6}
     params = [SamplingParams(max_new_tokens=length, verify_width=width) for width, length in lengths.items()]
     outputs = llm.generate([bundled_prompts()[0][:20]] * 3, params)
-    decoded = verified[1:]  # the prompts are one forward
+    decoded = verified[1:]  # the first forward has the prompts
     assert [decoded[0], decoded[-1]] == [3 * 7, 2]
     assert {rows for rows in decoded if rows in (21, 8, 2)} == {21, 8, 2}
     for output, width in zip(outputs, lengths, strict=True):
@@ -92,7 +101,7 @@ def test_a_step_verifies_as_many_rows_as_any_of_its_requests_asks_for() -> None:
 def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
     draft_sampling: str, sampling: dict[str, Any]
 ) -> None:
-    """Alone a request's step runs its own rows, beside a wide one all rows with acceptance capped."""
+    """Alone, a step runs the request's own width. With a wider batch mate it runs all rows and caps acceptance."""
     prompt, mate = bundled_prompts()[0][:20], bundled_prompts()[1][:20]
     for width in (2, 5):
         own = SamplingParams(max_new_tokens=20, verify_width=width, **sampling)
@@ -108,7 +117,7 @@ def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
 def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
     scheduling: str, sampling: dict[str, Any]
 ) -> None:
-    """Plain steps among them, with chunks and few pages; what a draft sees of its context must be all of it."""
+    """The run includes plain steps, chunks and few pages. The draft's context KV must stay complete."""
     prompts = short_prompts(5)
     params = [SamplingParams(max_new_tokens=14 + 7 * index, **sampling) for index in range(5)]
     wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
@@ -126,19 +135,19 @@ def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
 
 
 def test_widths_change_what_is_verified_and_not_what_is_drafted() -> None:
-    """Every step of a run with changing widths drafts what a fresh engine drafts there, and accepts as much of it."""
+    """With changing widths every step drafts and accepts the same tokens as a fresh engine at that position."""
     prompt, params = bundled_prompts()[0][:20], SamplingParams(max_new_tokens=40)
     llm = exact_llm()
     llm.engine.scheduler.width_policy = RandomWidths(1, 8)
     output = llm.generate([prompt], params)[0]
     whole = prompt + output.token_ids
     for step in output.drafts[::3]:
-        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=10))[0].drafts[0]
+        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=2))[0].drafts[0]
         assert step.draft_ids == fresh.draft_ids[: step.verify_width - 1]
         assert step.num_accepted == min(fresh.num_accepted, step.verify_width - 1)
 
 
-def test_a_policy_hears_what_was_verified_and_accepted() -> None:
+def test_a_policy_observes_verified_and_accepted_drafts() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, scheduling="async", max_num_requests=2)
     policy = llm.engine.scheduler.width_policy = ListedWidths([3, 1, 8, 2] * 5)
     outputs = llm.generate([prompt[:20] for prompt in bundled_prompts()[:2]], SamplingParams(max_new_tokens=25))
@@ -147,8 +156,8 @@ def test_a_policy_hears_what_was_verified_and_accepted() -> None:
     assert all(output.num_plain_steps for output in outputs)
 
 
-def test_pages_are_reserved_for_whole_blocks_whatever_is_verified() -> None:
-    """A later step may verify all rows."""
+def test_pages_are_reserved_for_whole_blocks_at_any_width() -> None:
+    """A later step may verify all rows of the block."""
     llm = bundled_llm(bundled_draft_model(), 7, page_size=1)
     request = Request(index=0, prompt_token_ids=bundled_prompts()[0][:9], params=SamplingParams(max_new_tokens=20))
     llm.engine.scheduler.width_policy = ListedWidths([2] * 50)
@@ -163,7 +172,7 @@ def test_pages_are_reserved_for_whole_blocks_whatever_is_verified() -> None:
 
 
 def made_up(row_ms: float) -> StepTimes:
-    """Steps of 10 ms and so much more for each row of each request; drafting takes 2 ms."""
+    """Steps take 10 ms, plus `row_ms` for each row of each request, plus 2 ms for drafting."""
     widths, batches = widths_for(7), range(1, 9)
     return StepTimes(
         {batch: {width: 10 + row_ms * batch * width + 2 * (width > 1) for width in widths} for batch in batches}
@@ -172,7 +181,7 @@ def made_up(row_ms: float) -> StepTimes:
 
 @pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
 def test_an_adaptive_run_has_the_text_of_plain_decoding(scheduling: str, sampling: dict[str, Any]) -> None:
-    """With rows so dear that the width falls when requests come and grows when they leave."""
+    """Rows are so slow that the width falls when requests arrive and grows when they end."""
     prompts = short_prompts(5)
     params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
     wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
@@ -186,7 +195,7 @@ def test_an_adaptive_run_has_the_text_of_plain_decoding(scheduling: str, samplin
 
 
 @pytest.mark.parametrize("row_ms", [0.0, 3.0])
-def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not(row_ms: float) -> None:
+def test_rows_without_cost_are_all_verified_and_slow_rows_are_not(row_ms: float) -> None:
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(row_ms), 7)
     outputs = llm.generate([prompt[:20] for prompt in bundled_prompts()[:4]], SamplingParams(max_new_tokens=60))
@@ -197,11 +206,13 @@ def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not(row_ms: f
         assert set(counts) == {8}
 
 
-def test_a_draft_that_is_never_right_is_left_alone_and_tried_now_and_then() -> None:
-    prompt = bundled_prompts()[0][:20]
+def test_a_draft_that_is_always_wrong_is_rarely_tried() -> None:
+    target = random_target(num_layers=2, max_position_embeddings=400)
+    prompt = tuple(random_prompts([20], target.config.vocab_size)[0])
     params = SamplingParams(max_new_tokens=300)
-    plain = bundled_llm(None, 0).generate([prompt], params)[0]
-    llm = bundled_llm(always_wrong(bundled_draft_model(), prompt + plain.token_ids), 7, scheduling="async")
+    plain = random_llm(target, None, 0).generate([prompt], params)[0]
+    draft = random_draft(target, target_layer_ids=(0, 1), num_layers=1)
+    llm = random_llm(target, always_wrong(draft, prompt + plain.token_ids), 7, scheduling="async")
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(0.1), 7)
     output = llm.generate([prompt], params)[0]
     assert output.token_ids == plain.token_ids
@@ -209,7 +220,7 @@ def test_a_draft_that_is_never_right_is_left_alone_and_tried_now_and_then() -> N
     assert any(step.start > 200 for step in output.drafts)
 
 
-def test_a_width_adapts_only_where_it_is_asked_for_and_steps_have_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_adapts_only_on_request_with_a_draft_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_runtime.llm.find_step_times", lambda runner: made_up(1.0))
     for is_asked, has_draft, has_graphs in product((True, False), repeat=3):
         draft, num_drafts = (bundled_draft_model(), 7) if has_draft else (None, 0)
@@ -221,7 +232,7 @@ def test_a_width_adapts_only_where_it_is_asked_for_and_steps_have_times(monkeypa
         assert isinstance(llm.engine.scheduler.width_policy, FixedWidth)
 
 
-def test_without_memory_for_what_is_to_be_measured_whole_blocks_are_verified(
+def test_whole_blocks_are_verified_if_measuring_step_times_runs_out_of_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(runner: Runner) -> StepTimes:
@@ -229,7 +240,8 @@ def test_without_memory_for_what_is_to_be_measured_whole_blocks_are_verified(
 
     monkeypatch.setattr("dflash_runtime.llm.find_step_times", fail)
     llm = bundled_llm(bundled_draft_model(), 7, adaptive_width=True)
-    assert "models whose steps are not captured" in caplog.text
+    assert len(caplog.records) == 1, "an engine without graphs warns that it verifies whole blocks"
     monkeypatch.setattr(llm.engine.runner, "graphs", object())
     assert find_width_policy(llm.pair, llm.engine.runner) is None
-    assert "because of memory" in caplog.text
+    assert len(caplog.records) == 2
+    assert caplog.records[0].getMessage() != caplog.records[1].getMessage()

@@ -17,7 +17,7 @@ import pytest
 from dflash_testing import checkpoints as support
 from dflash_testing.processes import are_gone
 
-OPTIONS = ["eval-acceptance", "tiny", "-n", "32", "--num-prompts", "40", "--bootstrap", "200", "--json"]
+OPTIONS = ["eval-acceptance", "tiny", "-n", "32", "--num-prompts", "40", "--num-resamples", "200", "--json"]
 LIMIT_S = 240.0
 
 
@@ -70,8 +70,8 @@ def figures(out: str) -> dict[str, Any]:
 def test_a_worker_that_is_killed_changes_nothing(sampling: list[str], tmp_path: Path) -> None:
     pytest.importorskip("ray")
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
-    expected, _ = start("--rows", str(alone), *sampling).communicate(timeout=LIMIT_S)
-    run = start("--rows", str(together), "--workers", "2", *sampling)
+    expected, _ = start("--output", str(alone), *sampling).communicate(timeout=LIMIT_S)
+    run = start("--output", str(together), "--workers", "2", *sampling)
     started = wait_for_answers(together, run)
     worker = next(pid for pid, command in started.items() if "PromptWorker" in command)
     os.kill(worker, signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_changes_nothing(sampling: list[str], tmp_path: 
 def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(number: int, code: int, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     rows = tmp_path / "rows.jsonl"
-    run = start("--rows", str(rows), "--workers", "2")
+    run = start("--output", str(rows), "--workers", "2")
     started = wait_for_answers(rows, run)
     run.send_signal(number)
     _, err = run.communicate(timeout=LIMIT_S)
@@ -97,7 +97,7 @@ def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(number: int, c
     assert "give the same command with --resume" in err
     assert are_gone(started)
     num_kept = num_answers(rows)
-    resumed, _ = start("--rows", str(rows), "--resume").communicate(timeout=LIMIT_S)
+    resumed, _ = start("--output", str(rows), "--resume").communicate(timeout=LIMIT_S)
     expected, _ = start().communicate(timeout=LIMIT_S)
     assert 5 <= num_kept < 40
     assert figures(resumed) == figures(expected)

@@ -1,7 +1,7 @@
-"""A draft block's logits equal z-lab's, at context lengths around page bounds and far along, under every reading.
+"""A draft block's logits equal z-lab's, at short and long context lengths around page bounds, under every reading.
 
-Recorded by tests/golden/zlab_blocks.py. The engine is driven to the context length by prefilling the text, so what is
-compared went through pages, context KV and the draft's own forward.
+tests/golden/zlab_blocks.py recorded z-lab's logits. The engine reaches the context length by prefilling the text, so
+the compared logits depend on pages, context KV and the draft's own forward.
 """
 
 import json
@@ -18,7 +18,7 @@ from dflash_testing.paths import GOLDEN
 
 RECORDED = json.loads((GOLDEN / "zlab_blocks.json").read_text())
 TOLERANCE = 2e-4
-"""On logits of up to about thirty in float32, over a context of a thousand."""
+"""Largest difference of logits. In float32 they reach about 30, over a context of a thousand tokens."""
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_block_logits(golden: dict[str, Any]) -> None:
 
 
 def text(length: int, vocab_size: int) -> list[int]:
-    """The text of tests/golden/zlab_blocks.py."""
-    return [5 + (place * 7919 + place * place * 31) % (vocab_size - 5) for place in range(length)]
+    """The same text as in tests/golden/zlab_blocks.py."""
+    return [5 + (position * 7919 + position * position * 31) % (vocab_size - 5) for position in range(length)]

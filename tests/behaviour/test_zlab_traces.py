@@ -1,8 +1,7 @@
-"""Acceptance lengths equal those of z-lab's reference loop, step for step, under every reading of the draft.
+"""Acceptance lengths equal z-lab's reference loop, step for step, under every reading of the draft.
 
-The traces were recorded by tests/golden/zlab_traces.py; their provenance and smallest logit gaps are in the file.
-Where the reference shortens a block because the output's end is near, this runtime does not, so steps are compared
-while a whole block is left to generate.
+tests/golden/zlab_traces.py recorded the traces. The file has their provenance and smallest logit gaps. Near the end of
+the output the reference shortens blocks and this runtime does not, so only steps with a whole block left are compared.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from dflash_testing.paths import GOLDEN
 RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
 BLOCK = 8
 ROUNDING = 1e-4
-"""Two correct float32 programs differ by about 1e-6 in these logits (test_draft_kv.py), so wider gaps cannot flip."""
+"""Two correct float32 programs differ by about 1e-6 in these logits (test_draft_kv.py), so larger gaps cannot flip."""
 
 
 def test_traces_belong_to_the_bundled_pair() -> None:
@@ -32,7 +31,7 @@ def test_traces_belong_to_the_bundled_pair() -> None:
 
 
 AROUND_PAGES = (1, 15, 16, 33, 94)
-"""Lengths of the prompts that are run by default: half of those that were recorded."""
+"""Prompt lengths of the default run: half of the recorded prompts."""
 
 
 @pytest.mark.parametrize("lengths", [AROUND_PAGES, pytest.param(range(1, 95), marks=pytest.mark.slow)], ids=len)
@@ -59,7 +58,7 @@ def test_trace_equals_the_reference_loop(reading: str, lengths: Collection[int])
 
 
 def whole_blocks(trace: dict[str, Any], max_new_tokens: int) -> list[int]:
-    """The reference's steps that had at least a block left to generate."""
+    """Acceptance lengths of the reference's steps that had at least a whole block left to generate."""
     lengths: list[int] = trace["acceptance_lengths"]
     generated, whole = 1, []
     for length in lengths:

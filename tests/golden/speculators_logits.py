@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_testing import checkpoints as support
 
 PROMPT = [5, 3, 17, 8, 29, 2, 11, 23, 7, 19, 1, 13, 30, 4, 26, 9, 21, 6, 15, 28]
@@ -61,7 +61,7 @@ def main() -> None:
 def record(directory: Path, name: str) -> list[list[float]]:
     """Draft logits [N - 1, V] of one case, after the prompt and its anchor."""
     source, target = support.make_logit_case(directory / name, name)
-    request = ConversionRequest(
+    request = ConversionSpec(
         to="speculators", target=open_target(target), target_reference=str(target), verifier=str(target)
     )
     converted = directory / name / "converted"

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, request_metrics
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_testing.refusals import refuses
 
 
 def output(*lengths: int) -> RequestOutput:
@@ -19,7 +22,7 @@ def output(*lengths: int) -> RequestOutput:
 
 def test_counts_by_hand() -> None:
     counts = count_acceptance([output(1, 4, 2), output(3)], 3)
-    assert counts.to_json() == {
+    assert to_json(counts) == {
         "num_drafts": 4,
         "num_draft_tokens": 12,
         "num_accepted_tokens": 6,
@@ -47,7 +50,7 @@ def test_counts_by_hand() -> None:
 def test_a_request_has_what_vllm_says_of_its_steps() -> None:
     """Three steps of K = 3, the second one verified to width 2; the bonus is in the mean only."""
     metrics = request_metrics(replace(output(4, 2, 1), verify_widths=(4, 2, 4)), 3)
-    assert metrics == {
+    assert to_json(metrics) == {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + 4 / 3,
             "draft_acceptance_rate": 4 / 7,
@@ -62,9 +65,9 @@ def test_a_request_has_what_vllm_says_of_its_steps() -> None:
     }
     without_steps = request_metrics(output(), 3)
     assert without_steps is not None
-    assert without_steps["speculative_decoding"]["mean_acceptance_length"] == 1.0
-    assert without_steps["speculative_decoding"]["draft_acceptance_rate"] == 0.0
-    assert "per_step_accepted" not in without_steps["speculative_decoding"]
+    assert without_steps.speculative_decoding.mean_acceptance_length == 1.0
+    assert without_steps.speculative_decoding.draft_acceptance_rate == 0.0
+    assert "per_step_accepted" not in to_json(without_steps)["speculative_decoding"]
     assert request_metrics(output(), 0) is None
 
 
@@ -119,3 +122,13 @@ def test_steps_without_drafts_are_not_counted() -> None:
     near_limit = bundled_llm(bundled_draft_model(), 7, max_model_len=25).generate([prompt], SamplingParams())
     assert len(near_limit[0].token_ids) == 5
     assert count_acceptance(near_limit, 7).num_drafts == 0
+
+
+def test_counts_are_read_back_and_must_agree_in_length() -> None:
+    counts = count_acceptance([output(1, 4, 2), replace(output(3), verify_widths=(3,))], 3)
+    written = to_json(counts)
+    assert from_json(AcceptanceCounts, written) == counts
+    with refuses(InvalidConfig, "wrong-value", field="per_pos_verified", found=[4, 4]):
+        from_json(AcceptanceCounts, written | {"per_pos_verified": [4, 4]})
+    with refuses(InvalidConfig, "wrong-value", field="num_drafts", found=-1):
+        from_json(AcceptanceCounts, written | {"num_drafts": -1})

@@ -1,50 +1,48 @@
 """Write a dump: answer prompts with a target alone, and keep its text and the outputs of tapped layers.
 
-A few prompts at a time are answered, continued a little, and read once more for their hidden states; each answer is a
-file that is whole when it has its name. So a dump that was interrupted goes on from the files that are there.
+Prompts are answered in batches. Each answer is continued by a few tokens, then read again for its hidden states. Its
+file is renamed into place when it is complete, so an interrupted dump continues after the files that exist.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from dflash_cli.acceptance.acceptance_report import Failure, PromptSource
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText
 from dflash_cli.acceptance.dumps.own_dump import (
-    DUMP_VERSION,
-    KIND,
     MANIFEST,
     METADATA,
+    DumpedRequest,
+    DumpManifest,
+    TextFacts,
     read_manifest,
     read_text,
-    row_fields,
     text_digests,
 )
-from dflash_cli.checkpoints.fingerprint import digest_ends
-from dflash_cli.documents.atomic_file import atomic_text, write_whole
-from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
+from dflash_cli.checkpoints.checkpoint_identity import digest_ends
+from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
+from dflash_cli.generation.answers import Answer, Event, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
 FILES = "[0-9]*-[0-9]*.safetensors"
 BATCHES = 4
-"""Rows that are answered before any of them is written, in batches of the engine."""
+"""Number of engine batches that are answered before their rows are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DumpRequest:
-    """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
+class DumpPlan:
+    """The rows to answer, the layers `taps` to keep, and the folder to write to.
 
-    `source` says where the rows come from, for whoever replays on them.
+    The target continues each answer by `num_overhang` tokens. `source` describes the rows for a later replay.
     """
 
     rows: Sequence[PromptRow]
@@ -58,45 +56,63 @@ class DumpRequest:
     force: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpSummary:
-    """What became of a dump."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DumpSummary(Shown):
+    """Result of a dump."""
 
-    manifest: Mapping[str, Any]
+    manifest: DumpManifest
     num_written: int
-    failures: tuple[Failure, ...]
+    failed: tuple[Failure, ...]
+
+    def summary(self) -> list[str]:
+        num_requests = len(self.manifest.requests or ())
+        return [f"{self.num_written} answers written, {num_requests} in all, {len(self.failed)} failed"]
+
+    @property
+    def document(self) -> DumpManifest:
+        return replace(self.manifest, failed=self.failed)
 
 
 def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     """Refuse a folder before anything is loaded.
 
     Raises:
-        UsageError: it cannot be made, holds something else, or a dump and neither `resume` nor `force` is given.
+        UsageError: the folder cannot be created, holds other files, or holds a dump and neither `resume` nor `force` is
+            true.
     """
-    if not folder.absolute().parent.is_dir():
-        raise UsageError(f"{folder.parent}: no such directory", hint=f"make it first: mkdir -p {folder.parent}")
+    check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):
-        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --out")
+        raise UsageError(
+            "the folder exists and does not hold a dump",
+            id="output-not-a-dump",
+            path=folder,
+            hint="name a new folder with --output",
+        )
     if not (resume or force):
-        raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
+        raise UsageError(
+            "exists already",
+            id="output-exists",
+            path=folder,
+            hint="pass --resume to continue the dump, or --force to replace it",
+        )
 
 
 def _is_dump(folder: Path) -> bool:
-    """Whether a folder is one that may be written to again: other programs have manifests of that name too."""
+    """Return whether the folder holds one of our dumps. Other programs write a `manifest.json` too."""
     try:
-        return read_json(folder / MANIFEST).get("kind") == KIND
+        return read_json(folder / MANIFEST).get("kind") == DumpManifest.KIND
     except CheckpointError:
         return False
 
 
-def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event], None]) -> DumpSummary:
-    """Dump what is not in the folder yet. `sink` hears of everything that is generated.
+def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
+    """Dump the answers that the folder does not hold yet. `sink` receives every event of the generation.
 
     Raises:
-        UsageError: the folder holds a dump made under other settings, which are named; see `check_folder`.
-        OSError: a file cannot be written; those before it stay.
+        UsageError: the folder holds a dump with other settings, or see `check_folder`.
+        OSError: a file cannot be written; earlier files stay.
     """
     params = request.params.with_stops(session.stop_token_ids)
     manifest = _describe(session, request, params)
@@ -114,47 +130,48 @@ def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event
         for answer, more in zip(sound, _overhangs(session, params, sound, request.num_overhang), strict=True):
             _write_answer(session, request, answer, more)
             num_written += 1
-    manifest = {**manifest, "is_complete": not failures, "requests": list(_requests(request, manifest))}
+    manifest = replace(manifest, is_complete=not failures, requests=tuple(_requests(request, manifest)))
     _write_manifest(request.folder, manifest)
-    return DumpSummary(manifest=manifest, num_written=num_written, failures=tuple(failures))
+    return DumpSummary(manifest=manifest, num_written=num_written, failed=tuple(failures))
 
 
-def _describe(session: PairSession, request: DumpRequest, params: SamplingParams) -> dict[str, Any]:
-    """The manifest before the first answer."""
+def _describe(session: PairSession, request: DumpPlan, params: SamplingParams) -> DumpManifest:
+    """Return the manifest as it is before the first answer."""
     target = session.llm.pair.target
-    settings = session.run_settings(params, chat=request.chat) | {"taps": list(request.taps)}
-    manifest = {
-        "schema_version": DUMP_VERSION,
-        "kind": KIND,
-        "is_complete": False,
-        "taps": list(request.taps),
-        "taps_convention": CONVENTION,
-        "dtype": session.llm.pair.placement.dtype_name,
-        "hidden_size": target.config.hidden_size,
-        "vocab_size": target.config.vocab_size,
-        "target": session.identities["target"].to_json(),
-        "ends_digest": digest_ends(session.target),
-        **text_digests(session.target.checkpoint),
-        "settings": settings | {"num_overhang": request.num_overhang},
-        "prompts": request.source.to_json() if request.source is not None else None,
-        "measured": session.describe(),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(manifest))
-    return plain
+    settings, digests = session.run_settings(params, chat=request.chat), text_digests(session.target.checkpoint)
+    return DumpManifest(
+        taps=request.taps,
+        taps_convention=CONVENTION,
+        dtype=session.llm.pair.placement.dtype_name,
+        hidden_size=target.config.hidden_size,
+        vocab_size=target.config.vocab_size,
+        target=session.identities["target"],
+        ends_digest=digest_ends(session.target),
+        tokenizer_digest=digests["tokenizer_digest"],
+        template_digest=digests["template_digest"],
+        settings=to_json(settings | {"taps": request.taps, "num_overhang": request.num_overhang}),
+        prompts=request.source,
+        measured=session.describe(),
+    )
 
 
-def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
-    """Make the folder one of a dump with these settings, or find that it is."""
+def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
+    """Create the folder with its manifest, or check that it holds a dump with these settings."""
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
     if request.resume and (folder / MANIFEST).is_file():
         stored = read_manifest(folder)
-        for key in sorted({*stored["settings"], *manifest["settings"]}):
-            was, is_now = stored["settings"].get(key), manifest["settings"].get(key)
+        for key in sorted({*stored.settings, *manifest.settings}):
+            was, is_now = stored.settings.get(key), manifest.settings.get(key)
             if was != is_now:
                 raise UsageError(
-                    f"{folder}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint="give the same target and options again, or name another folder with --out",
+                    f"made with {key} {was!r}, but this run has {is_now!r}",
+                    id="settings-differ",
+                    path=folder,
+                    field=key,
+                    found=was,
+                    expected=repr(is_now),
+                    hint="give the same target and options again, or name another folder with --output",
                 )
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):
@@ -165,12 +182,12 @@ def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
     _write_manifest(folder, manifest)
 
 
-def _known_files(request: DumpRequest, manifest: Mapping[str, Any]) -> dict[tuple[str, int, int], DumpedText]:
-    """The answers that are there, by what was asked; one that cannot be read is asked again."""
+def _known_files(request: DumpPlan, manifest: DumpManifest) -> dict[tuple[str, int, int], DumpedText]:
+    """Return the stored answers by prompt and turn. An unreadable file is skipped, so its prompt is asked again."""
     known = {}
     for file in sorted(request.folder.glob("*.safetensors")):
         try:
-            text = read_text(file, (len(request.taps), manifest["hidden_size"]), manifest["vocab_size"])
+            text = read_text(file, (len(request.taps), manifest.hidden_size), manifest.vocab_size)
         except CheckpointError:
             continue
         known[text.row.digest, text.row.index, text.turn] = text
@@ -179,13 +196,13 @@ def _known_files(request: DumpRequest, manifest: Mapping[str, Any]) -> dict[tupl
 
 def _answer(
     session: PairSession,
-    request: DumpRequest,
+    request: DumpPlan,
     params: SamplingParams,
     rows: Sequence[PromptRow],
     sink: Callable[[Event], None],
 ) -> list[Answer]:
     answers = []
-    for event in answer_rows(session, rows, lambda row: params, chat=request.chat):
+    for event in session.answer(rows, params, chat=request.chat):
         sink(event)
         if event.answer is not None:
             answers.append(event.answer)
@@ -193,21 +210,21 @@ def _answer(
 
 
 def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
-    """Rows that failed, at the first of their turns that did."""
+    """Yield one failure per failed row, from its first failed turn."""
     known = set()
     for answer in answers:
         row, output = answer.row, answer.output
         if output.error is not None and row.index not in known:
             known.add(row.index)
-            yield Failure(row.index, row.id, output.error, output.exit_code)
+            yield Failure(row.index, row.id, output.error, exit_code=output.exit_code)
 
 
 def _overhangs(
     session: PairSession, params: SamplingParams, answers: Sequence[Answer], num_tokens: int
 ) -> list[tuple[int, ...]]:
-    """What the target says after each answer, stop tokens or not; nothing where the model reads no more.
+    """Return the target's further tokens after each answer, ignoring stop tokens; none at the model's length limit.
 
-    A sampled token depends on its position and its request's seed alone, so this is what a longer answer would hold.
+    A sampled token depends only on its position and its request's seed, so a longer answer would hold the same tokens.
     """
     if not num_tokens:
         return [() for _ in answers]
@@ -217,7 +234,7 @@ def _overhangs(
     return [output.token_ids for output in outputs]
 
 
-def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, overhang: tuple[int, ...]) -> None:
+def _write_answer(session: PairSession, request: DumpPlan, answer: Answer, overhang: tuple[int, ...]) -> None:
     import torch
     from safetensors.torch import save
 
@@ -227,29 +244,35 @@ def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, ov
     text = [*output.prompt_token_ids, *output.token_ids]
     features = read_features(pair.target, pair.placement, pair.config.page_size, text[:-1], request.taps)
     rows: torch.Tensor = features.view(len(text) - 1, len(request.taps), -1).cpu().contiguous()
-    said = {
-        "row": row_fields(answer.row),
-        "turn": answer.turn,
-        "finish_reason": str(output.finish_reason),
-        "prompt_len": len(output.prompt_token_ids),
-        "answer_len": len(output.token_ids),
-        "num_overhang": len(overhang),
-    }
+    facts = TextFacts(
+        row=answer.row,
+        turn=answer.turn,
+        finish_reason=output.finish_reason,
+        prompt_len=len(output.prompt_token_ids),
+        answer_len=len(output.token_ids),
+        num_overhang=len(overhang),
+    )
     tensors = {HIDDEN: rows, TOKENS: torch.tensor([*text, *overhang])}
-    data = save(tensors, metadata={METADATA: json.dumps(said, ensure_ascii=False)})
+    data = save(tensors, metadata={METADATA: json.dumps(to_json(facts), ensure_ascii=False)})
     write_whole(request.folder / _file_name(answer.row.index, answer.turn), data)
 
 
-def _requests(request: DumpRequest, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _requests(request: DumpPlan, manifest: DumpManifest) -> Iterator[DumpedRequest]:
     for text in _known_files(request, manifest).values():
-        counts = {"prompt_len": text.prompt_len, "answer_len": text.answer_len, "num_tokens": len(text.token_ids)}
-        yield {"file": text.file.name, "index": text.row.index, "turn": text.turn, **counts}
+        yield DumpedRequest(
+            file=text.file.name,
+            index=text.row.index,
+            turn=text.turn,
+            prompt_len=text.prompt_len,
+            answer_len=text.answer_len,
+            num_tokens=len(text.token_ids),
+        )
 
 
 def _file_name(index: int, turn: int) -> str:
     return f"{index:05d}-{turn}.safetensors"
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: DumpManifest) -> None:
     with atomic_text(folder / MANIFEST) as output:
-        output.write(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        output.write(json.dumps(to_json(manifest), indent=1, ensure_ascii=False) + "\n")

@@ -1,40 +1,92 @@
-"""Our own format: a folder with `manifest.json` and a safetensors file for each answer.
+"""Our own dump format: a folder with `manifest.json` and a safetensors file for each answer.
 
-    manifest.json           what was dumped: target, taps, dtype, digests, settings; at the end how many tokens each has
-    00012-0.safetensors     turn 0 of prompt row 12: `token_ids`, `hidden_states`, and in its metadata what it is
+    manifest.json           target, taps, dtype, digests and settings; after the end of a run also each answer's length
+    00012-0.safetensors     turn 0 of prompt row 12: `token_ids`, `hidden_states`, and facts about it in its metadata
 
-`token_ids` are the prompt, the answer, and `num_overhang` more that the target goes on with whatever it says, so that
-the last blocks of an answer can be judged to their ends. `hidden_states` has the rows of prompt and answer but for the
-last token, which was never read. A file is there with all of its bytes or not at all, so a folder whose writer was
-killed is a dump of what was finished.
+`token_ids` are the prompt, the answer, and `num_overhang` further tokens of the target, so that the last blocks of an
+answer can be judged completely. `hidden_states` has the rows of prompt and answer except for the last token, which the
+target never read. Files appear complete or not at all, so the folder of a killed run is a valid dump of its answers.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.dumps.dump_format import DUMP_FORMATS, HIDDEN, TOKENS, Dump, DumpedText, check_ids_within
 from dflash_cli.acceptance.dumps.tensor_file import expect_shape, read_shapes, read_tokens, rows_reader
+from dflash_cli.checkpoints.checkpoint_identity import Identity
+from dflash_cli.documents.reading import read_document
+from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.run_facts import PairRun
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.strict_json import read_json
-from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
-from dflash_runtime.json_values import is_int
+from dflash_runtime.documents import OPTIONAL, Limits, from_json
+from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
 from dflash_runtime.scheduling.request import FinishReason
 
 MANIFEST = "manifest.json"
-KIND = "dump"
-DUMP_VERSION = 1
 METADATA = "dflash"
-"""Where a file's metadata says what it is."""
+"""Key of a file's metadata that holds its facts."""
 
-COUNTS = ("prompt_len", "answer_len", "num_overhang")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedRequest:
+    """One answer of a dump, and its file."""
+
+    file: str
+    index: int
+    turn: int
+    prompt_len: int
+    answer_len: int
+    num_tokens: Annotated[int, "including the overhang"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpManifest:
+    """`manifest.json` of a dump; `dflash dump --json` prints it with the prompts that failed."""
+
+    KIND: ClassVar[str] = "dump"
+
+    is_complete: Annotated[bool, "whether every prompt was answered"] = False
+    taps: tuple[Annotated[int, Limits(least=0)], ...]
+    taps_convention: str
+    dtype: str
+    hidden_size: Annotated[int, Limits(least=1)]
+    vocab_size: Annotated[int, Limits(least=1)]
+    target: Identity
+    ends_digest: Annotated[str | None, "hash of some rows of the target's embedding and head"] = None
+    tokenizer_digest: str | None = None
+    template_digest: str | None = None
+    settings: Annotated[Mapping[str, Any], "everything that decides a text; --resume compares it"]
+    prompts: PromptSource | None = None
+    measured: PairRun
+    requests: Annotated[tuple[DumpedRequest, ...] | None, OPTIONAL] = None
+    failed: Annotated[tuple[Failure, ...] | None, OPTIONAL] = None
+
+    def __post_init__(self) -> None:
+        if not self.taps:
+            raise InvalidConfig("taps", [], "one layer or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFacts:
+    """The metadata of one answer's file."""
+
+    row: PromptRow
+    turn: int
+    finish_reason: FinishReason
+    prompt_len: Annotated[int, Limits(least=1)]
+    answer_len: Annotated[int, Limits(least=0)]
+    num_overhang: Annotated[int, Limits(least=0)]
 
 
 @DUMP_FORMATS.register("dflash")
 class OwnDump:
-    """What `dflash dump` writes."""
+    """The format of `dflash dump`."""
 
     def matches(self, path: Path) -> bool:
         """See `dump_format.DumpFormat`."""
@@ -43,102 +95,79 @@ class OwnDump:
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
         """See `dump_format.DumpFormat`."""
         if layer_ids is not None:
-            raise UsageError(f"{path}: says itself which layers it holds; leave out --dump-layer-ids")
+            raise UsageError(
+                f"{path}: the dump states its layers; leave out --dump-layer-ids",
+                id="dump-layer-ids-stated",
+                field="--dump-layer-ids",
+                found=layer_ids,
+            )
         manifest = read_manifest(path)
-        taps = tuple(manifest["taps"])
-        size, vocab_size = manifest["hidden_size"], manifest["vocab_size"]
         files = sorted(path.glob("*.safetensors"))
-        missing = sorted({item["file"] for item in manifest.get("requests", ())} - {file.name for file in files})
+        missing = sorted({item.file for item in manifest.requests or ()} - {file.name for file in files})
         if missing:
-            raise CheckpointError(f"{MANIFEST} lists {missing[0]}, which is not there", path=path)
+            raise CheckpointError(
+                f"{MANIFEST} lists {missing[0]}, but the file is missing", id="missing-file", path=path
+            )
+        shape = len(manifest.taps), manifest.hidden_size
         return Dump(
             path=path,
             format="dflash",
-            taps=taps,
-            hidden_size=size,
-            texts=tuple(read_text(file, (len(taps), size), vocab_size) for file in files),
-            vocab_size=vocab_size,
-            target=manifest["target"],
-            ends_digest=manifest.get("ends_digest"),
-            is_complete=manifest.get("is_complete") is True,
-            prompts=manifest.get("prompts"),
-            settings=manifest["settings"],
+            taps=manifest.taps,
+            hidden_size=manifest.hidden_size,
+            texts=tuple(read_text(file, shape, manifest.vocab_size) for file in files),
+            vocab_size=manifest.vocab_size,
+            target=manifest.target,
+            ends_digest=manifest.ends_digest,
+            is_complete=manifest.is_complete,
+            prompts=manifest.prompts,
+            settings=manifest.settings,
         )
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a dump of ours.
+def read_manifest(path: Path) -> DumpManifest:
+    """Return the manifest of one of our dumps.
 
     Raises:
-        CheckpointError: it is none, or lacks what a reader needs.
-        UnsupportedError: a later version than this release reads.
+        CheckpointError: a key is missing, unknown or holds a wrong value.
+        UnsupportedError: the manifest has a later version than this release reads.
     """
-    file = path / MANIFEST
-    manifest = read_json(file)
-    if manifest.get("kind") != KIND:
-        raise CheckpointError(f"kind: found {manifest.get('kind')!r}, expected {KIND!r}", path=file)
-    if manifest.get("schema_version") != DUMP_VERSION:
-        found = manifest.get("schema_version")
-        raise UnsupportedError(f"{file}: schema_version {found!r}, this release reads {DUMP_VERSION}")
-    taps = manifest.get("taps")
-    if not isinstance(taps, list) or not taps or not all(is_int(tap) for tap in taps):
-        raise CheckpointError(f"taps: found {taps!r}, expected a list of layers", path=file)
-    for name, kind in (("hidden_size", int), ("vocab_size", int), ("target", dict), ("settings", dict)):
-        if not isinstance(manifest.get(name), kind):
-            raise CheckpointError(f"{name}: missing, or not what it must be", path=file)
-    return manifest
+    return from_json(DumpManifest, read_json(path / MANIFEST), path=path / MANIFEST, error=CheckpointError)
 
 
 def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText:
-    """One answer; `shape` is that of one row's hidden states.
+    """Return one answer. `shape` is the shape of one row of hidden states, (L, H).
 
     Raises:
-        CheckpointError: the file is cut off, or is not what its metadata says.
+        CheckpointError: the file is cut off, or differs from its metadata.
     """
     infos = read_shapes(file)
     token_ids, metadata = read_tokens(file)
-    said = _read_metadata(metadata, file)
-    prompt_len, answer_len, num_overhang = (said[name] for name in COUNTS)
+    if METADATA not in metadata:
+        raise CheckpointError(path=file, field=METADATA, found=MISSING, expected="metadata that dflash dump writes")
+    facts = read_document(TextFacts, metadata[METADATA].encode(), file, error=CheckpointError)
+    prompt_len, answer_len, num_overhang = facts.prompt_len, facts.answer_len, facts.num_overhang
     num_rows = prompt_len + answer_len - 1
     expect_shape(infos[TOKENS], (num_rows + 1 + num_overhang,))
     expect_shape(infos[HIDDEN], (num_rows, *shape))
     check_ids_within(token_ids, vocab_size, file)
     return DumpedText(
-        row=PromptRow(**said["row"], where=file.name),
-        turn=said["turn"],
+        row=replace(facts.row, where=file.name),
+        turn=facts.turn,
         file=file,
         token_ids=token_ids,
         prompt_len=prompt_len,
         answer_len=answer_len,
         num_rows=num_rows,
         read=rows_reader(file),
-        finish_reason=FinishReason(said["finish_reason"]),
+        finish_reason=facts.finish_reason,
     )
 
 
-def _read_metadata(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
-    try:
-        said: dict[str, Any] = json.loads(metadata[METADATA])
-        PromptRow(**said["row"])
-        FinishReason(said["finish_reason"])
-        if not all(is_int(said[name]) for name in (*COUNTS, "turn")) or said["prompt_len"] < 1:
-            raise ValueError
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("its metadata does not say what it is, as dflash dump writes it", path=file) from error
-    return said
-
-
-def row_fields(row: PromptRow) -> dict[str, Any]:
-    """A prompt row as a file's metadata has it: without the place it came from, which is a path of the writer's."""
-    return {name: getattr(row, name) for name in PromptRow.__dataclass_fields__ if name != "where"}
-
-
 def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """Digests of a target's tokenizer and of its chat template, None where it has none."""
-    import hashlib
+    """Return digests of a target's tokenizer and chat template, None for each that is absent."""
 
     def digest(data: bytes | None) -> str | None:
-        return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+        return None if data is None else digest_text(data)
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
     parts = [(checkpoint.path / name).read_bytes() for name in names if (checkpoint.path / name).is_file()]

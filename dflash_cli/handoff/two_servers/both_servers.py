@@ -16,7 +16,7 @@ from dflash_runtime.errors import CheckpointError
 
 LEVEL = "kv-transfer"
 ENGINES = tuple(ENGINE_SERVERS)
-AGAIN = "dflash validate --kv-transfer {servers} --engine {engine}"
+AGAIN = "dflash validate-handoff {servers} --engine {engine}"
 FIX_SAME = f"start both servers with the same arguments for the draft, then check again: {AGAIN}"
 FIX_COMMAND = "dflash serve-command {draft} --target {target} --engine {engine} # has the draft's arguments for both"
 COMPARED_WHOLE = ("target_layer_ids", "block_size", "num_kv_heads", "head_dim", "rope")

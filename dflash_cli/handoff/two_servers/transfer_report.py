@@ -14,6 +14,7 @@ from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
 from dflash_cli.rules.subject import Subject, open_subject
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import DFlashError, UsageError
 
@@ -42,8 +43,8 @@ class TransferVerdict:
         return {"outcome": self.outcome, "reasons": list(self.reasons), "text": self.text}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TransferReport(Shown):
     """Everything that was found of two servers, worst first; `notes` say what was not looked at."""
 
     transfer: Transfer
@@ -51,6 +52,13 @@ class TransferReport:
     num_rules: int
     verdict: TransferVerdict
     notes: tuple[str, ...] = ()
+
+    def summary(self) -> list[str]:
+        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
+        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
 
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
@@ -61,7 +69,6 @@ class TransferReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kind": "kv-transfer",
             "engine": str(self.transfer.named),
             "servers": {server.role: server.to_json() for server in self.transfer.servers},
             "num_rules": self.num_rules,
@@ -84,7 +91,9 @@ def validate_transfer(
     """
     if engine.name not in ENGINE_SERVERS:
         expected = " or ".join(ENGINE_SERVERS)
-        raise UsageError(f"--kv-transfer: {engine} is not known to have such servers, expected {expected}")
+        raise UsageError(
+            field="--engine", found=str(engine), expected=f"an engine with rules on two servers: {expected}"
+        )
     known = ENGINE_SERVERS[engine.name]
     opened = _Opened(takes_drafts=known.takes_drafts)
     first, second = (
@@ -165,7 +174,7 @@ class _Opened:
             subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
         except DFlashError:
             return server
-        if not subject.is_speculators or subject.parsed is None:
+        if subject.parsed is None or "verifier" not in subject.format.keys:
             return server
         config = subject.parsed.config
         draft = ServedDraft(

@@ -15,7 +15,7 @@ Thinking = Literal["on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
+class ExportPlan:
     """A result to be exported, and what it does not say: how the model is called, and whether it was thinking.
 
     `existing` is the text of the file that the export is written into, where it is there. With `force` what it says of
@@ -50,18 +50,18 @@ class ExportFormat(ABC):
     title: ClassVar[str]
     merges: ClassVar[bool] = False
 
-    def export(self, request: ExportRequest) -> Exported:
+    def export(self, request: ExportPlan) -> Exported:
         """The result in this form.
 
         Raises:
             UsageError: steps did not verify all that was drafted, or the result does not say what the form needs.
         """
         refuse_capped(request.stored)
-        exported, foreign = self._export(request), request.evaluation.source.warning
+        exported, foreign = self._export(request), request.evaluation.prompts.warning
         return exported if foreign is None else Exported(exported.text, (foreign, *exported.warnings))
 
     @abstractmethod
-    def _export(self, request: ExportRequest) -> Exported: ...
+    def _export(self, request: ExportPlan) -> Exported: ...
 
 
 EXPORTS: Registry[type[ExportFormat]] = Registry("export format")
@@ -79,8 +79,8 @@ def find_export(name: str) -> ExportFormat:
 
 def name_of(evaluation: Evaluation, role: str) -> str | None:
     """What a draft or target is called, without a path of the machine it was measured on."""
-    identity = evaluation.measured.get(role) or {}
-    name = identity.get("name") or evaluation.settings.get(role)
+    identity = {"draft": evaluation.measured.draft, "target": evaluation.measured.target}[role]
+    name = identity.name if identity is not None else evaluation.settings.get(role)
     return None if name is None else str(name)
 
 

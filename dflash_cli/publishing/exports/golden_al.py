@@ -15,7 +15,7 @@ from dflash_cli.publishing.exports.export_format import (
     EXPORTS,
     Exported,
     ExportFormat,
-    ExportRequest,
+    ExportPlan,
     Thinking,
     name_of,
     template_options,
@@ -35,7 +35,7 @@ class GoldenLength(ExportFormat):
     title: ClassVar[str] = "golden acceptance lengths of InferenceX"
     merges: ClassVar[bool] = True
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         evaluation = request.evaluation
         summary = _chosen(request)
         length = summary.counts.acceptance_len
@@ -48,14 +48,14 @@ class GoldenLength(ExportFormat):
         return Exported(head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), _warnings(evaluation))
 
 
-def _chosen(request: ExportRequest) -> Summary:
+def _chosen(request: ExportPlan) -> Summary:
     """Of several conditions the one that thinks as is asked for; else the category that a golden length is of."""
     evaluation = request.evaluation
     switched = {item.condition.thinking: item.summary for item in evaluation.conditions}
     return switched.get(_thinking(request)) or evaluation.categories.get(CATEGORY, evaluation.total)
 
 
-def _existing(request: ExportRequest) -> tuple[str, dict[str, Any]]:
+def _existing(request: ExportPlan) -> tuple[str, dict[str, Any]]:
     """The comments at the head of the file, which are kept as they are, and what it holds.
 
     Raises:
@@ -78,7 +78,7 @@ def _existing(request: ExportRequest) -> tuple[str, dict[str, Any]]:
     return "".join(lines[:num_comments]), content
 
 
-def _add(request: ExportRequest, content: dict[str, Any], length: float) -> None:
+def _add(request: ExportPlan, content: dict[str, Any], length: float) -> None:
     """Enter a length under its model, mode and K.
 
     Raises:
@@ -101,11 +101,11 @@ def _add(request: ExportRequest, content: dict[str, Any], length: float) -> None
     content[model][mode] = dict(sorted(curve.items()))
 
 
-def _model(request: ExportRequest) -> str:
+def _model(request: ExportPlan) -> str:
     return request.model or str(name_of(request.evaluation, "target")).rpartition("/")[2].lower()
 
 
-def _thinking(request: ExportRequest) -> Thinking:
+def _thinking(request: ExportPlan) -> Thinking:
     """Whether the model was thinking: as asked, or as its template was told.
 
     Raises:
@@ -121,12 +121,12 @@ def _thinking(request: ExportRequest) -> Thinking:
 
 
 def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
-    settings, interval = evaluation.settings, summary.interval
+    settings, interval = evaluation.settings, summary.acceptance_len_interval
     sampling = " | ".join(f"{name}: {settings.get(name)}" for name in ("temperature", "top_p", "top_k"))
     lines = [
         "Acceptance lengths: key = num_speculative_tokens, value = 1 + accepted / steps.",
-        f"dataset: {evaluation.source.name} | {sampling} | output_len: {settings.get('max_new_tokens')}",
-        f"measured with dflash-cli on {summary.num_conversations} prompts, {evaluation.measured.get('date')}",
+        f"dataset: {evaluation.prompts.name} | {sampling} | output_len: {settings.get('max_new_tokens')}",
+        f"measured with dflash-cli on {summary.num_conversations} prompts, {evaluation.measured.date}",
     ]
     if interval is not None:
         lines.append(f"first entry: {100 * interval.confidence:g}% interval [{interval.low:.2f}, {interval.high:.2f}]")
@@ -136,9 +136,9 @@ def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
 def _warnings(evaluation: Evaluation) -> tuple[str, ...]:
     unlike = []
     if evaluation.conditions:
-        unlike.append(f"all prompts of {evaluation.source.name} under one condition of several")
+        unlike.append(f"all prompts of {evaluation.prompts.name} under one condition of several")
     elif CATEGORY not in evaluation.categories:
-        unlike.append(f"prompts {evaluation.source.name} without a category {CATEGORY}")
+        unlike.append(f"prompts {evaluation.prompts.name} without a category {CATEGORY}")
     if evaluation.settings.get("max_new_tokens") != ANSWER_LEN:
         unlike.append(f"answers of {evaluation.settings.get('max_new_tokens')} tokens")
     if not unlike:

@@ -8,7 +8,9 @@ import json
 from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest
+from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan
+from dflash_runtime.documents import to_json
 
 DRAFT = "draft: after NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, which are open; fields may change"
 TOLERANCE = 0.02
@@ -21,13 +23,13 @@ class SpeculationProfile(ExportFormat):
 
     title: ClassVar[str] = "speculation_profile.json of Model-Optimizer"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         return Exported(json.dumps(profile(request.evaluation), indent=2, ensure_ascii=False) + "\n")
 
 
 def profile(evaluation: Evaluation) -> dict[str, Any]:
     """The profile. A rate of a position that no step reached is 0, as its producers have it."""
-    total = evaluation.total
+    total, measured = evaluation.total, to_json(evaluation.measured)
     counts = total.counts
     assert counts.acceptance_len is not None
     marginal = [round(rate, 6) for rate in counts.per_pos_acceptance_rates]
@@ -37,13 +39,13 @@ def profile(evaluation: Evaluation) -> dict[str, Any]:
         "status": DRAFT,
         "measured": True,
         "method": "dflash",
-        "draft_checkpoint": evaluation.measured.get("draft"),
-        "target_model": evaluation.measured.get("target"),
+        "draft_checkpoint": measured["draft"],
+        "target_model": measured["target"],
         "num_speculative_tokens": counts.num_speculative_tokens,
         "block_size": _trained_block(evaluation),
         "max_supported_k": (_trained_block(evaluation) or counts.num_speculative_tokens + 1) - 1,
         "verification_method": "longest_prefix",
-        "conditional_accept_rates": [round(rate or 0.0, 6) for rate in total.conditional_rates],
+        "conditional_accept_rates": [round(rate or 0.0, 6) for rate in total.per_pos_conditional_rates],
         "marginal_accept_rates": marginal,
         "mean_accept_length": length,
         "mean_accept_length_per_request": _rounded(total.definitions["zlab_untruncated"]),
@@ -62,25 +64,24 @@ def profile(evaluation: Evaluation) -> dict[str, Any]:
 
 def _trained_block(evaluation: Evaluation) -> int | None:
     """The block that the draft was trained with, where the run took it from the draft."""
-    engine = evaluation.measured.get("engine") or {}
+    engine = evaluation.measured.engine if isinstance(evaluation.measured, EvaluationRun) else {}
     is_trained = "num_draft_tokens" in engine and engine["num_draft_tokens"] is None
     return evaluation.total.counts.num_speculative_tokens + 1 if is_trained else None
 
 
 def _conditions(evaluation: Evaluation) -> dict[str, Any]:
     settings, measured, total = evaluation.settings, evaluation.measured, evaluation.total
-    packages = measured.get("packages") or {}
     return {
-        "dataset": evaluation.source.name,
+        "dataset": evaluation.prompts.name,
         "num_samples": total.num_conversations,
-        "prompts_digest": measured.get("prompts_digest"),
+        "prompts_digest": measured.prompts_digest,
         "osl": settings.get("max_new_tokens"),
         **{name: settings.get(name) for name in ("temperature", "top_p", "top_k", "chat", "dtype")},
         "mode": settings.get("mode", "live"),
-        "engine": f"dflash-cli {packages.get('dflash-cli', '')}".rstrip(),
-        "device": measured.get("device_name"),
-        "date": measured.get("date"),
-        "mean_accept_length_interval": total.interval.to_json() if total.interval else None,
+        "engine": f"dflash-cli {measured.packages.get('dflash-cli', '')}".rstrip(),
+        "device": measured.device_name,
+        "date": measured.date,
+        "mean_accept_length_interval": to_json(total.acceptance_len_interval),
     }
 
 

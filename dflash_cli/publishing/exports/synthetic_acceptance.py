@@ -8,7 +8,7 @@ import shlex
 from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest, name_of
+from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan, name_of
 
 DIGITS = 4
 
@@ -22,7 +22,7 @@ class VllmRates(ExportFormat):
 
     title: ClassVar[str] = "vLLM, by position"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         rates = [round(rate, DIGITS) for rate in request.evaluation.total.counts.per_pos_acceptance_rates]
         return Exported(_speculative_config(request, {"synthetic_acceptance_rates": rates}))
 
@@ -36,7 +36,7 @@ class VllmLength(ExportFormat):
 
     title: ClassVar[str] = "vLLM, by length"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         length = acceptance_len(request.evaluation)
         return Exported(_speculative_config(request, {"synthetic_acceptance_length": length}))
 
@@ -47,7 +47,7 @@ class SglangLength(ExportFormat):
 
     title: ClassVar[str] = "SGLang"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         length = acceptance_len(request.evaluation)
         return Exported(
             f"SGLANG_SIMULATE_ACC_LEN={length}\n"
@@ -62,7 +62,7 @@ class TensorrtLength(ExportFormat):
 
     title: ClassVar[str] = "TensorRT-LLM"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         num_accepted = round(acceptance_len(request.evaluation) - 1, DIGITS)
         return Exported(f"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS={num_accepted}\n")
 
@@ -74,7 +74,7 @@ def acceptance_len(evaluation: Evaluation) -> float:
     return round(length, DIGITS)
 
 
-def _speculative_config(request: ExportRequest, acceptance: dict[str, Any]) -> str:
+def _speculative_config(request: ExportPlan, acceptance: dict[str, Any]) -> str:
     config = {
         "method": "dflash",
         "model": name_of(request.evaluation, "draft"),

@@ -1,4 +1,4 @@
-"""Rules on the files of a checkpoint: are they there, and do they hold what their names say."""
+"""Rules on the files of a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
 
 @check(
     "S18",
-    effect="every reader stops, or uses another value of a repeated key than the one you see",
+    effect="readers stop, or use another value of a repeated key than you see",
     fix="write the file as strict JSON, then check it: dflash validate {draft}",
     source="RFC 8259; python json accepts NaN and repeated keys",
     stage="files",
@@ -25,8 +25,8 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
-    That is UTF-8, no NaN or Infinity, no key twice, no number beyond 64 bits. Parsers differ in what they make of a
-    repeated key: most keep the last one without a word.
+    Strict means UTF-8 without NaN or Infinity, repeated keys, and numbers beyond 64 bits. Most parsers keep the last
+    of several equal keys and do not warn.
     """
     if subject.config_error is not None and CONFIG_FILE in subject.files:
         yield Problem(CONFIG_FILE, _message(subject.config_error), fix=subject.config_error.hint or "")
@@ -53,15 +53,14 @@ def files_are_there(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N12",
-    effect="loaders stop at the shard they cannot find, or leave tensors at random values",
+    effect="loaders stop at the missing shard, or leave tensors at random values",
     fix=FETCH,
     source="huggingface/transformers sharded checkpoints",
 )
 def index_fits_its_shards(subject: Subject) -> Iterator[Problem]:
-    """The index names only shards beside it, and exactly the tensors they hold.
+    """The index names only shards in its own directory, and exactly the tensors that the shards hold.
 
-    A shard name with a directory in it, `..` included, is refused: a checkpoint must not reach outside its own
-    directory.
+    A shard name with a directory such as `..` is refused, because a checkpoint must not read other directories.
     """
     error = subject.weights_error
     if error is None or error.path == subject.path:
@@ -70,11 +69,11 @@ def index_fits_its_shards(subject: Subject) -> Iterator[Problem]:
         yield Problem(_name(error), _message(error), fix=error.hint or "")
 
 
-@check("N16", effect="loaders stop, or read other bytes than were written", fix=FETCH, source=FORMAT_SOURCE)
+@check("N16", effect="loaders stop, or read wrong bytes", fix=FETCH, source=FORMAT_SOURCE)
 def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
-    """Every safetensors header is sound, and its tensors cover the file exactly.
+    """Every safetensors header is valid, and its tensors cover the file exactly.
 
-    Holes, overlaps and bytes left over are faults. A download that broke off is the usual cause.
+    Holes, overlaps and leftover bytes are faults. The usual cause is an interrupted download.
     """
     error = subject.weights_error
     if error is None or isinstance(error, TensorMismatch) or error.path == subject.path or _is_index(error):
@@ -84,18 +83,18 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C00",
-    effect="no other dflash command can read the draft, so it can be neither converted nor run here",
+    effect="no other dflash command can read the draft, so dflash can neither convert nor run it",
     fix=(
-        "if the key named here is wrong, correct it and run dflash validate {draft}; if it is right, this version "
-        "cannot read the draft"
+        "if the key in the message is wrong, correct it and run dflash validate {draft}; if it is right, this version "
+        "of dflash cannot read the draft"
     ),
     source="dflash_cli/formats",
     stage="unexplained",
 )
 def config_can_be_read(subject: Subject) -> Iterator[Problem]:
-    """config.json can be read in the dialect that it is written in.
+    """The draft's dialect can read config.json.
 
-    Reported only if no other rule explains what is wrong with config.json.
+    Reported only if no other rule names the fault in config.json.
     """
     if subject.parse_error is not None:
         yield Problem(CONFIG_FILE, _message(subject.parse_error), fix=subject.parse_error.hint or "")
@@ -104,12 +103,12 @@ def config_can_be_read(subject: Subject) -> Iterator[Problem]:
 @check(
     "N20",
     "info",
-    effect="tools that trust the number show or reserve a wrong size",
+    effect="tools that trust this number show or reserve a wrong size",
     fix="dflash validate {draft} --fix-out {out}",
     source="huggingface/transformers sharded checkpoints",
 )
 def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
-    """metadata.total_size in the index is the size of the tensors."""
+    """metadata.total_size in the index equals the size of the tensors."""
     stated = as_object(_index(subject).get("metadata")).get("total_size")
     if subject.tensors is None or not is_int(stated):
         return
@@ -121,27 +120,27 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
 @check(
     "N21",
     "warning",
-    effect="readers that load every *.safetensors file get other tensors than readers of the index",
+    effect="readers that load every *.safetensors file load other tensors than readers of the index",
     fix="delete the file if it is a leftover, or write a copy without it: dflash validate {draft} --fix-out {out}",
     source="z-lab/dflash model_mlx.py loads every safetensors file",
 )
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
-    """Every safetensors file is one that the index, or the single file, accounts for."""
+    """The weights are read from every safetensors file in the directory."""
     used = {info.file.name for info in (subject.tensors or {}).values()}
     for name in sorted(item for item in subject.files if item.endswith(".safetensors") and not item.startswith(".")):
         if used and name not in used and "mask_embedding" not in name:
-            yield Problem(name, "not one of the files that the weights are read from")
+            yield Problem(name, "the weights are not read from this file")
 
 
 @check(
     "S20",
     "info",
-    effect="downloads grow by files that no engine reads",
+    effect="the download contains files that no engine reads",
     fix="leave the file out when you publish, or write a copy without it: dflash validate {draft} --fix-out {out}",
     source="NVIDIA-NeMo/Automodel epoch_*_step_* directories",
 )
 def no_training_state(subject: Subject) -> Iterator[Problem]:
-    """The directory holds only what serving needs, and no state of the training."""
+    """The directory holds only files for serving, and no training state."""
     for name in sorted(subject.files):
         if name.startswith(LEFTOVERS) or name.endswith(".distcp"):
             yield Problem(name, "left over from training")
@@ -158,9 +157,9 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
     source="ggml-org/llama.cpp#25116",
 )
 def no_second_format(subject: Subject) -> Iterator[Problem]:
-    """The directory holds the draft in one file format only."""
+    """The directory holds the draft in one file format."""
     for name in sorted(item for item in subject.files if item.endswith(".gguf")):
-        yield Problem(name, "a GGUF file, which is not checked here, beside the safetensors weights")
+        yield Problem(name, "a GGUF file beside the safetensors weights; dflash does not check it")
 
 
 @check(
@@ -173,18 +172,18 @@ def no_tensor_is_empty(subject: Subject) -> Iterator[Problem]:
     """Every tensor has at least one element."""
     for name, info in (subject.tensors or {}).items():
         if not info.num_elements:
-            yield Problem(f"{info.file.name}:{name}", f"shape {list(info.shape)} has no elements")
+            yield Problem(f"{info.file.name}:{name}", f"empty: shape {list(info.shape)}")
 
 
-def _index(subject: Subject) -> "dict[str, object]":
-    """The index of the weight files, None if there is none or it cannot be read; N12 reports faults in it."""
+def _index(subject: Subject) -> dict[str, object]:
+    """The index of the weight files; empty if it is absent or cannot be read. N12 reports its faults."""
     if subject.checkpoint is None or subject.tensors is None or INDEX_FILE not in subject.files:
         return {}
     return subject.checkpoint.read_optional_json(INDEX_FILE) or {}
 
 
 def _message(error: DFlashError) -> str:
-    """An error's message without the file in front, which is the finding's location."""
+    """An error's message without the path, which is the finding's location."""
     path = getattr(error, "path", None)
     if path is not None:
         return error.message.removeprefix(f"{path}: ")

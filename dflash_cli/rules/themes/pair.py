@@ -1,4 +1,4 @@
-"""Rules on whether a draft fits the target that is given. Without a target they find nothing."""
+"""Rules on whether a draft fits the given target. Without a target they find nothing."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,14 +25,14 @@ EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.we
     source="vllm-project/vllm#48113",
 )
 def widths_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft is as wide as the target."""
-    yield from _misfits(subject, "target_hidden_size", subject.location("target_hidden_size"))
-    yield from _misfits(subject, "hidden_size", subject.body_location("hidden_size"))
+    """The draft has the hidden_size that the target's features need."""
+    yield from _misfits(subject, "target_hidden_size", subject.expected_at("target_hidden_size"))
+    yield from _misfits(subject, "hidden_size", subject.body_at("hidden_size"))
 
 
 @check(
     "P02",
-    effect="vLLM maps ids through a map of zeros; with an older release nothing was accepted",
+    effect="vLLM maps ids through a map of zeros; older releases accept nothing",
     fix=(
         "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
         "--target {target}"
@@ -42,8 +42,8 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft's vocab_size is the target's, padding included."""
-    yield from _misfits(subject, "vocab_size", subject.body_location("vocab_size"))
+    """The draft's vocab_size equals the target's, padding included."""
+    yield from _misfits(subject, "vocab_size", subject.body_at("vocab_size"))
 
 
 @check(
@@ -54,7 +54,7 @@ def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
 )
 def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     """The mask token has a row in the target's embedding."""
-    location, value = subject.location("mask_token_id"), subject.stated("mask_token_id")
+    location, value = subject.expected_at("mask_token_id"), subject.stated.value("mask_token_id")
     yield from _misfits(subject, "mask_token_id", location)
     target = subject.target
     if target is not None and is_int(value) and value < target.vocab_size and value in target.eos_token_ids:
@@ -69,13 +69,13 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
 @check(
     "P04",
     "warning",
-    effect="SGLang refuses a pair whose tokenizer names another mask token",
+    effect="SGLang refuses a pair if the tokenizer names another mask token",
     fix=f"{FIX_RUN_LEVEL} # tries the target's special tokens",
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
-    """If the target's tokenizer names a mask token, the draft uses that one."""
-    value = subject.stated("mask_token_id")
+    """If the target's tokenizer names a mask token, the draft uses the same."""
+    value = subject.stated.value("mask_token_id")
     tokenizer = _target_file(subject, TOKENIZER_CONFIG)
     if not is_int(value) or not tokenizer:
         return
@@ -85,47 +85,45 @@ def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
     ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
     if ids and str(value) not in ids:
         yield Problem(
-            subject.location("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
+            subject.expected_at("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
         )
 
 
 @check(
     "P05",
     "warning",
-    effect="another base is right only if the draft was trained with it",
+    effect="a different base is right only if the draft was trained with it",
     fix=f"{FIX_RUN_LEVEL} # tries the target's base",
     source="NVIDIA/Model-Optimizer hf_spec_export.py; Luce-Org/lucebox#447",
 )
 def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft's rope base is the target's.
+    """The draft has the rope base of the target.
 
     Some drafts differ on purpose.
     """
     if subject.target is None or subject.target.rope is None:
         return
     try:
-        theta = read_rope(subject.body, subject.path).theta
+        theta = read_rope(subject.stated.body, subject.path).theta
     except InvalidConfig:  # C22 and C23 report it
         return
     if theta != subject.target.rope.theta:
-        yield Problem(
-            subject.body_location("rope_theta"), f"found {theta}, the target's is {subject.target.rope.theta}"
-        )
+        yield Problem(subject.body_at("rope_theta"), f"found {theta}, the target's is {subject.target.rope.theta}")
 
 
 @check(
     "C25",
     "warning",
-    effect="longer texts are cut short or drafted badly; vLLM raises the limit for plain rope only",
+    effect="longer texts are cut short or drafted badly; vLLM raises the limit only for plain rope",
     fix="dflash serve-command {draft} --target {target} --engine vllm # limits the context to the draft's positions",
     source="vllm-project/vllm#48894, #57941",
 )
 def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
-    """The draft has as many positions as the target."""
-    stated = subject.body.get("max_position_embeddings")
+    """The draft has at least as many positions as the target."""
+    stated = subject.stated.body.get("max_position_embeddings")
     reach = subject.target.max_position_embeddings if subject.target is not None else None
     if reach is not None and is_int(stated) and stated < reach:
-        yield Problem(subject.body_location("max_position_embeddings"), f"found {stated}, the target's is {reach}")
+        yield Problem(subject.body_at("max_position_embeddings"), f"found {stated}, the target's is {reach}")
 
 
 @check(
@@ -137,13 +135,13 @@ def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def target_depth_fits(subject: Subject) -> Iterator[Problem]:
-    """num_target_layers is the target's number of layers."""
-    location = next(iter(subject.homes("num_target_layers")), subject.location("num_target_layers"))
+    """num_target_layers is the number of layers of the target."""
+    location = subject.at("num_target_layers")
     yield from _misfits(subject, "num_target_layers", location)
-    stated = subject.stated("num_target_layers")
-    if stated is None and not subject.is_speculators:
+    is_missing = subject.stated.value("num_target_layers") is None
+    if is_missing and "num_target_layers" in subject.format.needed:
         yield Problem(
-            subject.location("num_target_layers"),
+            subject.expected_at("num_target_layers"),
             "missing, expected the target's number of layers",
             effect="the z-lab reference code and MLX stop",
             fix="dflash validate {draft} --target {target} --fix-out {out}",
@@ -159,22 +157,22 @@ def target_depth_fits(subject: Subject) -> Iterator[Problem]:
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
-    """Every tapped layer exists in the target that is given."""
-    yield from _misfits(subject, "target_layer_ids", subject.tap_location)
+    """Every tapped layer exists in the given target."""
+    yield from _misfits(subject, "target_layer_ids", subject.at("target_layer_ids"))
 
 
 @check(
     "P10",
     "warning",
-    effect="engines differ: SGLang feeds it the embedding as the target scales it, vLLM and z-lab's code the raw one",
+    effect="engines differ: SGLang feeds the draft the scaled embedding, vLLM and z-lab's code the unscaled one",
     fix="write the scale used in training (1 for none), then check it: dflash validate {draft} --target {target}",
     source="vllm-project/vllm#41703; SGLang 0.5.23 models/gemma4_causal.py; z-lab/dflash 0.1.0 model.py",
 )
 def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
     """A draft for a target that scales its embedding states input_embedding_scale."""
-    if subject.target is not None and lacks_embedding_scale(subject.config, subject.target):
+    if subject.target is not None and lacks_embedding_scale(subject.stated, subject.target):
         yield Problem(
-            subject.location("dflash_config.input_embedding_scale"),
+            subject.expected_at("input_embedding_scale"),
             f"missing, although this is a {subject.target.model_type.lower()} target",
         )
 
@@ -182,8 +180,8 @@ def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
 @check(
     "P11",
     "warning",
-    effect="the draft computes plain products with the head it borrows, as if it were not packed",
-    fix="use a target whose head and embedding are not packed; dflash inspect {target} --tensors # lists the types",
+    effect="the draft reads the packed head as plain numbers",
+    fix="use a target with a plain head and embedding; dflash inspect {target} --tensors # lists the types",
     source="sgl-project/sglang#39362; sgl-project/SpecForge#473",
     outcome="stops",
 )
@@ -221,14 +219,14 @@ def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
     serve_flag=BFLOAT16,
 )
 def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
-    """The target is served in another type than float16."""
+    """The target is not served in float16."""
     if subject.target is not None and subject.target.dtype == "float16":
         yield Problem(f"target {CONFIG_FILE}:dtype", "float16, expected another type such as bfloat16")
 
 
 @check(
     "P15",
-    effect="ids past the embedding's end have no row; the padded size is the one that counts",
+    effect="readers look for ids past the embedding's end; vocab_size must count the padding",
     fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
     source="NVIDIA/Model-Optimizer#1621",
 )
@@ -247,14 +245,14 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
 @check(
     "P17",
     "info",
-    effect="dflash checks this pair and gives commands to serve it, and does not run it itself",
+    effect="dflash checks this pair and prints commands to serve it, but cannot run it",
     fix="dflash serve-command {draft} --target {target} --engine vllm # then measure acceptance in the engine",
     source="dflash_runtime/checkpoint/hf_config.py",
 )
 def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
-    """The target is one that dflash can run: dense attention with one rope, and weights that are not packed.
+    """dflash can run the target: dense attention with one rope, and weights that are not packed.
 
-    What dflash does not know of a target is named. Whether an engine serves it is for the engine's own rules.
+    The finding names each part that dflash does not know. Rules of an engine say whether that engine serves the target.
     """
     source = subject.target_source
     if source is None:
@@ -263,23 +261,23 @@ def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"target {CONFIG_FILE}", f"not known to dflash: {part}")
     try:
         packing = find_quantization(source.checkpoint)
-    except CheckpointError:  # a target may be given by its config alone
+    except CheckpointError:  # the target may be a config alone
         packing = source.facts.quantization
     if packing is not None:
         yield Problem(f"target {CONFIG_FILE}", f"packed weights ({packing})", severity="warning")
 
 
 def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
-    """Where one field of the draft does not fit the target that is given."""
+    """A problem if one field of the draft does not fit the given target."""
     if subject.target is None:
         return
     expected = TargetExpectations(
-        hidden_size=subject.body.get("hidden_size"),
-        target_hidden_size=subject.config.get("target_hidden_size"),
-        vocab_size=subject.body.get("vocab_size"),
-        mask_token_id=subject.stated("mask_token_id"),
-        target_layer_ids=tuple(subject.taps or ()),
-        num_target_layers=subject.stated("num_target_layers"),
+        hidden_size=subject.stated.body.get("hidden_size"),
+        target_hidden_size=subject.stated.value("target_hidden_size"),
+        vocab_size=subject.stated.body.get("vocab_size"),
+        mask_token_id=subject.stated.value("mask_token_id"),
+        target_layer_ids=tuple(subject.stated.taps or ()),
+        num_target_layers=subject.stated.value("num_target_layers"),
     )
     for misfit in find_misfits(expected, subject.target):
         if misfit.field == field:
@@ -287,7 +285,7 @@ def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
 
 
 def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
-    """The tensors of the target, from its headers; empty if they cannot be read, as a config alone may be given."""
+    """The tensors of the target; empty if its headers cannot be read, because the target may be a config alone."""
     if subject.target_source is None:
         return {}
     try:
@@ -297,7 +295,7 @@ def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
 
 
 def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
-    """A JSON file of the target; empty if there is none that can be read."""
+    """A JSON file of the target; empty if the file is absent or cannot be read."""
     if subject.target_source is None:
         return {}
     try:

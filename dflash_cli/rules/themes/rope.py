@@ -5,6 +5,7 @@ from typing import Any
 
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
 from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.shapes import different
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import rope_parameters
 from dflash_runtime.json_values import as_object, is_number
@@ -27,7 +28,7 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
     """
     thetas = _values(subject, "rope_theta")
     if not thetas:
-        yield Problem(subject.body_location("rope_theta"), "missing")
+        yield Problem(subject.body_at("rope_theta"), "missing")
     for location, value in thetas.items():
         if not is_number(value) or value <= 0:
             yield Problem(location, f"found {value!r}, expected a positive number")
@@ -37,50 +38,49 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
     "C23",
     effect="vLLM stops; other readers use one of the two values",
     fix=(
-        "correct or delete the wrong value, then test what is left: dflash validate {draft} --target {target} "
-        "--level run"
+        "correct or delete the wrong value, then test the other: dflash validate {draft} --target {target} --level run"
     ),
     source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
 )
 def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
-    """Every spelling of the rope settings gives the same values."""
+    """Every key of a rope setting has the same value."""
     thetas = _values(subject, "rope_theta")
     kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
-    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.body.get(key)))]
+    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.stated.body.get(key)))]
     others = {name: _values(subject, name) for name in dict.fromkeys(parts)}
     for name, values in {"rope_theta": thetas, "rope_type": kinds, **others}.items():
-        if any(value != next(iter(values.values())) for value in values.values()):
-            stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in values.items())
-            yield Problem(subject.body_location(name), f"stated twice with different values: {stated}")
+        contradiction = different({location.partition(":")[2]: value for location, value in values.items()})
+        if contradiction is not None:
+            yield Problem(subject.body_at(name), contradiction)
 
 
 @check(
     "C24",
-    effect="readers stop, or stretch positions by a length they assume",
+    effect="readers stop, or assume a length when they stretch positions",
     fix="write the value used in training, then check it: dflash validate {draft}",
     source="Avarok/atlas#78",
 )
 def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
     """YaRN rope states its factor and its original length."""
     for key in ROPE_KEYS:
-        rope = as_object(subject.body.get(key))
+        rope = as_object(subject.stated.body.get(key))
         if rope.get("rope_type", rope.get("type")) != "yarn":
             continue
         for field in ("factor", "original_max_position_embeddings"):
             if not is_number(rope.get(field)):
-                yield Problem(subject.body_location(f"{key}.{field}"), "missing for rope type yarn")
+                yield Problem(subject.body_at(f"{key}.{field}"), "missing for rope type yarn")
 
 
 @check(
     "C46",
     "warning",
-    effect="positions are stretched where they need not be, so drafts get worse everywhere",
+    effect="positions are stretched without need, so fewer drafted tokens are accepted",
     fix="write original_max_position_embeddings as in training, then check it: dflash validate {draft}",
     source="transformers modeling_rope_utils.py; Avarok/atlas#78",
 )
 def yarn_stretches(subject: Subject) -> Iterator[Problem]:
-    """YaRN's original length lies within the draft's max_position_embeddings."""
-    limit = subject.body.get("max_position_embeddings")
+    """YaRN's original length is at most the draft's max_position_embeddings."""
+    limit = subject.stated.body.get("max_position_embeddings")
     for location, value in _values(subject, "original_max_position_embeddings").items():
         if is_number(value) and is_number(limit) and value > limit:
             yield Problem(location, f"found {value}, expected at most max_position_embeddings {limit}")
@@ -90,16 +90,16 @@ def yarn_stretches(subject: Subject) -> Iterator[Problem]:
     "C26",
     "warning",
     effect="SGLang applies the setting, the reference code does not",
-    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if trained with it",
+    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if training used it",
     source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
     outcome="drops",
 )
 def rope_is_whole(subject: Subject) -> Iterator[Problem]:
-    """The draft states no partial or multimodal rope, which only some readers apply."""
+    """The config does not ask for partial or multimodal rope, which only some readers apply."""
     for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         for location, value in _values(subject, key).items():
             if value not in (1, 1.0, False):
-                yield Problem(location, f"found {value!r}, expected none")
+                yield Problem(location, f"found {value!r}, expected no such key")
 
 
 @check(
@@ -118,28 +118,28 @@ def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S06",
-    effect="vLLM refuses layers that differ; speculators uses the sliding layers' rope for all",
+    effect="vLLM refuses layers with different rope; speculators uses the rope of the sliding layers for all",
     fix="train or export the draft with one rope, then check it: dflash validate {draft}",
     source="vLLM 0.33.0 qwen3_dflash.py; speculators 0.9.0 models/utils.py",
 )
 def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
-    """Rope settings stated by layer type are the same for every type."""
+    """Rope settings are the same for every layer type."""
     for key in ROPE_KEYS:
-        parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
+        parts = [item for item in as_object(subject.stated.body.get(key)).values() if isinstance(item, dict)]
         if parts and any(item != parts[0] for item in parts):
             yield Problem(
-                subject.body_location(key),
+                subject.body_at(key),
                 f"{len(parts)} layer types with different values",
             )
 
 
 def _values(subject: Subject, key: str) -> dict[str, Any]:
-    """Every location that states a rope key: the body itself and its two rope objects."""
+    """Location -> value of a rope key, among the decoder keys and in the two rope objects."""
     found = {}
-    if subject.body.get(key) is not None and key != "type":
-        found[subject.body_location(key)] = subject.body[key]
+    if subject.stated.body.get(key) is not None and key != "type":
+        found[subject.body_at(key)] = subject.stated.body[key]
     for container in ROPE_KEYS:
-        rope = as_object(subject.body.get(container))
+        rope = as_object(subject.stated.body.get(container))
         if rope.get(key) is not None:
-            found[subject.body_location(f"{container}.{key}")] = rope[key]
+            found[subject.body_at(f"{container}.{key}")] = rope[key]
     return found

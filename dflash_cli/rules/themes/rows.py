@@ -1,7 +1,4 @@
-"""Rules on which of the target's ids the rows of a draft stand for: what the id map holds, whose rows the copies are.
-
-torch is imported when one of them runs.
-"""
+"""Rules on the id map and on the draft's copies of the target's head and embedding. They import torch when they run."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     """t2d marks exactly draft_vocab_size ids."""
     mask = subject.load(TARGET_TO_DRAFT)
-    reduced = subject.config.get("draft_vocab_size")
+    reduced = subject.stated.value("draft_vocab_size")
     if mask is not None and is_int(reduced) and int(mask.sum()) != reduced:
         yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"marks {int(mask.sum())} ids, but draft_vocab_size is {reduced}")
 
@@ -47,14 +44,13 @@ def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def map_is_a_map(subject: Subject) -> Iterator[Problem]:
-    """The ids j + d2t[j] ascend, lie in the target's vocabulary, and are those t2d marks.
+    """The ids j + d2t[j] ascend, are in the target's vocabulary, and equal the ids that t2d marks.
 
-    d2t holds offsets. Some files hold absolute ids instead: there the values themselves ascend, and adding j leaves the
-    vocabulary.
+    d2t holds offsets. Some files hold absolute ids instead: their values ascend, and adding j exceeds the vocabulary.
     """
     import torch
 
-    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    offsets, vocab = _offsets(subject), subject.stated.body.get("vocab_size")
     if offsets is None or not is_int(vocab) or not len(offsets):
         return
     location = f"{WEIGHTS}:{DRAFT_TO_TARGET}"
@@ -62,7 +58,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     steps = ids[1:] > ids[:-1]
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         ascending = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets.max()) < vocab
-        guess = "; the values themselves ascend, so they look like ids rather than offsets" if ascending else ""
+        guess = "; the values ascend, so they look like ids rather than offsets" if ascending else ""
         yield Problem(location, f"maps to {int(ids.min())}..{int(ids.max())}, outside the target's {vocab} ids{guess}")
     elif not bool(steps.all()):
         yield Problem(location, f"ids that do not ascend: {int((~steps).sum())}")
@@ -71,7 +67,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
         marked = mask.bool().nonzero().flatten() if mask is not None and mask.dim() == 1 else None
         if marked is not None and not torch.equal(marked, ids):
             yield Problem(
-                location, "maps to other ids than t2d marks", effect="rows of the draft's head belong to other tokens"
+                location, "maps to other ids than t2d marks", effect="rows of the draft's head stand for other tokens"
             )
 
 
@@ -79,14 +75,14 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     "M07",
     "warning",
     level="weights",
-    effect="the map is right only if the vocabulary was cut to its first ids",
+    effect="the map is right only if the draft's vocabulary is the first ids of the target's",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
     outcome="drops",
 )
 def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
-    """The id map of a reduced vocabulary holds offsets other than zero."""
-    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    """The id map of a reduced vocabulary has an offset other than zero."""
+    offsets, vocab = _offsets(subject), subject.stated.body.get("vocab_size")
     if offsets is not None and len(offsets) and len(offsets) != vocab and not bool(offsets.any()):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
 
@@ -95,13 +91,13 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     "M08",
     "info",
     level="weights",
-    effect="a row of the head is spent on a token that is never wanted",
+    effect="one row of the head is wasted on a token that nobody wants",
     fix="leave the mask token out when you export again, then check it: dflash validate {draft} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
 def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
-    """The reduced vocabulary leaves out the mask token."""
-    mask_id, offsets = subject.stated("mask_token_id"), _offsets(subject)
+    """The reduced vocabulary excludes the mask token."""
+    mask_id, offsets = subject.stated.value("mask_token_id"), _offsets(subject)
     if is_int(mask_id) and offsets is not None and mask_id in _ids(offsets):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"the draft can propose its mask token {mask_id}")
 
@@ -110,7 +106,7 @@ def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
     "M09",
     "warning",
     level="weights",
-    effect="the end of a text is never drafted",
+    effect="the draft never proposes the end of a text",
     fix="export again with the stop tokens, then check it: dflash validate {draft} --target {target} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
 )
@@ -145,36 +141,36 @@ def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
 @check(
     "M12",
     level="weights",
-    effect="what the draft proposes with these rows comes out as other tokens",
+    effect="tokens that the draft proposes with these rows come out as other tokens",
     fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py maps by position",
     outcome="drops",
 )
 def rows_are_in_their_places(subject: Subject) -> Iterator[Problem]:
-    """No row of the draft's head or embedding is the target's row of another id.
+    """No row of the draft's head or embedding equals the target's row of another id.
 
-    Training changes a row; only a fault of order makes it equal another.
+    Training changes a row. Only a wrong order makes it equal to another row.
     """
     for name, draft, target, _ in _changed_copies(subject):
         found = find_misplaced(draft, name, target)
         if found is not None:
             yield Problem(
                 f"{WEIGHTS}:{name}",
-                f"{found.count} of {found.num_rows} rows are the target's rows of other ids: row {found.row} stands "
-                f"for id {found.expected_id} and holds that of id {found.found_id}",
+                f"{found.count} of {found.num_rows} rows are the target's rows of other ids: row {found.row} is for id "
+                f"{found.expected_id} and holds the row of id {found.found_id}",
             )
 
 
 @check(
     "M11",
     level="weights",
-    effect="two rows of the head compete for one token, and another token has none",
+    effect="two rows of the head compete for one token, and another token is never proposed",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
     outcome="drops",
 )
 def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
-    """Every id of the draft maps to a target id of its own."""
+    """No two ids of the draft map to the same target id."""
     offsets = _offsets(subject)
     if offsets is None:
         return
@@ -185,7 +181,7 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
 
 
 def _changed_copies(subject: Subject) -> list[tuple[str, DraftCheckpoint, TargetSource, str]]:
-    """The copies that differ from the target's rows, and where; compared once, since that reads all of both."""
+    """The copies that differ from the target's rows, and where. Compared once, because that reads all rows."""
     if "changed_copies" not in subject.known:
         compared = [(*copy, find_difference(copy[1], copy[0], copy[2])) for copy in _copies(subject)]
         subject.known["changed_copies"] = [item for item in compared if item[-1] is not None]
@@ -194,9 +190,9 @@ def _changed_copies(subject: Subject) -> list[tuple[str, DraftCheckpoint, Target
 
 
 def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSource]]:
-    """Head and embedding where the draft has its own, with the two checkpoints, if the target's weights are here.
+    """The draft's head and embedding with the two checkpoints, if the target's weights can be read.
 
-    Whose rows a head holds is known by the id map only, so with a map that is broken the head is left out.
+    Only the id map tells which rows a head holds, so the head is left out if the map is broken.
     """
     checkpoint, target = subject.checkpoint, subject.target_source
     if checkpoint is None or not subject.is_served or target is None or not _has_weights(target):
@@ -220,7 +216,7 @@ def _is_map_broken(subject: Subject) -> bool:
 
 
 def _has_weights(target: TargetSource) -> bool:
-    """Whether the target's weights can be read; of a target on the hub there may be only headers, or only a config."""
+    """Whether the target's weights can be read. Of a target on the hub, often only headers or a config are here."""
     try:
         return all(info.file.is_file() for info in target.checkpoint.tensors.values())
     except CheckpointError:
@@ -228,7 +224,7 @@ def _has_weights(target: TargetSource) -> bool:
 
 
 def _offsets(subject: Subject) -> "torch.Tensor | None":
-    """The id map d2t, None unless it is a list of integers; M03 and M04 report it otherwise."""
+    """The id map d2t; None unless it is a list of integers, which M03 and M04 report."""
     tensor = subject.load(DRAFT_TO_TARGET)
     return None if tensor is None or tensor.dim() != 1 or tensor.is_floating_point() else tensor
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.formats.native_fields import guess_taps
+from dflash_cli.formats.fields import AUX_KEY, guess_taps
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import is_int
+
+TAPS = "target_layer_ids"
 
 
 @check(
@@ -20,14 +22,15 @@ from dflash_runtime.json_values import is_int
 def taps_are_stated(subject: Subject) -> Iterator[Problem]:
     """The tapped layers (the target layers that feed the draft) are listed as integers.
 
-    Engines that guess spread the layers evenly over the target. That guess was found wrong for 14 of 20 published
-    drafts.
+    Engines that guess spread the layers evenly over the target. That guess is wrong for 14 of 20 published drafts.
     """
-    value = subject.stated(subject.tap_key)
-    if value is None:
-        yield Problem(subject.tap_location, f"missing{_guess(subject)}", outcome="drops")
-    elif subject.taps is None:
-        yield Problem(subject.tap_location, f"found {value!r}, expected a non-empty list of integers")
+    found = subject.stated.values(TAPS)
+    if not found:
+        guess = _guess(subject) if subject.format.guesses_taps else None
+        text = f"; engines would guess {guess}" if guess is not None else ""
+        yield Problem(subject.at(TAPS), f"missing{text}", outcome="drops")
+    elif subject.stated.taps is None:
+        yield Problem(subject.at(TAPS), f"found {found[0].raw!r}, expected a non-empty list of integers")
 
 
 @check(
@@ -41,14 +44,14 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
     """Every tapped layer exists in a target of the depth that the draft states."""
-    depth = subject.num_target_layers if subject.target is None else None  # P06 holds it against a target
-    shift = 1 if subject.is_speculators else 0
-    for index, tap in enumerate(subject.taps or ()):
+    depth = subject.num_target_layers if subject.target is None else None  # P06 compares with a target that is given
+    first = _first_layer(subject)
+    for index, tap in enumerate(subject.stated.taps or ()):
         if tap < 0 or (depth is not None and tap >= depth):
-            limit = f"{shift}..{depth - 1 + shift}" if depth is not None else f"{shift} or more"
-            hint = "; 0 is the embedding's output" if subject.is_speculators and tap == -1 else ""
+            limit = f"{first}..{depth - 1 + first}" if depth is not None else f"{first} or more"
+            hint = "; 0 is the embedding's output" if tap + first == 0 else ""
             yield Problem(
-                f"{subject.tap_location}[{index}]", f"layer {tap + shift} is outside the target's layers {limit}{hint}"
+                f"{subject.at(TAPS)}[{index}]", f"layer {tap + first} is outside the target's layers {limit}{hint}"
             )
 
 
@@ -56,69 +59,67 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
     "C08",
     effect="vLLM uses this list and other engines use the other, so they capture different layers",
     fix=(
-        "correct or delete the wrong list, then test what is left: dflash validate {draft} --target {target} "
-        "--level run"
+        "correct or delete the wrong list, then test the other: dflash validate {draft} --target {target} --level run"
     ),
     source="vllm-project/vllm#40727",
     outcome="drops",
 )
 def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
-    """eagle_aux_hidden_state_layer_ids, if stated, is target_layer_ids plus one."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    aux = subject.body.get(key, subject.config.get(key))
-    if aux is None or subject.taps is None:
+    """eagle_aux_hidden_state_layer_ids, if stated, lists each tapped layer plus one, counted from 0."""
+    aux, taps = subject.stated.value(AUX_KEY), subject.stated.taps
+    if aux is None or taps is None:
         return
-    expected = [tap + 1 for tap in subject.taps]
+    expected = [tap + 1 for tap in taps]
     if aux != expected:
-        yield Problem(subject.location(key), f"found {aux}, expected {expected}: each tapped layer plus one")
+        yield Problem(subject.at(AUX_KEY), f"found {aux}, expected {expected}: each tapped layer plus one")
 
 
 @check(
     "C09",
     "warning",
-    effect="if the list was copied from a native draft, every feature comes from one layer too early",
+    effect="if the list was copied from a draft that counts layers from 0, every feature is one layer too early",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727 (acceptance 3.9, then 4.1 once it was fixed)",
     is_about_training=True,
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers of a speculators draft are one higher than in a native draft.
+    """A dialect that counts layers from 1 lists each tapped layer one higher than a dialect that counts from 0.
 
-    The native dialect numbers a tapped layer by the layer whose output it is, the speculators dialect by the layer
-    whose input it is, which is one more. The rule reports a list that looks copied unchanged.
+    The rule reports a list that looks copied unchanged from a dialect that counts from 0.
     """
-    depth, count = subject.num_target_layers, subject.body.get("num_hidden_layers")
-    taps = subject.taps
-    if not subject.is_speculators or taps is None or depth is None or not is_int(count) or not 1 <= count < 1000:
+    taps = subject.stated.taps
+    if taps is None or _first_layer(subject) != 1:
         return
-    stated = [tap + 1 for tap in taps]
-    if stated == guess_taps(depth, count) or stated == guess_taps(depth, len(taps)):
+    listed = [tap + 1 for tap in taps]
+    if listed in _usual_taps(subject, len(taps)):
         yield Problem(
-            subject.tap_location,
-            f"{stated} is the usual native list for {depth} layers; in this dialect: {[i + 1 for i in stated]}",
+            subject.at(TAPS),
+            f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}",
         )
 
 
 @check(
     "C45",
     "warning",
-    effect="if the list was copied from a speculators draft, every feature comes from one layer too late",
+    effect="if the list was copied from a draft that counts layers from 1, every feature is one layer too late",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727; microsoft/onnxruntime-genai#2538",
     is_about_training=True,
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers of a native draft are one lower than in a speculators draft.
+    """A dialect that counts layers from 0 lists each tapped layer one lower than a dialect that counts from 1.
 
-    The rule reports a list that looks copied from the speculators dialect unchanged.
+    The rule reports a list that looks copied unchanged from a dialect that counts from 1.
     """
-    depth, count = subject.num_target_layers, subject.body.get("num_hidden_layers")
-    taps = subject.taps
-    if subject.is_speculators or taps is None or depth is None or not is_int(count) or not 1 <= count < 1000:
+    taps = subject.stated.taps
+    if taps is None or len(taps) < 3 or _first_layer(subject) != 0:
         return
     shifted = [tap - 1 for tap in taps]
-    if len(taps) > 2 and shifted in (guess_taps(depth, count), guess_taps(depth, len(taps))):
-        yield Problem(subject.tap_location, f"{taps} is one more than the usual list for {depth} layers, {shifted}")
+    if shifted in _usual_taps(subject, len(taps)):
+        yield Problem(
+            subject.at(TAPS),
+            f"{taps} is one more than the usual list for {subject.num_target_layers} layers, {shifted}",
+        )
 
 
 @check(
@@ -134,12 +135,23 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
     Readers disagree on whether the target's final norm is applied to the last layer's output.
     """
     depth = subject.num_target_layers
-    if depth is not None and depth - 1 in (subject.taps or ()):
-        yield Problem(subject.tap_location, f"the last of {depth} layers of the target is tapped")
+    if depth is not None and depth - 1 in (subject.stated.taps or ()):
+        yield Problem(subject.at(TAPS), f"the last of {depth} layers of the target is tapped")
 
 
-def _guess(subject: Subject) -> str:
-    depth, count = subject.num_target_layers, subject.body.get("num_hidden_layers")
-    if subject.is_speculators or depth is None or not is_int(count) or not 1 <= count < 1000:
-        return ""
-    return f"; engines would guess {guess_taps(depth, count)}"
+def _first_layer(subject: Subject) -> int:
+    """The number that the dialect gives to the output of the target's first layer."""
+    first: list[int] = subject.stated.spelled(TAPS, [0])
+    return first[0]
+
+
+def _guess(subject: Subject) -> list[int] | None:
+    """The layers that engines guess, None if the number of layers of target or draft is not known."""
+    depth, count = subject.num_target_layers, subject.stated.body.get("num_hidden_layers")
+    return guess_taps(depth, count) if depth is not None and is_int(count) and 1 <= count < 1000 else None
+
+
+def _usual_taps(subject: Subject, num_taps: int) -> list[list[int]]:
+    """The usual tapped layers, counted from 0: of a draft with as many layers, and of a draft with as many taps."""
+    depth, guess = subject.num_target_layers, _guess(subject)
+    return [guess, guess_taps(depth, num_taps)] if guess is not None and depth is not None else []

@@ -1,14 +1,15 @@
-"""Rules on whether the target that is given is the very one a draft was made for: its name, tokenizer and weights."""
+"""Rules on whether a draft was made for the given target: its name, tokenizer and weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.documents import from_json
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import as_object
 
@@ -22,7 +23,7 @@ PUBLISHED = {
     "qwen/qwen3.6-27b": ((16, (1, 16, 31, 46, 61)),),
     "qwen/qwen3.5-27b": ((16, (1, 16, 31, 46, 61)),),
 }
-"""Hub id of a target -> (block size, taps) of drafts published for it; taps None where they are not known."""
+"""Hub id of a target -> (block size, tapped layers) of its published drafts; None if the layers are not known."""
 
 
 @check(
@@ -34,57 +35,56 @@ PUBLISHED = {
     is_about_training=True,
 )
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
-    """The target that is given is the verifier that the draft names."""
-    name = as_object(_verifier(subject)).get("name_or_path")
+    """The given target is the verifier that the draft names."""
+    name = subject.stated.value("verifier_name")
     reference = subject.target_reference
     if not isinstance(name, str) or not name or reference is None:
         return
     given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
     if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
-        yield Problem(
-            subject.location("speculators_config.verifier.name_or_path"),
-            f"names {name}, but {reference} is given",
-        )
+        yield Problem(subject.at("verifier_name"), f"names {name}, but {reference} is given")
 
 
 @check(
     "P16",
     "warning",
-    effect="a draft is trained on the hidden states of one model, and the config names one of another kind",
+    effect="a draft is trained on the hidden states of one model, and the config names a model of another kind",
     fix=FIX_OTHER_TARGET,
     source="speculators 0.9.0 VerifierConfig",
     is_about_training=True,
 )
 def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     """The target has the architecture that the draft names for its verifier."""
-    stated, given = named_architectures(_verifier(subject)), named_architectures(subject.target_json)
+    stated = named_architectures({"architectures": subject.stated.value("verifier_architectures")})
+    given = named_architectures(subject.target_json)
     if stated and given and not set(stated) & set(given):
         yield Problem(
-            subject.location("speculators_config.verifier.architectures"),
-            f"found {', '.join(stated)}, the target is {', '.join(given)}",
+            subject.at("verifier_architectures"), f"found {', '.join(stated)}, the target is {', '.join(given)}"
         )
 
 
 @check(
     "P12",
     "info",
-    effect="none by itself, but a block or tapped layers other than usual are worth a second look",
+    effect="none by itself, but an unusual block size or unusual tapped layers are worth a second look",
     fix=FIX_RUN_LEVEL,
     source="configs of published drafts, 2026",
     is_about_training=True,
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
-    """Block size and tapped layers are those of published drafts for this target."""
+    """Block size and tapped layers match the drafts published for this target."""
     reference = (subject.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
-    if known is None or subject.taps is None or subject.block_size is None:
+    if known is None or subject.stated.taps is None or subject.stated.block_size is None:
         return
-    mine = (subject.block_size, tuple(subject.taps))
+    mine = (subject.stated.block_size, tuple(subject.stated.taps))
     if not any(block == mine[0] and taps in (None, mine[1]) for block, taps in known):
         stated = "; ".join(
             f"block {block}" + (f", tapped layers {list(taps)}" if taps else "") for block, taps in known
         )
-        yield Problem(subject.tap_location, f"block {mine[0]}, tapped layers {list(mine[1])}; published: {stated}")
+        yield Problem(
+            subject.at("target_layer_ids"), f"block {mine[0]}, tapped layers {list(mine[1])}; published: {stated}"
+        )
 
 
 @check(
@@ -95,9 +95,9 @@ def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     source="ggml-org/llama.cpp#25733",
 )
 def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
-    """A tokenizer that lies beside the draft is the target's.
+    """A tokenizer_config.json beside the draft lists the special tokens of the target.
 
-    Compared by the special tokens of tokenizer_config.json, which differ between model families.
+    Special tokens differ between model families.
     """
     if TOKENIZER_CONFIG not in subject.files or subject.target_source is None:
         return
@@ -121,7 +121,7 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
-    """A tokenizer.json that lies beside the draft gives every token the id it has in the target's."""
+    """A tokenizer.json beside the draft gives every token the same id as the target's tokenizer."""
     if TOKENIZER_FILE not in subject.files or subject.target_source is None:
         return
     ours, theirs = (_vocabulary(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
@@ -133,13 +133,13 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
         first = min(moved)
         yield Problem(
             f"{TOKENIZER_FILE}:model.vocab",
-            f"{len(moved)} of {len(ours)} tokens have other ids than in the target's: {first!r} is {ours[first]!r}, "
-            f"there {theirs[first]!r}",
+            f"{len(moved)} of {len(ours)} tokens have other ids than in the target's: {first!r} is {ours[first]!r} "
+            f"here and {theirs[first]!r} there",
         )
     elif missing:
         yield Problem(
             f"{TOKENIZER_FILE}:model.vocab",
-            f"{missing} tokens are in one of the two tokenizers only",
+            f"{missing} tokens are in only one of the two tokenizers",
             effect="text with these tokens is drafted badly, or the draft was made for another target",
         )
 
@@ -154,28 +154,25 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
-    """The target is the one that conversion.json names, by names and shapes of its tensors and some of its rows."""
+    """The target equals the target that conversion.json describes.
+
+    Compared are the names and shapes of its tensors, and some of its rows.
+    """
     if MANIFEST not in subject.files or subject.target_source is None or subject.checkpoint is None:
         return
     stated = as_object(as_object(_read(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
-    known = TargetFingerprint.from_json(stated)
-    if known is None:
-        return
     try:
+        known = from_json(TargetFingerprint, stated)
         found = target_fingerprint(subject.target_source)
-    except CheckpointError:
+    except CheckpointError:  # InvalidConfig included: the manifest is of another tool
         return
     difference = known.difference(found)
     if difference is not None:
-        yield Problem(f"{MANIFEST}:target.fingerprint", f"the target differs from the one converted for: {difference}")
-
-
-def _verifier(subject: Subject) -> Mapping[str, Any]:
-    return as_object(as_object(subject.config.get("speculators_config")).get("verifier"))
+        yield Problem(f"{MANIFEST}:target.fingerprint", f"differs from the target that is given: {difference}")
 
 
 def _special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Id -> text of the tokens that tokenizer_config.json lists; empty for others."""
+    """Id -> text of the tokens that tokenizer_config.json lists."""
     if checkpoint is None:
         return {}
     entries = as_object(_read(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
@@ -183,7 +180,7 @@ def _special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
 
 
 def _vocabulary(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Token -> id, of a tokenizer that lists them so; empty for others."""
+    """Token -> id; empty if tokenizer.json has no such table."""
     if checkpoint is None:
         return {}
     model = as_object(_read(checkpoint, TOKENIZER_FILE).get("model"))

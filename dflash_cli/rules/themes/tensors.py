@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from dflash_cli.formats.decoder_body import STORED_AS
-from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
@@ -30,14 +30,14 @@ FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
-    (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
+    (r"(embed_tokens|lm_head)\.", "a draft borrows the target's"),
     (r"prefix_gru\.|embed_proj\.|logit_head\.", "part of a Domino head"),
     (r"markov_|confidence_", "part of a DSpark head"),
     (r".*(exp_avg|optimizer|step$)", "left over from training"),
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
-    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which the config does not state"),
-    (r".*mlp\.(experts|shared_expert|gate)\.", "experts, which a DFlash draft does not have"),
-    (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
+    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks that the config does not state"),
+    (r".*mlp\.(experts|shared_expert|gate)\.", "experts; a DFlash draft has none"),
+    (r".*mask_(hidden|embedding)", "a learned mask embedding; this tool does not serve it"),
 )
 
 
@@ -50,9 +50,9 @@ EXPLAINED = (
     stops_runtime=True,
 )
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
-    """Every tensor that the config calls for is there.
+    """Every tensor that the config needs is present.
 
-    A draft has 3 tensors, and 11 a layer, or 15 a layer with attention bias, and one more with attention sinks.
+    A draft has 3 tensors and 11 per layer; 15 per layer with attention bias, and one more with attention sinks.
     """
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
@@ -67,16 +67,13 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N02",
-    effect="engines stop at the tensor, or leave out something the draft was trained with",
-    fix=(
-        "remove the tensor if it is a leftover, otherwise use an engine made for such drafts; then dflash validate "
-        "{draft}"
-    ),
+    effect="engines stop at the tensor, or ignore a part of the trained draft",
+    fix="remove the tensor if it is a leftover, else use an engine made for such drafts; then dflash validate {draft}",
     source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
     stops_runtime=True,
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
-    """Every tensor is one that a DFlash draft has."""
+    """Every tensor belongs to a DFlash draft."""
     if (
         subject.dims is None
         or subject.tensors is None
@@ -94,7 +91,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
     dims = subject.dims
-    if not subject.is_speculators and not dims.has_reduced_vocab and not dims.has_own_width:
+    if not subject.format.keeps_head and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
             if name in subject.tensors:
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"
@@ -104,7 +101,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
                     effect,
                     severity="warning",
                     outcome="serves",
-                    fix="if it is an exact copy, drop it: dflash convert {draft} {out} --to native --target {target}",
+                    fix=f"if it is an exact copy, drop it: {FIX_TO_COMMON}",
                 )
 
 
@@ -115,11 +112,11 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     source="vllm-project/vllm#48113, #42505, #42704",
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
-    """Every tensor has the shape that follows from the config."""
+    """Every tensor has the shape that the config gives it."""
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
     expected = body_shapes(subject.dims)
-    if subject.taps is None:
+    if subject.stated.taps is None:
         del expected["fc.weight"]
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
@@ -130,13 +127,13 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N05",
-    effect="the first forward pass stops: the target's features have another width than fc.weight reads",
+    effect="the first forward pass stops, because fc.weight does not fit the width of the target's features",
     fix="check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO",
     source="vllm-project/vllm#48113",
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight reads one target width for each tapped layer."""
-    info, taps = (subject.tensors or {}).get("fc.weight"), subject.taps
+    info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2:
         return
     width = subject.target.hidden_size
@@ -149,7 +146,7 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N06",
-    effect="layers are left out, or stay at random values",
+    effect="engines ignore layers, or leave them at random values",
     fix="correct num_hidden_layers or export the draft again, then check it: dflash validate {draft}",
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights",
     outcome="drops",
@@ -157,7 +154,7 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
 )
 def layers_are_counted(subject: Subject) -> Iterator[Problem]:
     """The file holds the layers 0 to num_hidden_layers - 1."""
-    count = subject.body.get("num_hidden_layers")
+    count = subject.stated.body.get("num_hidden_layers")
     if subject.tensors is None or not is_int(count) or common_prefix(subject) is not None:
         return
     found = layer_indices(subject.tensors)
@@ -167,19 +164,19 @@ def layers_are_counted(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N07",
-    effect="readers leave out a bias that the config does not call for",
+    effect="readers ignore a bias that the config does not state",
     fix="set attention_bias as in training, then check it: dflash validate {draft}",
     source="z-lab/gpt-oss-20b-DFlash",
     outcome="drops",
     stops_runtime=True,
 )
 def biases_fit(subject: Subject) -> Iterator[Problem]:
-    """Attention biases, o_proj's included, are there exactly if attention_bias is true."""
+    """Attention biases, including the bias of o_proj, are present exactly if attention_bias is true."""
     if subject.tensors is None:
         return
     pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
     biases = [name for name in subject.tensors if pattern.match(name)]
-    if biases and subject.body.get("attention_bias") is not True:
+    if biases and subject.stated.body.get("attention_bias") is not True:
         yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
 
 
@@ -191,7 +188,7 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
     source="InternLM/lmdeploy#4991; vllm-project/vllm#55250",
 )
 def one_element_type(subject: Subject) -> Iterator[Problem]:
-    """All weights have one element type other than float16."""
+    """All weights have the same element type, and it is not float16."""
     counts = Counter(info.dtype for info in _body_tensors(subject).values())
     if len(counts) > 1 and not _states_packing(subject):
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
@@ -199,7 +196,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             WEIGHTS,
             "float16 weights",
-            effect="DFlash activations overflow float16, so nearly nothing is accepted",
+            effect="DFlash activations overflow float16, so almost no token is accepted",
             fix="export the draft in bfloat16, then check it: dflash validate {draft}",
             severity="error",
             outcome="drops",
@@ -215,17 +212,17 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
     """The dtype in the config is the element type of the weights."""
-    stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
+    stated = subject.stated.value("dtype")
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
         fix = "" if len(kinds) == 1 else "correct dtype in config.json, then check it: dflash validate {draft}"
         message = f"{stated}, but the weights are {'/'.join(sorted(kinds))}"
-        yield Problem(subject.body_location("dtype"), message, fix=fix)
+        yield Problem(subject.body_at("dtype"), message, fix=fix)
 
 
 @check(
     "N11",
-    effect="readers take packed numbers for plain ones",
+    effect="readers take packed numbers for plain numbers",
     fix=f"{FIX_INSPECT} # lists the element types; serve the draft with the engine it was packed for",
     source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
 )
@@ -239,9 +236,9 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     )
     if _states_packing(subject):
         yield Problem(
-            subject.location("quantization_config"),
+            subject.at("quantization_config"),
             "quantised weights",
-            effect="names and shapes are the quantiser's own: dflash does not judge them and cannot run the draft",
+            effect="dflash does not check the names and shapes of packed weights and cannot run the draft",
             severity="warning",
             outcome="serves",
         )
@@ -250,13 +247,12 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
 
 
 def _states_packing(subject: Subject) -> bool:
-    """Whether the draft says that its weights are quantised; the rules then expect no particular tensors."""
-    stated = subject.config.get("quantization_config") or subject.body.get("quantization_config")
-    return bool(stated) or QUANTIZATION_FILE in subject.files
+    """Whether the draft says that its weights are quantised. The rules then do not check its tensors."""
+    return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, where the two tensors that have another name too go by their usual one."""
+    """Tensor name -> its shape; fc and hidden_norm under their usual names."""
     return {
         canonical_name(name) if name.startswith(ALIASES) else name: info.shape
         for name, info in (subject.tensors or {}).items()
@@ -264,17 +260,18 @@ def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
 
 
 def fused_names(subject: Subject) -> list[str]:
+    """The names of fused projections."""
     return [name for name in subject.tensors or () if FUSED.match(name)]
 
 
 def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
-    """The tensors that are the draft's own: no map, and no copy of the target's."""
+    """The draft's own tensors, without the id map and copies of the target's tensors."""
     skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
     return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
 
 
 def common_prefix(subject: Subject) -> str | None:
-    """The prefix that the names of all layer tensors share."""
+    """The prefix of the names of all layer tensors."""
     names = [name for name in subject.tensors or () if "layers." in name]
     return next((prefix for prefix in PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
 

@@ -19,22 +19,22 @@ from dflash_runtime.json_values import is_int
 )
 def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
     """A draft with a reduced output vocabulary has an id map (d2t) and its own head."""
-    found = subject.vocabulary_sizes
+    found = subject.stated.vocabulary_sizes
     if found is None or subject.tensors is None:
         return
     reduced, vocab = found
     if reduced > vocab:
         yield Problem(
-            subject.location("draft_vocab_size"),
+            subject.expected_at("draft_vocab_size"),
             f"found {reduced}, expected at most the target's {vocab}",
-            effect="ids past the vocabulary stand for nothing, and readers stop",
+            effect="readers stop at ids past the vocabulary",
             outcome="stops",
         )
     if reduced >= vocab:
         return
     for name, effect in (
         (DRAFT_TO_TARGET, ""),
-        (HEAD, "no head can compute the logits of the reduced vocabulary"),
+        (HEAD, "readers cannot compute the logits of the reduced vocabulary"),
     ):
         if name not in subject.tensors:
             yield Problem(
@@ -43,7 +43,7 @@ def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
     if TARGET_TO_DRAFT not in subject.tensors and DRAFT_TO_TARGET in subject.tensors:
         yield Problem(
             f"{WEIGHTS}:{TARGET_TO_DRAFT}",
-            "missing, although d2t is there",
+            "missing, although d2t is present",
             effect="speculators cannot load the file",
             severity="warning",
             outcome="serves",
@@ -59,9 +59,9 @@ def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
 def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
     """d2t, t2d, head and embedding have the sizes of the two vocabularies.
 
-    A tensor that fits the target where vocab_size does not is no fault: P02 says what is.
+    A tensor of the target's size is accepted even if vocab_size differs, because P02 reports vocab_size.
     """
-    found, hidden = subject.vocabulary_sizes, subject.body.get("hidden_size")
+    found, hidden = subject.stated.vocabulary_sizes, subject.stated.body.get("hidden_size")
     if found is None or subject.tensors is None or not is_int(hidden):
         return
     reduced, vocab = found
@@ -75,7 +75,7 @@ def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
 
 
 def _shapes(reduced: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of what follows the draft's vocabulary and the target's."""
+    """Tensor name -> its shape, from the sizes of the two vocabularies."""
     return {
         DRAFT_TO_TARGET: (reduced,),
         TARGET_TO_DRAFT: (vocab,),
@@ -87,7 +87,7 @@ def _shapes(reduced: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]
 @check(
     "M04",
     "warning",
-    effect="readers that index with the tensor cast it first, or stop",
+    effect="readers cast the tensor before they index with it, or stop",
     fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py",
 )

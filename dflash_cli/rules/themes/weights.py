@@ -1,4 +1,4 @@
-"""Rules on the values of the weights, for `--level weights`. torch is imported when one of them runs."""
+"""Rules on the values of the weights, for `--level weights`. Each imports torch when it runs."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,21 +14,21 @@ NORM_LIMIT = 1e-6
 FLOAT16_MAX = 65504.0
 OFFSET_MEAN = 0.5
 OFFSET_NEGATIVE = 0.1
-"""A norm whose mean is nearer to 0 than that, with such a share of negative values, holds offsets from 1."""
+"""A norm holds offsets from 1 if its mean is within OFFSET_MEAN of 0 and this share of its values is negative."""
 
 ZERO_SHARE = 1 / 8
 MIN_VALUES = 16384
 DISTINCT_8_BITS = 128
-"""Sizes of values that a sign and 7 bits tell apart."""
+"""The number of absolute values that 8 bits can hold: a sign and 7 bits."""
 
 HEADROOM = 1 / 8
-"""Share of float16's range above which a product of a few such values leaves it."""
+"""Share of float16's range. Products of a few larger values overflow."""
 
 
 @check(
     "N13",
     level="weights",
-    effect="everything drafted with it is noise, or NaN",
+    effect="the draft proposes noise, or computes NaN",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
     outcome="drops",
@@ -50,11 +50,11 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
             else:
                 yield Problem(location, "every value is zero")
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
-            effect = "hardly anything passes this norm, unless the weights after it make up for it"
+            effect = "the norm passes almost nothing on, unless later weights make up for it"
             yield Problem(location, f"every value is below {NORM_LIMIT:g}", effect, severity="warning")
     if zero_biases:
         others = f", and in {len(zero_biases) - 1} other biases" if len(zero_biases) > 1 else ""
-        effect = "none by itself; a bias that was trained is hardly ever zero throughout"
+        effect = "none by itself, but a trained bias is almost never zero throughout"
         yield Problem(f"{WEIGHTS}:{zero_biases[0]}", f"every value is zero{others}", effect, severity="warning")
 
 
@@ -67,8 +67,8 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
     source="speculators converter slices fc by taps",
 )
 def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
-    """Every tapped layer has columns in fc.weight that are not all zero."""
-    taps, weight = subject.taps, subject.load("fc.weight")
+    """For every tapped layer, fc.weight has a column that is not all zero."""
+    taps, weight = subject.stated.taps, subject.load("fc.weight")
     if taps is None or weight is None or weight.dim() != 2 or weight.shape[1] % len(taps):
         return
     for tap, columns in zip(taps, weight.chunk(len(taps), dim=1), strict=True):
@@ -85,23 +85,22 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     source="copying faults in exporters",
 )
 def layers_differ(subject: Subject) -> Iterator[Problem]:
-    """Every layer has matrices of its own, none equal to another layer's bit for bit."""
+    """No two layers have the same matrix, bit for bit."""
     seen: dict[tuple[str, bytes], str] = {}
     for name, tensor in _floats(subject):
         parts = name.split(".")
         if parts[0] != "layers" or len(parts) < 3 or tensor.dim() < 2:
             continue
-        key = (".".join(parts[2:]), _digest(tensor))
-        if key in seen:
-            yield Problem(f"{WEIGHTS}:{name}", f"the same values as {seen[key]}")
-        seen.setdefault(key, name)
+        first = seen.setdefault((".".join(parts[2:]), _digest(tensor)), name)
+        if first != name:
+            yield Problem(f"{WEIGHTS}:{name}", f"the same values as {first}")
 
 
 @check(
     "N18",
     "warning",
     level="weights",
-    effect="if the draft is served in float16, its activations overflow",
+    effect="the activations overflow if an engine serves the draft in float16",
     fix="serve it in bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#55250; InternLM/lmdeploy#4991",
 )
@@ -117,14 +116,14 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
     "N19",
     "warning",
     level="weights",
-    effect="the tensor was never trained, or was lost on the way",
+    effect="the tensor was never trained, or its values were lost",
     fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
 )
 def values_vary(subject: Subject) -> Iterator[Problem]:
     """The values of every tensor vary.
 
-    One value throughout is what a norm holds before training.
+    Before training, every value of a norm is the same.
     """
     for name, tensor in _floats(subject):
         first = tensor.flatten()[0]
@@ -135,43 +134,40 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
 @check(
     "N31",
     level="weights",
-    effect="nearly every norm multiplies by values near 0, so everything drafted is noise",
+    effect="nearly every norm multiplies by values near 0, so the draft proposes noise",
     fix="add 1 to the weights of all norms when you export, then check it: dflash validate {draft} --level weights",
     source="huggingface/transformers Gemma norms multiply by 1 + w; this layout multiplies by w",
     outcome="drops",
 )
 def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
-    """The weights of norms are what is multiplied by, not what is to be added to 1.
+    """Norm weights are factors, not offsets from 1.
 
-    Offsets lie around 0 with both signs; weights that were trained from 1 are hardly ever negative.
+    Offsets are around 0 with both signs. Factors are trained from 1 on and are almost never negative.
     """
-    shifted, total = [], 0
-    for name, tensor in _floats(subject):
-        if not name.endswith("norm.weight") or tensor.dim() != 1:
-            continue
-        total += 1
-        values = tensor.float()
-        if abs(float(values.mean())) < OFFSET_MEAN and float((values < 0).float().mean()) > OFFSET_NEGATIVE:
-            shifted.append(name)
-    if shifted and 3 * len(shifted) >= total:
-        yield Problem(
-            f"{WEIGHTS}:{shifted[0]}", f"values around 0 with both signs in {len(shifted)} of {total} norms: 1 + w?"
-        )
+    norms = [(name, tensor.float()) for name, tensor in _floats(subject, dim=1) if name.endswith("norm.weight")]
+    shifted = [
+        name
+        for name, values in norms
+        if abs(float(values.mean())) < OFFSET_MEAN and float((values < 0).float().mean()) > OFFSET_NEGATIVE
+    ]
+    if shifted and 3 * len(shifted) >= len(norms):
+        message = f"values around 0 with both signs in {len(shifted)} of {len(norms)} norms, so probably offsets from 1"
+        yield Problem(f"{WEIGHTS}:{shifted[0]}", message)
 
 
 @check(
     "N32",
     "warning",
     level="weights",
-    effect="part of the matrix does nothing: it was lost on the way, or cut to another size",
+    effect="a part of the matrix does nothing: its values were lost, or the matrix was cut to another size",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; speculators converter slices fc by taps",
     outcome="drops",
 )
 def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
-    """No matrix has an eighth or more of its rows or columns all zero."""
-    for name, tensor in _floats(subject):
-        if tensor.dim() != 2 or not bool(tensor.any()):
+    """In every matrix, less than an eighth of the rows and of the columns are all zero."""
+    for name, tensor in _floats(subject, dim=2):
+        if not bool(tensor.any()):
             continue
         for kind, dim in (("rows", 1), ("columns", 0)):
             zeros = int((~tensor.bool().any(dim=dim)).sum())
@@ -184,20 +180,20 @@ def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
     "N33",
     "warning",
     level="weights",
-    effect="the weights went through 8 bits on the way here; what they lost does not come back",
+    effect="the weights were once stored in 8 bits, and the lost precision does not come back",
     fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
     source="sgl-project/sglang#39087 (a quantised draft accepts less)",
 )
 def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
-    """Matrices hold more distinct values than 8 bits can tell apart, and float32 ones use their low bits.
+    """Matrices hold more distinct values than 8 bits can, and float32 matrices use their low bits.
 
-    A float32 file of bfloat16 values works as well as one of half its size, so that is a remark.
+    A float32 file of bfloat16 values works as well as a file of half the size, so it is only a remark.
     """
     import torch
 
     low, wide = [], []
-    for name, tensor in _floats(subject):
-        if tensor.dim() != 2 or tensor.numel() < MIN_VALUES or not bool(tensor.any()):
+    for name, tensor in _floats(subject, dim=2):
+        if tensor.numel() < MIN_VALUES or not bool(tensor.any()):
             continue
         sample = tensor.flatten()[:: max(1, tensor.numel() // (8 * MIN_VALUES))]
         if len(sample.float().abs().unique()) <= DISTINCT_8_BITS:
@@ -205,20 +201,24 @@ def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
         elif tensor.dtype == torch.float32 and not bool((sample.contiguous().view(torch.int32) & 0xFFFF).any()):
             wide.append(name)
     if low:
-        yield Problem(f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} sizes of values in {len(low)} matrices")
+        yield Problem(f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} absolute values in {len(low)} matrices")
     if wide:
         yield Problem(
             f"{WEIGHTS}:{wide[0]}",
             f"float32 that holds bfloat16 values, in {len(wide)} matrices",
-            effect="the file is twice as large as it need be",
-            fix="if that was not meant, export it in the type of training: dflash validate {draft} --level weights",
+            effect="the file is twice as large as necessary",
+            fix="if not intended, export it in the type of training: dflash validate {draft} --level weights",
             severity="info",
         )
 
 
-def _floats(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Every tensor that is not empty and whose elements are unpacked floats."""
-    names = [name for name, info in (subject.tensors or {}).items() if info.dtype in FLOATS and info.num_elements]
+def _floats(subject: Subject, dim: int | None = None) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Name and tensor of every float tensor that is not empty, of `dim` dimensions if it is given."""
+    names = [
+        name
+        for name, info in (subject.tensors or {}).items()
+        if info.dtype in FLOATS and info.num_elements and dim in (None, len(info.shape))
+    ]
     if subject.checkpoint is not None:
         yield from subject.checkpoint.load_many(names)
 

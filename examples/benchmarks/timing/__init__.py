@@ -1,1 +1,1 @@
-"""What `step_time.py` and `load.py` are made of: random pairs, arms, the accounting of time, and the report."""
+"""Parts of `step_time.py` and `load.py`: random pairs, arms, accounting of time, and reports."""

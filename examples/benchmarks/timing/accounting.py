@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels by kind, idle time between them, and the way from the floor to what is measured."""
+"""Account for a step's time: kernels by kind, idle time, and levels from the floor to the measured time."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ KINDS = {
     "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins",
     "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv",
 }
-"""What kernels are called, by what they are for; the first that matches, and the rest is bookkeeping."""
+"""Kind of kernel -> pattern of names. The first match decides; other kernels are bookkeeping."""
 
 BOOKKEEPING = "bookkeeping"
 HEAVY = ("matrix products", "attention")
@@ -20,7 +20,7 @@ HEAVY = ("matrix products", "attention")
 
 @dataclass(frozen=True)
 class Interval:
-    """One kernel, copy or fill on the device, in microseconds."""
+    """One kernel, copy or fill on the device; times in microseconds."""
 
     name: str
     begin: float
@@ -29,25 +29,25 @@ class Interval:
 
 @dataclass(frozen=True)
 class StepAccount:
-    """One step on average, from a profiler's pass over several."""
+    """Averages of one step, from a profiler's pass over several."""
 
     busy_ms: float
     num_nodes: float
     kinds_us: Mapping[str, float]
     top: tuple[tuple[str, float, float], ...]
-    """Name, microseconds and launches of the kernels that take most."""
+    """Name, microseconds and launches of the slowest kernels."""
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for, by its name."""
+    """Kind of a kernel, from its name."""
     return next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), BOOKKEEPING)
 
 
 def own_us(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, float]]:
-    """Each with the microseconds by which its end is later than that of all others before it.
+    """Each interval with the microseconds after the end of all earlier intervals.
 
-    A kernel that is launched early waits beside the one before: that time is the other's. All together are the time in
-    which at least one runs.
+    A kernel that is launched early waits for the previous one; that time belongs to the previous one. The sum is the
+    time in which at least one kernel runs.
     """
     reached = float("-inf")
     for item in sorted(intervals, key=lambda item: item.end):
@@ -56,7 +56,7 @@ def own_us(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, float]]:
 
 
 def account(intervals: list[Interval], num_steps: int, num_top: int = 22) -> StepAccount:
-    """Average over steps."""
+    """Average the intervals over steps."""
     kinds = dict.fromkeys([*KINDS, BOOKKEEPING], 0.0)
     names: dict[str, list[float]] = {}
     for item, us in own_us(intervals):
@@ -74,7 +74,7 @@ def account(intervals: list[Interval], num_steps: int, num_top: int = 22) -> Ste
 
 
 def profile_steps(step: Callable[[], object], num_steps: int) -> StepAccount:
-    """Run steps under torch's profiler; CUDA only. Times of steps themselves are not taken here: tracing slows them."""
+    """Run steps under torch's profiler (CUDA only). Tracing slows steps, so step times are measured elsewhere."""
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -83,16 +83,16 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepAccount:
         torch.cuda.synchronize()
     events = [item for item in seen.events() or () if item.device_type.name == "CUDA"]
     if not events:
-        raise RuntimeError("the profiler saw no kernels: CUPTI is not there, or another program is tracing")
+        raise RuntimeError("the profiler saw no kernels: CUPTI is missing, or another program is tracing")
     return account([Interval(item.name, item.time_range.start, item.time_range.end) for item in events], num_steps)
 
 
 def waterfall(
     steps: Iterable[tuple[str, float | None]], account: StepAccount | None, measured_ms: float
 ) -> list[tuple[str, float]]:
-    """Milliseconds that a step has reached at each level, from the least to the measured.
+    """Name and milliseconds of each level, from the floor to the measured time.
 
-    `steps` are the levels found without running the step, floors and the ceiling of products; None is left out.
+    `steps` are levels found without running the step: floors and the chain of products. None is left out.
     """
     levels = [(name, value) for name, value in steps if value is not None]
     if account is not None:

@@ -1,7 +1,7 @@
-"""What the device reaches: copy bandwidth, the rate of one large product, and all matrix products of a step alone.
+"""Measure the limits of the device: copy bandwidth, the rate of one large product, and all products of a step alone.
 
-The chain of products has the model's own weights, each read once, so that caches stay cold; one CUDA graph, nothing
-between two products, cuBLAS as torch calls it.
+The chain of products uses the model's own weights and reads each once, so that caches stay cold. It is one CUDA graph
+of cuBLAS calls by torch, with nothing between two products.
 """
 
 import statistics
@@ -15,13 +15,13 @@ from timing.floors import Rates
 from timing.pairs import BLOCK, RandomPair
 
 Product = tuple[int, Tensor]
-"""Rows, and the weight [outputs, inputs] that they are multiplied with."""
+"""Number of rows, and the weight [outputs, inputs]."""
 
 REPEATS = 15
 
 
 def device_ms(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median milliseconds of a call: replays of a graph of it on a GPU, wall time elsewhere."""
+    """Median milliseconds of a call: graph replays on a GPU, wall time on the CPU."""
     call()
     if device.type != "cuda":
         return statistics.median(_wall_ms(call) for _ in range(3))
@@ -41,11 +41,11 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = R
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Bandwidth of a copy, read and written bytes counted, and operations a second of a large product."""
+    """Bandwidth of a copy (bytes read and written) and operations per second of a large product."""
     num_bytes, side = (2**31, 8192) if device.type == "cuda" else (2**24, 512)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
-    # A kernel that reads and writes as much is the faster copy in a graph.
+    # In a graph, a kernel that reads and writes as many bytes is faster than a copy.
     wide = source.view(torch.float32), sink.view(torch.float32)
     copies = [lambda: sink.copy_(source), lambda: torch.neg(wide[0], out=wide[1])]
     copy_ms = min(device_ms(copy, device) for copy in copies)
@@ -56,7 +56,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[Product]:
-    """The matrix products of one decode step, in the order in which they run."""
+    """The matrix products of one decode step, in order."""
     target, draft, taps = random.target_weights, random.draft_weights, len(random.shape.taps)
     head = target["model.embed_tokens.weight" if random.shape.is_tied else "lm_head.weight"]
     if not is_drafting:
@@ -77,7 +77,7 @@ def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[
 
 
 def chain_ms(products: Sequence[Product]) -> float:
-    """Milliseconds of all products, one after the other."""
+    """Milliseconds of all products in a row."""
     inputs: dict[tuple[int, int], Tensor] = {}
     outputs: dict[tuple[int, int], Tensor] = {}
     calls = []

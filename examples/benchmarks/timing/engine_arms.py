@@ -1,4 +1,4 @@
-"""Our own engine: decode steps and prefills through the real loop, scheduling, launches and commits included."""
+"""Decode steps and prefills of our own engine through the real loop, with scheduling, launches and commits."""
 
 import statistics
 import time
@@ -21,27 +21,27 @@ WARM_STEPS = 8
 PROFILED_STEPS = 10
 ROUNDS = 5
 DISTURBED = 1.5
-"""A round that takes so many times the median had something else in it."""
+"""A round that takes this many times the median was disturbed."""
 
 LEAST_ROOM = 13
-"""Tokens a step that every cell has room for: twice the acceptance that is forced most often."""
+"""Least number of tokens per step that a cell has room for: twice the usual forced acceptance."""
 
 FILL_ROWS = 8192
-"""Prompt rows a step while a cell is filled: it is not timed, and requests decode meanwhile."""
+"""Prompt rows per step while a cell is filled, which is not timed."""
 
 PAGE_SIZE = 16
 ADAPTIVE_WARM_STEPS = 64
-"""Steps in which an adaptive width learns what is accepted, and tries others."""
+"""Steps in which the adaptive width learns acceptance and tries other widths."""
 
 
 def why_not_adaptive(device: torch.device) -> str | None:
-    """Why there is no arm of adaptive width, if so."""
-    return None if device.type == "cuda" else "widths adapt where steps are CUDA graphs"
+    """Why the arm of adaptive width cannot run, or None."""
+    return None if device.type == "cuda" else "widths adapt only if steps are CUDA graphs"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of decode steps. `acceptance` is the mean that is forced, None where it is real."""
+    """One measurement of decode steps. `acceptance` is the forced mean, or None for real acceptance."""
 
     arm: str
     batch: int
@@ -60,9 +60,9 @@ class Cell:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that a request may commit, twice what its steps are expected to; as many for every arm.
+        """Tokens that a request may commit: twice the expected number, and equal for every arm.
 
-        Attention divides its work by the longest text there can be, so arms with less room would be faster.
+        Attention splits its work by the longest possible text, so an arm with less room would be faster.
         """
         num_steps = self.steps + ADAPTIVE_WARM_STEPS + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
         return int(num_steps * min(BLOCK, max(LEAST_ROOM, 2 * (self.acceptance or 1)))) + 8 * BLOCK
@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the steps of a cell took; `acceptance` and `verify_width` are of steps that drafted, None where none did."""
+    """Times of the steps of a cell. `acceptance` and `verify_width` are means over drafting steps, or None."""
 
     ms: float
     rounds: list[float]
@@ -86,7 +86,7 @@ class StepTimes:
 
 
 def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepTimes:
-    """Fill an engine, time its steps, and run some more under the profiler."""
+    """Fill an engine, time its steps, and run more steps under the profiler."""
     llm = ready_engine(random, cell)
     try:
         requests = llm.engine.scheduler.live
@@ -105,14 +105,14 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
         )
         ended = [request for request in requests if request.is_finished]
         if ended:
-            raise RuntimeError(f"{len(ended)} of {len(requests)} requests ended in mid-run: {ended[0].error}")
+            raise RuntimeError(f"{len(ended)} of {len(requests)} requests ended before the last step: {ended[0].error}")
     finally:
         llm.close()
     return times
 
 
 def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settings: Any) -> LoadedPair:
-    """The pair as an arm runs it; `settings` go into its engine config."""
+    """The pair of an arm, with `settings` in its engine config."""
     pair = random.pair if arm != "plain" else random.pair.without_draft()
     if acceptance is not None and arm != "plain":
         pair = force_acceptance(pair, acceptance)
@@ -127,7 +127,7 @@ def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settin
 
 
 def ready_engine(random: RandomPair, cell: Cell) -> LLM:
-    """An engine whose requests have all been prefilled and decode, kernels compiled and graphs captured."""
+    """An engine that decodes: prompts are prefilled, kernels compiled and graphs captured."""
     pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
     pair = engine_pair(
         random, cell.arm, cell.acceptance, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
@@ -148,9 +148,9 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
 
 
 def capture_widths(llm: LLM, requests: Sequence[Request]) -> None:
-    """Capture the steps of all widths that these requests can have together, where that is not done already.
+    """Capture the steps of all widths for this number of requests, if they are not captured yet.
 
-    An engine's warm-up does so for every number of requests, so that the first trial of a width takes no longer.
+    An engine's warm-up does this for every number of requests, so that the first trial of a width is not slower.
     """
     graphs, params = llm.engine.runner.graphs, [requests[0].params]
     if graphs is None:
@@ -169,7 +169,7 @@ def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, see
 
 
 def prefill_ms(random: RandomPair, lengths: Sequence[int], *, is_drafting: bool, repeats: int = 3) -> list[float]:
-    """Milliseconds from adding prompts until every one has its first token, of each repeat, in the default engine."""
+    """Milliseconds of each repeat from adding prompts until all have their first token, in the default engine."""
     pages = sum(-(-(length + 8 * BLOCK) // PAGE_SIZE) for length in lengths) + 1
     pair = engine_pair(
         random, "dflash" if is_drafting else "plain", None, max_num_requests=len(lengths), num_pages=pages,
@@ -197,14 +197,14 @@ def wait(device: torch.device) -> None:
 
 
 def tokens_per_second(rounds: Sequence[float], counts: Sequence[int], steps: int) -> float:
-    """From milliseconds a step and tokens of each round; one that something else held up, as a capture, is left out."""
+    """Tokens per second, from milliseconds per step and tokens of each round. Disturbed rounds are left out."""
     limit = DISTURBED * statistics.median(rounds)
     kept = [(ms * steps, count) for ms, count in zip(rounds, counts, strict=True) if ms <= limit]
     return 1000 * sum(count for _, count in kept) / sum(ms for ms, _ in kept)
 
 
 def _rounds(llm: LLM, requests: Sequence[Request], steps: int) -> tuple[list[float], list[int]]:
-    """Milliseconds a step, and tokens, of each round."""
+    """Milliseconds per step and tokens of each round."""
     times, counts = [], []
     for _ in range(ROUNDS):
         wait(llm.device)

@@ -1,7 +1,7 @@
 """The least time of a step, by formula: bytes that must be read, and operations that must be done.
 
-A part of a step takes at least the longer of its two times: bytes of weights or KV over bandwidth, operations over the
-rate of matrix products. Weights are read once a forward, whatever the number of rows; an embedding is not counted.
+A part of a step takes the longer of two times: bytes of weights or KV over the bandwidth, or operations over the rate
+of matrix products. Weights are read once per forward, whatever the number of rows. An embedding is not counted.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from timing.pairs import BLOCK, Shape
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second: bytes of memory traffic, and operations of large matrix products."""
+    """Rates of a device: bytes of memory traffic per second, and operations per second of large products."""
 
     bandwidth: float
     operations: float
@@ -20,18 +20,18 @@ class Rates:
 
 
 DATA_SHEETS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12)}
-"""Bytes and dense bfloat16 operations a second that makers state, by a part of the device's name."""
+"""Part of a device name -> bytes and dense bfloat16 operations per second, as the maker states."""
 
 
 def stated_rates(device_name: str) -> Rates | None:
-    """The data sheet's rates of a known device."""
+    """Rates of a known device from its data sheet, or None."""
     known = next((rates for name, rates in DATA_SHEETS.items() if name in device_name), None)
     return Rates(*known, "data sheet") if known else None
 
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes and operations that have to happen together."""
+    """Bytes and operations of one part of a step."""
 
     num_bytes: float
     operations: float
@@ -41,7 +41,7 @@ class Work:
 
 
 def least_ms(work: Iterable[Work], rates: Rates) -> float:
-    """Milliseconds of parts that follow each other."""
+    """Least milliseconds of parts that run one after another."""
     return 1000 * sum(part.seconds(rates) for part in work)
 
 
@@ -54,7 +54,7 @@ class StepFloor:
 
     @property
     def layer(self) -> int:
-        """Numbers in the matrices of one layer."""
+        """Number of weights in one layer."""
         shape = self.shape
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return shape.hidden * (2 * queries + 2 * keys + 3 * shape.inner)
@@ -64,15 +64,15 @@ class StepFloor:
         return self.shape.vocab * self.shape.hidden
 
     def plain(self, batch: int, context: float) -> list[Work]:
-        """A step of plain decoding."""
+        """Work of a plain decoding step."""
         return self._forward(self.shape.layers, batch, 1, context, head_rows=1)
 
     def verify(self, batch: int, context: float, width: float = BLOCK) -> list[Work]:
-        """The target's part of a step."""
+        """Work of the target in a step."""
         return self._forward(self.shape.layers, batch, width, context, head_rows=width)
 
     def draft(self, batch: int, context: float, acceptance: float) -> list[Work]:
-        """The draft's part of a step, context KV of the tokens that it commits included."""
+        """Work of the draft in a step, context KV of the committed tokens included."""
         shape = self.shape
         features = shape.hidden * shape.hidden * len(shape.taps)
         context_kv = shape.draft_layers * 2 * shape.kv_heads * shape.head_dim * shape.hidden
@@ -81,13 +81,13 @@ class StepFloor:
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
 
     def step(self, batch: int, context: float, acceptance: float | None) -> list[Work]:
-        """A step that drafts and verifies whole blocks; with None, one of plain decoding."""
+        """Work of a step that drafts and verifies whole blocks. With acceptance None: of plain decoding."""
         if acceptance is None:
             return self.plain(batch, context)
         return [*self.draft(batch, context, acceptance), *self.verify(batch, context)]
 
     def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
-        """Prompts until each has its first token; each row sees the rows before it."""
+        """Work of prompts until each has its first token. Each row attends to the rows before it."""
         shape, lengths = self.shape, list(lengths)
         numbers = self.layer * shape.layers
         if has_draft:

@@ -1,11 +1,10 @@
-"""Forced acceptance: a step computes all it would, then its count of accepted drafts is replaced by a drawn one.
+"""Forced acceptance: a step computes everything, then its number of accepted draft tokens is replaced by a random draw.
 
-Figures made with it are `synthetic`: random weights accept next to nothing, and how a step's time turns into tokens
-depends on acceptance alone. The draw is truncated-geometric, each drafted token accepted with the same probability
-after the one before it. It needs no waiting and no state, so a captured step draws afresh in every replay; it adds ten
-small launches to a step.
+Numbers made with it are `synthetic`. Random weights accept almost nothing, and tokens per second depend on acceptance.
+The draw is truncated-geometric: each draft token is accepted with the same probability, given the one before it. It
+needs no waiting and no state, so every replay of a captured step draws anew. It adds ten small launches to a step.
 
-Axis letters: R requests, N block rows, K drafted tokens (N - 1).
+Axis letters: R requests, N block rows, K draft tokens (N - 1).
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from dflash_runtime.device.loading import LoadedPair
 
 TABLE_SIZE = 2**20
 ROW_DISTANCE = 648055
-"""Entries between one batch row's draws and the next row's: the golden section of the table, so that none are close."""
+"""Distance in the table between neighbouring batch rows: its golden section, so that no two rows are close."""
 
 
 def acceptance_rates(mean: float, num_rows: int) -> list[float]:
-    """How often the first 1, 2, ... K drafts are all accepted, when a step commits `mean` tokens of `num_rows` rows."""
+    """Probability that the first 1, 2, ... K draft tokens are accepted, for a mean of `mean` tokens per step."""
     if not 1 <= mean <= num_rows:
         raise ValueError(f"acceptance {mean:g}, expected 1 to {num_rows}, the rows of a block")
     low, high = 0.0, 1.0
@@ -35,9 +34,9 @@ def acceptance_rates(mean: float, num_rows: int) -> list[float]:
 
 
 def draw_table(rates: Sequence[float], seed: int = 0) -> Tensor:
-    """[TABLE_SIZE] int64 numbers of accepted drafts, as often as the rates say.
+    """Numbers of accepted draft tokens [TABLE_SIZE] int64, with the frequencies of `rates`, in random order.
 
-    Their order is random, and a request walks through them by the tokens that remain to it: no entry comes twice.
+    A request reads the entry of its remaining tokens, so it reads each entry at most once.
     """
     levels = (torch.arange(TABLE_SIZE, dtype=torch.float64) + 0.5) / TABLE_SIZE
     counts = (levels[:, None] < torch.tensor(rates, dtype=torch.float64)).sum(1)
@@ -45,9 +44,9 @@ def draw_table(rates: Sequence[float], seed: int = 0) -> Tensor:
 
 
 def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
-    """The pair with acceptance drawn around `mean` tokens a step of a whole block, the bonus included.
+    """The pair with a random acceptance length of mean `mean` for whole blocks, bonus included.
 
-    A step that verifies fewer rows has the same draw, cut at its rows.
+    A step that verifies fewer rows uses the same draw, truncated.
     """
     rates = acceptance_rates(mean, pair.limits.num_lookahead_tokens)
     kernels = _forcing(pair.placement.kernels, draw_table(rates).to(pair.placement.device))
@@ -63,7 +62,7 @@ def _forcing(kernels: Kernels, table: Tensor) -> Kernels:
         places = torch.arange(len(rows), device=rows.device)
         drawn = table[(step.remaining + ROW_DISTANCE * places) % TABLE_SIZE]
         is_accepted = torch.arange(draft_ids.shape[1], device=drawn.device) < drawn[:, None]
-        # Drafts that are what the target says as far as the draw goes: stops and limits then cut as they always do.
+        # The first drawn draft tokens equal the target's choice. Stops and limits then cut as usual.
         forced = torch.where(is_accepted, chosen[:, :-1], -1)
         return real(state, rows, step, forced, chosen, *rest)
 

@@ -1,4 +1,4 @@
-"""The rows of others: transformers, a reference loop on its modules, and vLLM."""
+"""Rows of other software: transformers, a reference loop on its modules, and vLLM."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
 
 
 def measure_transformers(plan: Plan) -> None:
-    """`generate`, and the reference loop, on one model of transformers."""
+    """Measure `generate` and the reference loop on one transformers model."""
     from timing.transformers_arms import ReferenceLoop, build_target, generate_ms
 
     model = build_target(plan.shape, plan.device)
@@ -42,7 +42,7 @@ def measure_transformers(plan: Plan) -> None:
 
 
 def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> None:
-    """All cells in one engine of vLLM."""
+    """Measure all cells in one engine of vLLM."""
     arm = "vllm dflash" if is_drafting else "vllm plain"
     tokens = round(plan.steps * (acceptance or 1.0)) if is_drafting else plan.steps
     cells: list[Row] = [
@@ -52,19 +52,19 @@ def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> 
     ]
     if not is_drafting:
         cells += [{"kind": "prefill", "lengths": lengths} for lengths in plan.prefills]
-    say(f"{arm}: starting it")
+    say(f"{arm}: starting")
     rows = run_vllm(
         plan.shape, cells, is_drafting=is_drafting, acceptance=acceptance, max_model_len=plan.max_model_len,
         max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), extra=plan.vllm_path,
         timeout_s=plan.vllm_timeout_s,
     )  # fmt: skip
     for index, cell in enumerate(cells):
-        found = rows[index] if index < len(rows) else {"error": "it did not come to this cell in time"}
+        found = rows[index] if index < len(rows) else {"error": "time ran out before this cell"}
         _add_vllm(plan, arm, cell, found, acceptance)
 
 
 def _add_vllm(plan: Plan, arm: str, cell: Row, found: Row, acceptance: float | None) -> None:
-    """A row of what vLLM found; an error of its own is a failure here."""
+    """Record a row of vLLM's measurement. An error of vLLM becomes a failure row."""
 
     def add() -> None:
         if "error" in found:

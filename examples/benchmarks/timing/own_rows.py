@@ -1,4 +1,4 @@
-"""The rows of our own engine, and of what the device reaches beside it."""
+"""Rows of our own engine, and of the device's limits."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def run_ours(plan: Plan) -> None:
 
 
 def measure_ceilings(plan: Plan, random: RandomPair) -> None:
-    """The chain of products of each kind of step that is to be measured."""
+    """Measure the chain of products for each kind of step."""
     for is_drafting in (False, True):
         for batch in plan.batches:
             ms = chain_ms(step_products(random, batch, is_drafting=is_drafting))
@@ -40,7 +40,7 @@ def measure_ceilings(plan: Plan, random: RandomPair) -> None:
 
 
 def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
-    """One row of decode steps."""
+    """Record one row of decode steps."""
     times = measure_steps(random, cell, has_profile=plan.is_cuda and cell.has_graphs)
     floor_ms = _floor_ms(plan, cell, times, plan.rates) if cell.arm != "adaptive" else None
     account = times.account
@@ -60,13 +60,13 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
     if cell.has_graphs and floor_ms is not None:
         row["waterfall"] = _waterfall(plan, cell, times)
     plan.recorder.add("step", row)
-    say(f"{title(row)}: {times.ms:.3f} ms a step, {times.tokens_per_second:.0f} tokens/s")
+    say(f"{title(row)}: {times.ms:.3f} ms per step, {times.tokens_per_second:.0f} tokens/s")
     if account is not None and plan.shows_kernels:
         _show_kernels(account)
 
 
 def measure_prefills(plan: Plan, random: RandomPair) -> None:
-    """Each set of prompts, until every one has its first token, without and with a draft's context."""
+    """Record prefills of each set of prompts, without and with a draft."""
     for lengths in plan.prefills:
         for arm in ("plain", "dflash"):
             what = {"arm": f"prefill {arm}", "prompts": len(lengths), "tokens": lengths[0]}
@@ -74,7 +74,7 @@ def measure_prefills(plan: Plan, random: RandomPair) -> None:
 
 
 def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
-    """One row of prefills."""
+    """Record one row of prefills."""
     add_prefill(plan, arm, lengths, prefill_ms(random, lengths, is_drafting=arm == "dflash"))
 
 
@@ -94,6 +94,6 @@ def _waterfall(plan: Plan, cell: Cell, times: StepTimes) -> list[tuple[str, floa
 
 
 def _show_kernels(account: StepAccount) -> None:
-    print(f"  busy {account.busy_ms:.2f} ms in {account.num_nodes:.0f} launches a step")
+    print(f"  busy {account.busy_ms:.2f} ms in {account.num_nodes:.0f} launches per step")
     for name, us, count in account.top:
         print(f"  {us:8.1f} us {count:6.1f} x  {name[:90]}")

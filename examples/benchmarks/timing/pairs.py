@@ -1,4 +1,4 @@
-"""Pairs of real shapes with random weights, made on the device; nothing is downloaded."""
+"""Pairs of real shapes with random weights, created on the device. Nothing is downloaded."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ from dflash_runtime.scheduling.limits import Limits
 
 BLOCK = 16
 MASK_FROM_END = 267
-"""The mask token's distance from the end of the vocabulary: 151669 of 151936, as published drafts have it."""
+"""Distance of the mask token from the end of the vocabulary. Published drafts use 151669 of 151936."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target; its draft has layers of the same kind."""
+    """Sizes of a target. Its draft has layers of the same kind."""
 
     hidden: int
     inner: int
@@ -50,7 +50,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class RandomPair:
-    """A pair, and the weights it was built from, under the names that models read."""
+    """A pair, and its weights under the names that models read."""
 
     shape: Shape
     pair: LoadedPair
@@ -59,7 +59,7 @@ class RandomPair:
 
 
 def open_device(name: str) -> torch.device:
-    """The device to measure on, made the current one; ends the program where there is none."""
+    """The device to measure on, made current. Ends the program if a CUDA device is missing."""
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -71,17 +71,17 @@ def open_device(name: str) -> torch.device:
 
 
 def run_dtype(device: torch.device) -> torch.dtype:
-    """What models run in there."""
+    """The dtype of models on the device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def log_uniform(levels: Tensor, shortest: int, longest: int) -> list[int]:
-    """Lengths of which each factor is as frequent as any other, from levels in [0, 1)."""
+    """Log-uniform lengths from levels in [0, 1)."""
     return [round(shortest * (longest / shortest) ** level) for level in levels.tolist()]
 
 
 def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:
-    """bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
+    """A random pair: bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
     torch.manual_seed(0)
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
@@ -100,13 +100,13 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
 
 
 def random_prompt(shape: Shape, length: int, generator: torch.Generator) -> tuple[int, ...]:
-    """Ids from the middle of the vocabulary, where no special tokens are."""
+    """Random ids from the middle of the vocabulary, without special tokens."""
     ids = torch.randint(shape.vocab // 100, shape.vocab * 98 // 100, (length,), generator=generator)
     return tuple(ids.tolist())
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:
-    """The target's config as checkpoints have it, for engines that read one."""
+    """The target's config in the form of a checkpoint, for other engines."""
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
         "intermediate_size": shape.inner, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
@@ -147,7 +147,7 @@ def _configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
 
 
 def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """Random matrices and norms of one; zeros would make products faster than they are."""
+    """Random matrices and norms of one. Zeros would make products too fast."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             yield name, torch.ones(shape, device=placement.device, dtype=placement.dtype)

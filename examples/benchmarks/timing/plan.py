@@ -1,4 +1,4 @@
-"""What a run of `step_time.py` measures, and the rows that it makes."""
+"""The cells that `step_time.py` measures, and the rows that it records."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ OURS = ("plain", "dflash", "adaptive")
 
 @dataclass(kw_only=True)
 class Plan:
-    """What is to be measured, and what was found that other arms need."""
+    """The cells to measure, and results that several arms use."""
 
     shape_name: str
     batches: list[int]
@@ -48,25 +48,25 @@ class Plan:
         return StepFloor(self.shape, itemsize=2 if self.is_cuda else 4)
 
     def cells(self) -> Iterator[Cell]:
-        """Our own decode steps; batches vary slowest, so that arms that are compared run close together."""
+        """Cells of our own decode steps. Arms vary fastest, so that compared arms run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
         for context, batch in product(self.contexts, self.batches):
             for arm in (item for item in self.arms if item in OURS):
                 acceptances = self.acceptances if arm != "plain" else [None]
-                # Widths adapt where steps are graphs.
+                # Widths adapt only if steps are graphs.
                 for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
                     yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
 
     @property
     def max_model_len(self) -> int:
-        """The longest text of all arms."""
+        """Longest text of all arms, in tokens."""
         cells = [cell.max_model_len for cell in self.cells()]
         return max([*cells, *(max(lengths) + 8 * BLOCK for lengths in self.prefills), max(self.contexts) + 1024])
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherSpeed:
-    """What another program took for a step; the floor is that of a step at half of its answer."""
+    """Time per step of another program. Its floor is computed at half of the answer."""
 
     arm: str
     batch: int
@@ -88,7 +88,7 @@ def add_other(plan: Plan, speed: OtherSpeed, **facts: object) -> None:
         "floor_ms": floor_ms, "ratio": ms / floor_ms, **facts,
     }  # fmt: skip
     plan.recorder.add("step", row)
-    say(f"{title(row)}: {ms:.3f} ms a step, {speed.tokens_per_second:.0f} tokens/s")
+    say(f"{title(row)}: {ms:.3f} ms per step, {speed.tokens_per_second:.0f} tokens/s")
 
 
 def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""JSON lines as results come, and for people a table, waterfalls as text, and a picture of them."""
+"""Results as JSON lines while they arrive, and as tables, text waterfalls and a picture at the end."""
 
 import gc
 import importlib.metadata
@@ -19,9 +19,10 @@ Row = dict[str, Any]
 
 
 class Recorder:
-    """Rows in memory and, with a path, one JSON line for each at once, so that a run that is cut short leaves some.
+    """Rows in memory. With a path, each row is written at once as a JSON line, so that an interrupted run keeps its
+    rows.
 
-    Each has the schema, kind and date, the machine, versions and the command. A context manager that closes the file.
+    Each row has the schema, kind, date, machine, versions and command. As a context manager it closes the file.
     """
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
@@ -31,7 +32,7 @@ class Recorder:
         self._stream = path.open("w", encoding="utf-8") if path is not None else None
 
     def add(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Keep a result, and write it."""
+        """Keep a result and write it."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         self.rows.append({"schema": SCHEMA, "kind": kind, "date": date, **row, **self._common})
         if self._stream is not None:
@@ -39,7 +40,7 @@ class Recorder:
             self._stream.flush()
 
     def guard(self, what: Mapping[str, Any], call: Callable[[], None]) -> None:
-        """Run one part; what it raises becomes a row and one line on stderr, and the others go on."""
+        """Run one part. An exception becomes a failure row and one line on stderr."""
         try:
             call()
         except Exception as error:
@@ -62,14 +63,14 @@ class Recorder:
 
 
 def release() -> None:
-    """Give back the device memory of what has gone; an engine and its graphs refer to each other."""
+    """Free the device memory of deleted objects. An engine and its graphs refer to each other."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def say(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -79,7 +80,7 @@ def describe(what: Mapping[str, Any]) -> str:
 
 
 def machine(device: torch.device) -> Row:
-    """What the figures were measured on."""
+    """The machine of the measurement."""
     facts: Row = {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
@@ -88,7 +89,7 @@ def machine(device: torch.device) -> Row:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that decides a time."""
+    """Versions of the packages that affect times."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("torch", "triton", "transformers", "dflash-cli"):
         try:
@@ -99,7 +100,7 @@ def versions() -> dict[str, str | None]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned text: numbers to the right, nothing known as a dash."""
+    """Aligned text: numbers to the right, None as a dash."""
     shown = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(line[index]) for line in [list(columns), *shown]) for index in range(len(columns))]
     rights = [not any(isinstance(row[index], str) for row in rows) for index in range(len(columns))]
@@ -111,7 +112,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def waterfall_text(title: str, levels: Sequence[tuple[str, float]], width: int = 48) -> str:
-    """One line a level, with what it adds to the level before."""
+    """One line per level, with its difference from the level before."""
     most = max(value for _, value in levels)
     lines, before = [title], 0.0
     for name, value in levels:
@@ -122,11 +123,11 @@ def waterfall_text(title: str, levels: Sequence[tuple[str, float]], width: int =
 
 
 def plot_waterfalls(path: Path, falls: Mapping[str, Sequence[tuple[str, float]]]) -> None:
-    """Draw them below each other; without matplotlib, one line says so."""
+    """Draw all waterfalls in one picture. Without matplotlib, print one line instead."""
     try:
         import matplotlib
     except ImportError:
-        say(f"{path}: not drawn, matplotlib is not installed; the same is printed as text")
+        say(f"{path}: not drawn because matplotlib is not installed; the text above has the same values")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

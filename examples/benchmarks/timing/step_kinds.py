@@ -1,4 +1,4 @@
-"""What the steps of a run do, and what each kind of them takes: by requests that decode, and by rows of prompts."""
+"""Times of the steps of a run, grouped by the number of decoding requests and of prompt rows."""
 
 import time
 from bisect import bisect_left
@@ -15,15 +15,15 @@ from dflash_runtime.scheduling.batch import Batch
 from timing.report import Row
 
 BORDERS = (0, 64, 128, 256, 512, 768, 1024, 2048, 4096)
-"""Rows of prompts up to which steps are of one kind; the last kind has more."""
+"""Upper limits of prompt rows per kind. The last kind has more."""
 
 REQUESTS = (0, 15, 47)
-"""Requests that decode, likewise."""
+"""Upper limits of decoding requests per kind."""
 
 
 @dataclass(frozen=True)
 class SeenStep:
-    """One step: what it ran, how long the host took to launch it, and its ends on the device."""
+    """One step: its requests and rows, the host's launch time, and its start and end on the device."""
 
     num_decoding: int
     verify_width: int
@@ -33,24 +33,24 @@ class SeenStep:
 
     @property
     def device_ms(self) -> float:
-        """From when its first launch could begin; what the host takes, where the device is the host."""
+        """Milliseconds from the first launch to the end. On the CPU: the host's time."""
         return self.host_ms if self.events is None else self.events[0].elapsed_time(self.events[1])
 
     @property
     def kind(self) -> tuple[int, int]:
-        """The kinds it is of, by requests and by rows of prompts."""
+        """Indices of its kind, by requests and by prompt rows."""
         return bisect_left(REQUESTS, self.num_decoding), bisect_left(BORDERS, self.num_prompt_rows)
 
 
 @dataclass
 class StepKinds:
-    """Steps that a runner was given while it was watched."""
+    """The steps that a watched runner received."""
 
     steps: list[SeenStep] = field(default_factory=list)
 
     @contextmanager
     def watching(self, runner: Runner) -> Iterator[None]:
-        """Note every step."""
+        """Record every step of the runner in the block."""
         submit, is_cuda = runner.submit, runner.device.type == "cuda"
 
         def watched(batch: Batch) -> PendingForward | None:
@@ -72,7 +72,7 @@ class StepKinds:
             del runner.submit
 
     def rows(self) -> list[Row]:
-        """One for each kind that was seen, with means a step."""
+        """One row per kind, with means per step."""
         kinds: dict[tuple[int, int], list[SeenStep]] = {}
         for step in self.steps:
             kinds.setdefault(step.kind, []).append(step)
@@ -95,7 +95,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _name(place: int, borders: Sequence[int]) -> str:
-    """Of a kind: `0`, `1-64` or `4097+`."""
+    """Name of a kind: `0`, `1-64` or `4097+`."""
     first = borders[place - 1] + 1 if place else 0
     if place == len(borders):
         return f"{first}+"

@@ -1,8 +1,8 @@
-"""Others to compare with, on transformers' modules with random weights of the same shape.
+"""Loops on transformers' modules with random weights of the same shape, for comparison.
 
-`generate` is what a user of transformers gets. The reference loop drafts and verifies blocks the way research code
-does: one request, launched one kernel at a time, a dynamic cache that is cropped after each step, and the host waiting
-for the count of accepted drafts. It is written here for comparison and is nobody's released code.
+`generate` is transformers' own method. The reference loop drafts and verifies blocks like research code: one request,
+one kernel launched at a time, a dynamic cache that is cropped after each step, and a host that waits for the number of
+accepted draft tokens. It was written for this comparison and is not released code of any project.
 """
 
 import random as host_random
@@ -29,7 +29,7 @@ NUM_WARM_STEPS = 3
 
 
 def build_target(shape: Shape, device: torch.device) -> Qwen3ForCausalLM:
-    """transformers' model, its attention by torch's own kernels."""
+    """transformers' model with torch's attention kernels."""
     names = ("architectures", "model_type", "rope_theta", "torch_dtype", "bos_token_id", "eos_token_id")
     values: dict[str, Any] = {name: value for name, value in hf_config(shape).items() if name not in names}
     config = Qwen3Config(**values, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, eos_token_id=None)
@@ -41,7 +41,7 @@ def build_target(shape: Shape, device: torch.device) -> Qwen3ForCausalLM:
 
 @torch.inference_mode()
 def generate_ms(model: Any, shape: Shape, batch: int, context: int, num_tokens: int) -> float:
-    """Milliseconds a token of `generate`: the difference of a long answer and a short one."""
+    """Milliseconds per token of `generate`, from the difference of a long and a short answer."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.tensor([random_prompt(shape, context, generator) for _ in range(batch)], device=model.device)
     short = 4
@@ -62,7 +62,7 @@ def generate_ms(model: Any, shape: Shape, batch: int, context: int, num_tokens: 
 
 
 class ReferenceDraft(nn.Module):
-    """A draft of transformers' parts; each layer keeps keys and values of the context it has been given."""
+    """A draft made of transformers' modules. Each layer caches keys and values of its context."""
 
     def __init__(self, config: Qwen3Config, num_layers: int, num_taps: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ReferenceDraft(nn.Module):
         self.norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
 
     def forward(self, block: Tensor, features: Tensor, cache: DynamicCache, start: int) -> Tensor:
-        """Block [1, N, hidden] that begins at position `start`, features [1, C, taps * hidden] before it."""
+        """Hidden states of a block [1, N, hidden] at position `start`, after features [1, C, taps * hidden]."""
         context = self.feature_norm(self.features(features))
         num_context = context.shape[1]
         positions = torch.arange(start - num_context, start + block.shape[1], device=block.device)[None]
@@ -108,7 +108,7 @@ class ReferenceDraft(nn.Module):
             attended = nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
             hidden = hidden + parts["output"](attended.transpose(1, 2).flatten(2))
             hidden = hidden + parts["mlp"](parts["mlp_norm"](hidden))
-        cache.crop(-block.shape[1])  # the block's rows leave no trace
+        cache.crop(-block.shape[1])  # remove the block's rows
         normed_out: Tensor = self.norm(hidden)
         return normed_out
 
@@ -117,7 +117,7 @@ class ReferenceDraft(nn.Module):
 
 
 class ReferenceLoop:
-    """One request, block after block. `acceptance` replaces the real count, as in our own arms."""
+    """One request, block after block. `acceptance` replaces the real number, as in our own arms."""
 
     def __init__(self, model: Qwen3ForCausalLM, shape: Shape, acceptance: float | None) -> None:
         self.model, self.shape = model, shape
@@ -128,7 +128,7 @@ class ReferenceLoop:
 
     @torch.inference_mode()
     def step_ms(self, context: int, num_steps: int) -> tuple[float, float]:
-        """Milliseconds and tokens a step."""
+        """Milliseconds and tokens per step."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.tensor([random_prompt(self.shape, context, generator)], device=self.model.device)
         caches = DynamicCache(), DynamicCache()
@@ -153,7 +153,7 @@ class ReferenceLoop:
         return seconds * 1000 / num_steps, num_tokens / num_steps
 
     def _propose(self, anchor: Tensor, features: Tensor, cache: DynamicCache, start: int) -> Tensor:
-        """[1, N]: the anchor and the drafted tokens."""
+        """The anchor and the draft tokens [1, N]."""
         masks = anchor.new_full((1, BLOCK - 1), self.shape.vocab - MASK_FROM_END)
         embedded = self.model.model.embed_tokens(torch.cat((anchor, masks), dim=1))
         hidden = self.draft(embedded, features, cache, start)
@@ -161,7 +161,7 @@ class ReferenceLoop:
         return torch.cat((anchor, drafted), dim=1)
 
     def _verify(self, ids: Tensor, cache: DynamicCache, start: int) -> tuple[Tensor, Tensor]:
-        """The target's choice after each row, and the tapped layers' outputs."""
+        """The target's token after each row, and the outputs of the tapped layers."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         out = self.model(
             ids, position_ids=positions, past_key_values=cache, use_cache=True, output_hidden_states=True,
@@ -171,7 +171,7 @@ class ReferenceLoop:
         return out.logits.argmax(-1), torch.cat(tapped, dim=-1)
 
     def _count(self, block: Tensor, chosen: Tensor) -> int:
-        """How many drafts count: the host waits for it, as such loops do."""
+        """Number of accepted draft tokens. The host waits for it, as research code does."""
         real = int((block[:, 1:] == chosen[:, :-1]).long().cumprod(1).sum())
         if self.rates is None:
             return real
@@ -180,7 +180,7 @@ class ReferenceLoop:
 
 
 def _levels(num_steps: int) -> list[float]:
-    """Evenly spread over the steps that are timed, which come last off the list; in random order."""
+    """Evenly spread levels in random order. The timed steps take them last from the end of the list."""
     levels = [(index + 0.5) / num_steps for index in range(num_steps)]
     host_random.Random(0).shuffle(levels)
     return [*levels, *[0.5] * NUM_WARM_STEPS]
@@ -188,7 +188,7 @@ def _levels(num_steps: int) -> list[float]:
 
 @contextmanager
 def _making(device: torch.device) -> Iterator[None]:
-    """New modules on a device, in the dtype of runs there."""
+    """Create modules on a device in its run dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(run_dtype(device))
     try:

@@ -1,4 +1,4 @@
-"""vLLM on the same shapes, in a subprocess; skipped with one line where it cannot be imported."""
+"""Measure vLLM on the same shapes in a subprocess. Without vLLM, the arm is skipped with one line."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def find_vllm(extra: Path | None) -> bool:
-    """Whether vLLM is here: installed, or in a folder that only the subprocess will see."""
+    """Whether vLLM is installed, or in a folder that only the subprocess sees."""
     is_here = (extra / "vllm").is_dir() if extra is not None else importlib.util.find_spec("vllm") is not None
     if not is_here:
         say(f"vllm: skipped, not found {f'in {extra}' if extra else 'in this environment'} (--vllm-path DIR)")
@@ -38,12 +38,12 @@ def run_vllm(
     extra: Path | None = None,
     timeout_s: float = 280,
 ) -> list[Row]:
-    """One engine for all cells -> what it found for each, in order; those it did not come to are missing.
+    """Run all cells in one engine -> a row per cell, in order. Rows are missing if time ran out.
 
-    With `acceptance`, vLLM's own synthetic mode accepts drafts as often as our forced acceptance does.
+    With `acceptance`, vLLM's synthetic mode accepts as many draft tokens as our forced acceptance.
 
     Raises:
-        RuntimeError: it wrote nothing; with the last line that it said.
+        RuntimeError: the subprocess wrote no row; with the last line of its log.
     """
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
@@ -65,7 +65,7 @@ def run_vllm(
 
 
 def acceptance_note(is_drafting: bool, acceptance: float | None) -> str | None:
-    """What a row of vLLM says of its acceptance."""
+    """The note on acceptance in a row of vLLM."""
     if not is_drafting:
         return None
     return "1.0: dummy weights accept nothing" if acceptance is None else "synthetic, by its own mode"
@@ -80,13 +80,13 @@ def _speculative(draft: Path, acceptance: float | None) -> Row:
 
 
 def _run(folder: Path, extra: Path | None, timeout_s: float) -> str:
-    """Run the worker; its words, which are kept out of the results."""
+    """Run the worker -> its log, which is not part of the results."""
     paths = [str(extra)] if extra is not None else []
     env = dict(os.environ)
     if paths:
         env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, str(WORKER), str(folder / "job.json"), str(folder / "out.jsonl")]
-    # A session of its own, since vLLM starts processes too: all of them end with it.
+    # A new session: vLLM starts processes too, and all of them end with it.
     worker = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
     )
@@ -100,4 +100,4 @@ def _run(folder: Path, extra: Path | None, timeout_s: float) -> str:
 def _last_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["the log is empty"])[-1]

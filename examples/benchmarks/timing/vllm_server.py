@@ -1,7 +1,7 @@
-"""vLLM's own server, in a process of its own: `python vllm_server.py --model DIR ...`, as `vllm serve` takes it.
+"""Run vLLM's own server in a new process: `python vllm_server.py --model DIR ...`, with the options of `vllm serve`.
 
-Copies of vLLM that were made small may lack the routes for metrics, health and version; the server is then given some
-that read the same registry. Nothing of this project is imported, so its environment may be another.
+Reduced copies of vLLM may lack the routes for metrics, health and version. This script then adds routes that read the
+same registry. It imports nothing of this project, so its environment may differ.
 """
 
 import sys
@@ -13,7 +13,7 @@ PACKAGE = "vllm.entrypoints.serve.instrumentator"
 
 
 def add_routes(app: Any) -> None:
-    """What the missing package would add to the server's application, as far as a probe asks for it."""
+    """Add the routes that a probe needs and that the missing package would add."""
     from fastapi.responses import JSONResponse, Response
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -31,7 +31,7 @@ def add_routes(app: Any) -> None:
 
 
 def stand_in() -> None:
-    """Put the package in place, with the names that the server imports from it."""
+    """Register a replacement of the package with the names that the server imports."""
 
     async def health(request: Any) -> Any:
         from fastapi.responses import Response
@@ -50,11 +50,11 @@ def stand_in() -> None:
 
 
 def main() -> None:
-    # This folder is first on the path, and its modules are none of vLLM's business.
+    # This folder is first on the path, and vLLM must not import its modules.
     sys.path.pop(0)
     if find_spec(PACKAGE) is None:
         stand_in()
-    # As its own module does when it is run; its processes start from this file, and need nothing that is put in place.
+    # The same calls as vLLM's own module. Its processes start from this file and do not need the replacement.
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args

@@ -1,7 +1,7 @@
-"""Runs in a process of its own, with vLLM: reads a job from the file named first, writes JSON lines to the second.
+"""Run in a new process with vLLM: read a job from the first file, write JSON lines to the second.
 
 A job has the directories of both configs, engine settings, and cells: decode steps, prefills, or a load. Weights are
-vLLM's dummies. Nothing of this project is imported, so its environment may be another.
+vLLM's dummy weights. The script imports nothing of this project, so its environment may differ.
 """
 
 import json
@@ -18,7 +18,7 @@ SHORT = 16
 
 
 class Engine:
-    """vLLM's offline engine, its counters and its clock."""
+    """vLLM's offline engine with its counters."""
 
     def __init__(self, job: Row) -> None:
         from vllm import LLM
@@ -36,7 +36,7 @@ class Engine:
         self.start_s = time.perf_counter() - started
 
     def run(self, prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[Any], float]:
-        """Seconds, outputs, and the wall clock at the beginning."""
+        """Run requests -> seconds, outputs, and the wall clock at the start."""
         from vllm import SamplingParams
 
         params = [
@@ -51,13 +51,13 @@ class Engine:
         return {item.name: item.value for item in self.llm.get_metrics() if hasattr(item, "value")}
 
     def prompts(self, lengths: list[int]) -> list[list[int]]:
-        """Random ids of the middle of the vocabulary."""
+        """Random token ids from the middle of the vocabulary."""
         low, high = self.vocab // 100, self.vocab * 98 // 100
         return [[random.randrange(low, high) for _ in range(length)] for length in lengths]
 
 
 def measure_steps(engine: Engine, cell: Row, is_drafting: bool) -> Row:
-    """The difference of long and short answers, medians of three of each."""
+    """Step times from the difference of long and short answers, medians of three runs each."""
     batch, longer = cell["batch"], SHORT + cell["num_tokens"]
     runs: dict[int, list[tuple[float, float, float]]] = {SHORT: [], longer: []}
     engine.run(engine.prompts([cell["context"]] * batch), [SHORT] * batch)
@@ -86,7 +86,7 @@ def measure_prefill(engine: Engine, cell: Row) -> Row:
 
 
 def measure_load(engine: Engine, cell: Row) -> Row:
-    """The same prompts and lengths as the other arms have; one short run comes first."""
+    """Run the load of the other arms, after one short run."""
     few = cell["prompts"][: cell["num_warm"]]
     engine.run(few, [SHORT] * len(few))
     before = engine.counters()
@@ -107,14 +107,14 @@ def measure_load(engine: Engine, cell: Row) -> Row:
 
 
 def drafted(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
-    """Draft steps of requests, and tokens accepted in them, between two readings."""
+    """Draft steps and accepted tokens between two readings of the counters."""
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     drafts, accepted = (after.get(name, 0) - before.get(name, 0) for name in names)
     return drafts, accepted
 
 
 def first_tokens(outputs: list[Any], clock: float) -> list[float]:
-    """Seconds from the call to each request's first token; none where this vLLM does not say."""
+    """Seconds from the call to each request's first token. Empty if this vLLM does not report it."""
     stats: list[Any] = [getattr(output, "metrics", None) for output in outputs]
     if not all(getattr(item, "first_token_latency", None) for item in stats):
         return []
@@ -122,7 +122,7 @@ def first_tokens(outputs: list[Any], clock: float) -> list[float]:
 
 
 def used_memory() -> int | None:
-    """Bytes in use on the device, by whatever process: vLLM takes its share when it starts."""
+    """Bytes in use on the device by all processes. vLLM reserves its share at start."""
     import torch
 
     if not torch.cuda.is_available():

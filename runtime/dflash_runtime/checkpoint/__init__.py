@@ -1,1 +1,1 @@
-"""Checkpoints as files: headers, names, configs, whether a pair fits. Needs no torch."""
+"""Checkpoints as files: headers, tensor names, configs, and the fit of a draft and a target. Needs no torch."""

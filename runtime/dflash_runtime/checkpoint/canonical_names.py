@@ -1,7 +1,7 @@
-"""A draft's checkpoint under canonical names, whatever its files call the tensors. Needs no torch until `load`.
+"""A view on a draft's checkpoint with canonical tensor names. Needs no torch until `load`.
 
-Prefixes are removed and fused projections are split by rows, which are byte ranges of the file: nothing is read or
-decoded to make the view. A conversion copies those ranges, the runtime loads them.
+The view removes prefixes and splits fused projections by rows. Rows are byte ranges of a file, so making the view reads
+no tensor data. A conversion copies these ranges, and the runtime loads them.
 """
 
 from dataclasses import replace
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Where Model-Optimizer says how it packed the weights."""
+"""File in which Model-Optimizer states how it quantised the weights."""
 
 
 class CanonicalCheckpoint(Checkpoint):
-    """A view on `stored`. Packed weights keep their own names and shapes, so for them `config` is None.
+    """A view on `stored`. For quantised weights, which keep their own names and shapes, `config` is None.
 
-    Raises, from `tensors` on:
+    Raises, when `tensors` is first read:
         CheckpointError, TensorMismatch: see `layout.find_stored_rows`.
     """
 
@@ -39,7 +39,7 @@ class CanonicalCheckpoint(Checkpoint):
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor by its canonical name; `begin` and `end` are those of its own rows."""
+        """Every tensor by its canonical name. `begin` and `end` enclose only the rows of this tensor."""
         if self._tensors is None:
             stored = self.stored.tensors
             if self._config is None:
@@ -65,7 +65,7 @@ class CanonicalCheckpoint(Checkpoint):
 
 
 def find_quantization(stored: Checkpoint) -> str | None:
-    """What says that the weights of a draft or a target are packed or scaled, or None where they are plain."""
+    """Return the config key, file or tensor that shows that a checkpoint is quantised, or None if it is not."""
     bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", *NESTED))
     for config in (stored.config, *bodies):
         for key in PACKING:
@@ -82,20 +82,24 @@ def find_quantization(stored: Checkpoint) -> str | None:
 
 
 def refuse_packed(path: Path, quantization: str | None) -> None:
-    """Refuse to run packed weights; `quantization` is what `find_quantization` says.
+    """Refuse to run quantised weights, where `quantization` is the result of `find_quantization`.
 
     Raises:
-        UnsupportedError: the weights are packed.
+        UnsupportedError: the weights are quantised.
     """
     if quantization is not None:
         raise UnsupportedError(
-            f"{path}: quantised weights ({quantization}), which this runtime does not run",
-            hint="run it in an engine that it was packed for, or take the weights it was packed from",
+            f"quantised weights ({quantization}), which this runtime does not run",
+            id="quantised-weights",
+            path=path,
+            found=quantization,
+            expected="plain weights",
+            hint="run it in an engine that reads this quantization, or pass the weights it was made from",
         )
 
 
 def _slice(name: str, info: TensorInfo, rows: tuple[int, int] | None) -> TensorInfo:
-    """A stored tensor, or rows of it, under its canonical name."""
+    """Return a stored tensor, or rows of it, under its canonical name."""
     if rows is None:
         return replace(info, name=name)
     row_bytes = info.num_bytes // info.shape[0]

@@ -9,14 +9,14 @@ from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import is_int
 
 WITH_EXPERTS = ("qwen3_moe",)
-"""Model types whose experts are read; those of others are named as not known."""
+"""Model types with experts that this module reads."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts")
-"""Two names of one number: as published, and as transformers 5 writes it."""
+"""The published key for the number of experts, and the key that transformers 5 writes."""
 
 
 def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
-    """The experts of a target whose model type is in `WITH_EXPERTS`.
+    """Read the experts of a target of a model type in `WITH_EXPERTS`.
 
     Raises:
         InvalidConfig: a key is missing or wrong.
@@ -26,7 +26,7 @@ def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> Expe
         raise InvalidConfig("num_experts", counts or MISSING, "one integer in every spelling", path=path)
     norm = config.get("norm_topk_prob", MISSING)
     if not isinstance(norm, bool):
-        raise InvalidConfig("norm_topk_prob", norm, "true or false, which readers do not agree about", path=path)
+        raise InvalidConfig("norm_topk_prob", norm, "true or false, since readers differ in the default", path=path)
     return ExpertsConfig(
         num_experts=next(iter(counts.values())),
         num_chosen=config.get("num_experts_per_tok", MISSING),
@@ -37,7 +37,7 @@ def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> Expe
 
 
 def _layers_with_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
-    """Every `decoder_sparse_step`-th layer, those of `mlp_only_layers` apart."""
+    """Return every `decoder_sparse_step`-th layer, except the layers in `mlp_only_layers`."""
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", MISSING)
     if not isinstance(dense, list) or not all(is_int(layer) for layer in dense):
         raise InvalidConfig("mlp_only_layers", dense, "a list of layers", path=path)

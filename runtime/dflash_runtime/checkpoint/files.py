@@ -1,12 +1,13 @@
 """A checkpoint on disk: its JSON, its safetensors headers, and tensors loaded one by one.
 
-Headers are parsed and checked here, without torch, because a header-only command must start at once and a malformed
-header must be named rather than crash a reader. Tensor data is read by the safetensors library.
+This module parses and checks headers itself, without torch: a command that reads only headers must start at once, and a
+malformed header must give a message instead of a crash. The safetensors library reads tensor data.
 
 Layout of a safetensors file: u64 header length, JSON header, data. Source: huggingface/safetensors README, "Format".
 """
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.safetensors"
-"""A learned mask embedding, which lies beside the weights and does not count as one of them."""
+"""A learned mask embedding: a file in the folder of the weights that is not one of the weight files."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 50_000
-"""The most tensors in one file: several times what a shard of the largest published checkpoint has, read in seconds."""
+"""The most tensors in one file, read in seconds. A shard of the largest published checkpoint has a fraction of it."""
 
 MAX_NAME_BYTES = 255
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -44,7 +45,7 @@ DTYPE_BYTES: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `begin` and `end` are absolute byte offsets in `file`."""
+    """A tensor's name, dtype and shape, and its bytes [begin, end) in `file`."""
 
     name: str
     dtype: str
@@ -67,21 +68,26 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A directory with `config.json` and safetensors weights. Reads JSON and headers only, until `load` is called.
+    """A directory with `config.json` and safetensors weights. Reads only JSON and headers until `load` is called.
 
     Raises:
         CheckpointNotFound: the directory does not exist.
-        CheckpointError: no config, unreadable JSON, a header that breaks the format, pickle weights only.
+        CheckpointError: a missing config, malformed JSON, a malformed header, or only pickle weights.
         UnknownFormat: a GGUF file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.exists():
-            raise CheckpointNotFound(f"{self.path}: no such directory")
+            raise CheckpointNotFound("no such directory", path=self.path)
         refuse_gguf(self.path)
         if not self.path.is_dir():
-            raise CheckpointError("not a directory, expected a checkpoint directory with config.json", path=self.path)
+            raise CheckpointError(
+                "not a directory, expected a checkpoint directory with config.json",
+                id="not-a-directory",
+                path=self.path,
+                expected="a checkpoint directory with config.json",
+            )
         refuse_escape(self.path, self.config_path)
         self.config = read_json(self.config_path)
         self._tensors: dict[str, TensorInfo] | None = None
@@ -92,28 +98,28 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the checkpoint, by name, from the headers."""
+        """Every tensor of the checkpoint by name, from the headers."""
         if self._tensors is None:
             self._tensors = _read_all_headers(self.path)
         return self._tensors
 
     @property
     def weight_files(self) -> list[Path]:
-        """The safetensors files that hold tensors, in order of name."""
+        """The safetensors files that hold tensors, sorted by name."""
         return sorted({info.file for info in self.tensors.values()})
 
     def stored_rows(self, name: str) -> StoredRows:
-        """Where a tensor lies, by the names its file uses."""
+        """Return the stored tensor, and the rows of it, that hold a tensor."""
         return StoredRows(self.tensors[name].name)
 
     def load(self, name: str) -> "torch.Tensor":
-        """Read one tensor to the CPU, in the dtype it is stored in."""
+        """Read one tensor to the CPU in its stored dtype."""
         return next(tensor for _, tensor in self.load_many([name]))
 
     def load_many(self, names: list[str], device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Read tensors to a device, file by file, so that each file is opened once.
+        """Read tensors to a device file by file, and open each file once.
 
-        Files are mapped, not read into memory: a device copies from the mapping, and the host holds no tensor.
+        Files are mapped into memory: a GPU copies from the mapping, and the host holds no copy of a tensor.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -126,48 +132,72 @@ class Checkpoint:
                     for name in members:
                         yield name, self._read(reader, name)
             except SafetensorError as error:
-                raise CheckpointError(str(error), path=file) from error
+                raise CheckpointError(str(error), id="safetensors-unreadable", path=file) from error
 
     def _read(self, reader: Any, name: str) -> "torch.Tensor":
-        """One tensor from the file that holds it, which is open."""
+        """Read one tensor with the open reader of its file."""
         tensor: torch.Tensor = reader.get_tensor(name)
         return tensor
 
     def read_optional_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file beside the config, or None where there is none."""
+        """Read a JSON file in the checkpoint's directory; None if it is absent."""
         path = self.path / name
         refuse_escape(self.path, path)
         return read_json(path) if path.exists() else None
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse and check one safetensors header.
+    """Parse and check one safetensors header, and return its tensors by name.
 
-    The checks are those of the format: the header fits the file, every entry has a known dtype, a shape and offsets
-    that agree, and the data is covered without holes or overlaps.
+    The header fits the file. Every entry has a known dtype, and its shape agrees with its offsets. The tensors cover
+    the data without holes or overlaps.
 
     Raises:
-        CheckpointError: naming the file, the tensor and what is wrong.
+        CheckpointError: the header breaks one of these rules; names the file and the tensor.
     """
     try:
         size = regular_size(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise CheckpointError(f"{size} bytes, expected at least 8: not a safetensors file", path=file)
+                raise CheckpointError(
+                    f"{size} bytes, expected at least 8: not a safetensors file",
+                    id="not-safetensors",
+                    path=file,
+                    field="file size",
+                    found=size,
+                    expected="at least 8 bytes",
+                )
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or length < 2:
                 raise CheckpointError(
-                    f"header length {length}, expected 2..{MAX_HEADER_BYTES}: not a safetensors file", path=file
+                    f"header length {length}, expected 2..{MAX_HEADER_BYTES}: not a safetensors file",
+                    id="not-safetensors",
+                    path=file,
+                    field="header length",
+                    found=length,
+                    expected=f"2..{MAX_HEADER_BYTES}",
                 )
             if length > size - 8:
-                raise CheckpointError(f"truncated: header of {length} bytes in a file of {size}", path=file)
+                raise CheckpointError(
+                    f"truncated: header of {length} bytes in a file of {size}",
+                    id="header-truncated",
+                    path=file,
+                    field="header length",
+                    found=length,
+                    expected=f"at most {size - 8}",
+                )
             text = stream.read(length)
             if text.count(b'"data_offsets"') > MAX_TENSORS:
-                raise CheckpointError(f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", path=file)
+                raise CheckpointError(
+                    f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads",
+                    id="too-many-tensors",
+                    path=file,
+                    expected=f"at most {MAX_TENSORS} tensors",
+                )
             header = parse_json(text, file)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
     _check_metadata(header.pop("__metadata__", None), file)
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
@@ -175,44 +205,70 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _check_metadata(metadata: Any, file: Path) -> None:
-    """Loaders stop at metadata that is anything but text by name."""
+    """Refuse metadata other than an object of strings: loaders stop at it."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError("header entry '__metadata__' is not an object of strings", path=file)
+        raise CheckpointError(
+            id="header-metadata", path=file, field="__metadata__", found=metadata, expected="an object of strings"
+        )
 
 
 def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
     if not isinstance(entry, dict):
-        raise CheckpointError(f"header entry {name!r} is not an object", path=file)
+        raise _bad_entry("object", name, entry, "an object", file)
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"tensor {name!r} has unknown dtype {dtype!r}", path=file)
+        raise _bad_entry("unknown dtype", name, dtype, "an element type of safetensors", file)
     if not _is_count_list(shape):
-        raise CheckpointError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes", path=file)
+        raise _bad_entry("shape", name, shape, "a list of sizes", file)
     if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]", path=file)
+        raise _bad_entry("data_offsets", name, offsets, "[begin, end]", file)
     expected = math.prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != expected:
-        raise CheckpointError(
-            f"tensor {name!r} takes {offsets[1] - offsets[0]} bytes, expected {expected:g} for {dtype} {shape}",
-            path=file,
-        )
+        raise _bad_entry("bytes", name, offsets[1] - offsets[0], f"{expected:g} for {dtype} {shape}", file)
     return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+def _bad_entry(part: str, name: str, found: Any, expected: str, file: Path) -> CheckpointError:
+    """Return the error about one part of a tensor's header entry. Its id is `tensor-shape` for the part `shape`."""
+    return CheckpointError(
+        f"tensor {name!r}: found {part} {found!r}, expected {expected}",
+        id=f"tensor-{re.sub('[_ ]', '-', part)}",
+        path=file,
+        field=name,
+        found=found,
+        expected=expected,
+    )
 
 
 def _check_coverage(infos: Mapping[str, TensorInfo], file: Path, base: int, size: int) -> None:
     position = base
     for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != position:
-            problem = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
-            raise CheckpointError(f"tensor {info.name!r} {problem} (byte {info.begin - base})", path=file)
+            overlaps = info.begin < position
+            problem = "overlaps the tensor before it" if overlaps else "leaves a hole before it"
+            raise CheckpointError(
+                f"tensor {info.name!r} {problem} (byte {info.begin - base})",
+                id="tensor-overlap" if overlaps else "tensor-hole",
+                path=file,
+                field=info.name,
+                found=info.begin - base,
+                expected=f"begin at byte {position - base}",
+            )
         position = info.end
     if position != size:
         problem = "truncated" if position > size else "oversized"
-        raise CheckpointError(f"{problem}: {size} bytes, expected {position} from the header", path=file)
+        raise CheckpointError(
+            f"{problem}: {size} bytes, expected {position} from the header",
+            id=f"file-{problem}",
+            path=file,
+            field="file size",
+            found=size,
+            expected=f"{position} bytes",
+        )
 
 
 def _is_count_list(value: Any) -> bool:
@@ -234,13 +290,20 @@ def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
         refuse_escape(path, file)
         for name, info in read_header(file).items():
             if name in tensors:
-                raise CheckpointError(f"tensor {name!r} is also in {tensors[name].file.name}", path=file)
+                raise CheckpointError(
+                    f"tensor {name!r} is also in {tensors[name].file.name}",
+                    id="tensor-in-two-files",
+                    path=file,
+                    field=name,
+                    found=(tensors[name].file.name, file.name),
+                    expected="one file",
+                )
             tensors[name] = info
     return tensors
 
 
 def _find_index(path: Path) -> Path | None:
-    """The index under its usual name; otherwise the only one of another name, unless there is a single weight file."""
+    """Return the index of the usual name, or else the only index of another name if no single weight file exists."""
     if (path / INDEX_FILE).exists():
         return path / INDEX_FILE
     others = [item for item in path.glob("*.safetensors.index.json") if not item.name.startswith(".")]
@@ -250,12 +313,26 @@ def _find_index(path: Path) -> Path | None:
 def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("weight_map: missing, expected a map from tensor to file", path=index_path)
+        raise CheckpointError(
+            id="index-without-map",
+            path=index_path,
+            field="weight_map",
+            found=MISSING if weight_map is None else weight_map,
+            expected="an object from tensor name to file name",
+        )
     headers: dict[str, dict[str, TensorInfo]] = {}
     for shard in _shard_names(weight_map, index_path):
         file = path / shard
         if not file.exists():
-            raise CheckpointError(f"names {shard}, which is not there", path=index_path)
+            raise CheckpointError(
+                f"names {shard}, which is not there",
+                id="shard-missing",
+                path=index_path,
+                field="weight_map",
+                found=shard,
+                expected="files that exist",
+                hint="download the checkpoint again, with all its files",
+            )
         refuse_escape(path, file)
         headers[shard] = read_header(file)
     missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
@@ -266,7 +343,7 @@ def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
 
 
 def find_orphans(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]) -> list[str]:
-    """What shards hold although the index does not give it to them: some readers take it, others do not."""
+    """Return tensors that a shard holds and the index does not assign to it: some readers load them, others do not."""
     return [
         f"{name} (in {shard}; the index gives it to {weight_map[name]})" if name in weight_map else name
         for shard, header in headers.items()
@@ -276,12 +353,19 @@ def find_orphans(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[st
 
 
 def _shard_names(weight_map: Mapping[str, Any], index_path: Path) -> list[str]:
-    """Refuse anything but plain file names: a checkpoint must not reach outside its own directory."""
+    """Return the shards of an index. Refuse all but plain file names: a checkpoint must stay in its directory."""
     strays = [shard for shard in weight_map.values() if not isinstance(shard, str)]
     names = sorted(set(weight_map.values())) if not strays else []
     strays += [name for name in names if not _is_plain_name(name)]
     if strays:
-        raise CheckpointError(f"weight_map names {strays[0]!r}, expected a file beside the index", path=index_path)
+        raise CheckpointError(
+            f"weight_map names {strays[0]!r}, expected a file beside the index",
+            id="shard-outside",
+            path=index_path,
+            field="weight_map",
+            found=strays[0],
+            expected="a file beside the index",
+        )
     return names
 
 
@@ -291,18 +375,30 @@ def _is_plain_name(name: str) -> bool:
 
 
 def refuse_escape(root: Path, file: Path) -> None:
-    """Follow a link only where the hub cache keeps its own: `snapshots/REV/file -> ../../blobs/HASH`."""
+    """Refuse a link that leaves the checkpoint, other than links of the hub cache.
+
+    The cache has `snapshots/REV/file -> ../../blobs/HASH`.
+
+    Raises:
+        CheckpointError: the link leaves the checkpoint, or leads to itself.
+    """
     if not file.is_symlink():
         return
     try:
         resolved = file.resolve()
-    except RuntimeError as error:  # how Python 3.11 and 3.12 say that links lead to each other
-        raise CheckpointError("links to itself", path=file) from error
+    except RuntimeError as error:  # Python 3.11 and 3.12 report links that lead to each other this way
+        raise CheckpointError("links to itself", id="link-to-itself", path=file) from error
     home = root.resolve()
     blobs = home.parent.parent / "blobs"
     is_cache = home.parent.name == "snapshots" and resolved.parent == blobs
     if not is_cache and home not in resolved.parents:
-        raise CheckpointError(f"links to {file.readlink()}, outside the checkpoint", path=file)
+        raise CheckpointError(
+            f"links to {file.readlink()}, outside the checkpoint",
+            id="link-outside",
+            path=file,
+            found=str(file.readlink()),
+            expected="a file in the checkpoint",
+        )
 
 
 def _refuse_without_safetensors(path: Path) -> None:
@@ -310,7 +406,15 @@ def _refuse_without_safetensors(path: Path) -> None:
     if pickles:
         raise CheckpointError(
             f"only pickle weights ({pickles[0]}), which can run code when read; refused",
+            id="pickle-weights",
             path=path,
-            hint="save the checkpoint as safetensors where it was made",
+            found=pickles[0],
+            expected="safetensors weights",
+            hint="save the checkpoint as safetensors with the code that made it",
         )
-    raise CheckpointError("no *.safetensors file, expected the weights beside config.json", path=path)
+    raise CheckpointError(
+        "no *.safetensors file, expected the weights beside config.json",
+        id="no-weights",
+        path=path,
+        expected="*.safetensors beside config.json",
+    )

@@ -1,7 +1,7 @@
-"""Recognise GGUF files, so that a llama.cpp draft is refused by name instead of as "not a checkpoint".
+"""Recognise GGUF files, so that the refusal of a llama.cpp draft names its architecture.
 
-Layout: magic, u32 version, u64 tensors, u64 keys, then key, u32 type, value; strings and arrays are preceded by their
-u64 length. Source: ggml-org/ggml docs/gguf.md. Only the first bytes are read, however long the header says it is.
+Layout: magic, u32 version, u64 number of tensors, u64 number of keys, then per key its name, u32 type and value. A u64
+length precedes strings and arrays. Source: ggml-org/ggml docs/gguf.md. Only the first bytes of a file are read.
 """
 
 import io
@@ -13,7 +13,7 @@ from dflash_runtime.errors import UnknownFormat
 
 MAGIC = b"GGUF"
 MAX_BYTES = 1024 * 1024
-"""How much of a file is looked at. Names and sizes come first; a tokenizer's lists may go on behind."""
+"""Bytes of a file that are read. Names and sizes come first; a tokenizer's lists may continue after them."""
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -28,10 +28,10 @@ DRAFTS = {
 
 
 def refuse_gguf(path: Path) -> None:
-    """Refuse a GGUF file, or a directory that holds weights in no other form.
+    """Refuse a GGUF file, or a directory with GGUF weights and without safetensors weights.
 
     Raises:
-        UnknownFormat: naming the architecture.
+        UnknownFormat: names the architecture.
     """
     files = [path]
     if path.is_dir():
@@ -40,15 +40,20 @@ def refuse_gguf(path: Path) -> None:
     for file in files:
         keys = read_gguf_keys(file) if file.is_file() else None
         if keys is not None:
+            architecture = keys.get("general.architecture")
             raise UnknownFormat(
-                f"{file}: GGUF, general.architecture {keys.get('general.architecture')!r}: {_describe(keys)}; this "
-                f"tool does not read GGUF",
+                f"GGUF, general.architecture {architecture!r}: {_describe(keys)}; this tool does not read GGUF",
+                id="gguf",
+                path=file,
+                field="general.architecture",
+                found=architecture,
+                expected="a safetensors checkpoint",
                 hint="pass the safetensors checkpoint it was made from",
             )
 
 
 def read_gguf_keys(file: Path) -> dict[str, Any] | None:
-    """The metadata that lies in a file's first bytes, as far as it can be read; None where it is no GGUF file."""
+    """Return the readable metadata in the first MAX_BYTES of a GGUF file; None for another file."""
     with file.open("rb") as stream:
         data = stream.read(MAX_BYTES)
     if not data.startswith(MAGIC):
@@ -61,7 +66,7 @@ def read_gguf_keys(file: Path) -> dict[str, Any] | None:
             name = _string(reader)
             keys[name] = _value(reader, _scalar(reader, "I"))
     except (EOFError, UnicodeDecodeError):
-        pass  # cut off by the limit, or damaged: what was read so far names the file well enough
+        pass  # The limit cut the header off, or it is damaged. The keys read so far suffice to name the draft.
     return keys
 
 
@@ -71,7 +76,7 @@ def _describe(keys: dict[str, Any]) -> str:
         return "a DFlash 2 draft for llama.cpp"
     if architecture in DRAFTS:
         return DRAFTS[architecture]
-    return "no draft of a known kind"
+    return "not a known kind of draft"
 
 
 def _take(reader: BinaryIO, count: int) -> bytes:

@@ -1,7 +1,7 @@
 """Read the decoder fields that every Hugging Face style config shares: sizes, rope, windows.
 
-A field is read in each spelling it is published in, a contradiction between two spellings is an error, and nothing
-is filled in by a library's class defaults: those differ between readers, which is how drafts break in silence.
+A field is read in every published spelling. Two spellings with different values are an error. A library's class
+defaults never fill in a value: they differ between readers, which is how drafts break in silence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,16 @@ BODY_KEYS = {
     "num_key_value_heads": "num_kv_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-"""Published key -> our field, for the sizes every config must state."""
+"""Published key -> our field, for the sizes that every config must state."""
 
 SLIDE_TOGETHER = ("mistral", "qwen3_moe")
-"""Model types whose layers all slide or none does: transformers looks at `sliding_window`, never at `layer_types`."""
+"""Model types in which `sliding_window` applies to every layer: transformers never reads `layer_types`."""
 
 SLIDE_LATER = ("qwen2", "qwen3")
-"""Model types whose layers slide from `max_window_layers` on, where `layer_types` does not say otherwise."""
+"""Model types in which layers slide from `max_window_layers` on, unless `layer_types` is stated."""
 
 NO_LAYER_TYPES = ("llama", *SLIDE_TOGETHER)
-"""Model types for which transformers ignores `layer_types`, so that what it says has to agree with what is done."""
+"""Model types for which transformers ignores `layer_types`, so a stated list must agree with the windows it uses."""
 
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -52,18 +52,17 @@ FOREIGN = {
     "layers run in loops": ("num_loops",),
     "partial rope": ("partial_rotary_factor",),
 }
-"""What a decoder may be beyond what `TargetConfig` describes -> the keys of published configs that say so."""
-
+"""Parts of a decoder that `TargetConfig` does not describe -> the keys of published configs that state them."""
 
 ROPE_FLAGS = ("layer_rope_theta", "no_rope_layers")
-"""Keys with one value a layer, zero for a layer without rope."""
+"""Keys with one value per layer, zero for a layer without rope."""
 
 
 def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The body fields `DraftConfig` and `TargetConfig` share, by our names.
+    """Read the fields that `DraftConfig` and `TargetConfig` share, by our names.
 
     Raises:
-        InvalidConfig: a size that is missing or no positive integer, or a rope that is not stated.
+        InvalidConfig: a size is missing or not an integer, or the rope is missing.
     """
     body: dict[str, Any] = {field: require_int(config, key, path) for key, field in BODY_KEYS.items()}
     body["head_dim"] = _read_head_dim(config, body, path)
@@ -76,10 +75,10 @@ def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
-    """What can be told of any target from its config; what cannot is named in `not_known`.
+    """Read the facts that any target's config states. `not_known` names the parts that this module does not read.
 
     Raises:
-        InvalidConfig: no width, depth or vocabulary is stated, or layers are listed that are not as many.
+        InvalidConfig: the width, depth or vocabulary is missing, or the list of layers has another length.
     """
     text, _ = decoder_config(config, path)
     facts = _facts(config, text, path)
@@ -95,18 +94,18 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 
 
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """A target that the runtime runs.
+    """Read the config of a target that the runtime runs over its own pages.
 
     Raises:
-        UnsupportedError: it is no decoder of full and sliding layers, or is part of another model.
-        InvalidConfig: it is one, and a key is missing or wrong.
+        UnsupportedError: the target has other layers than full and sliding ones, or is part of another model.
+        InvalidConfig: a key is missing or wrong.
     """
     text, _ = decoder_config(config, path)
     model_type = str(text.get("model_type", ""))
     has_experts = model_type in WITH_EXPERTS
     foreign = _foreign_parts(config, text, path, known=("experts",) if has_experts else ())
     if foreign:
-        raise not_run(model_type, foreign, path)
+        raise not_run(model_type, *foreign, path=path)
     body = read_body(text, path)
     body["windows"] = _read_target_windows(text, model_type, body["num_layers"], path)
     body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
@@ -114,17 +113,20 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     return TargetConfig(**{**_facts(config, text, path), **body})
 
 
-def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedError:
-    """The refusal to run a target that engines may serve; `path` is that of its config."""
-    why = f": {', '.join(reasons)}" if reasons else ""
+def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Path | None = None) -> UnsupportedError:
+    """Return the refusal to run a target that engines may still serve. `path` is its config.json."""
     return UnsupportedError(
-        f"{path.parent}: this runtime does not run {model_type or 'unnamed'} targets{why}",
+        f"this runtime does not run {model_type or 'unnamed'} targets: {', '.join(reasons)}",
+        id=id,
+        path=None if path is None else path.parent,
+        field="model_type",
+        found=model_type,
         hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
     )
 
 
 def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields that are read alike of every target."""
+    """Read the fields that every kind of target states in the same way."""
     dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
     size = text if text.get("vocab_size") is not None else outer
     return {
@@ -141,7 +143,7 @@ def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dic
 def _foreign_parts(
     outer: Mapping[str, Any], text: Mapping[str, Any], path: Path, known: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """What the config says beyond dense attention with one rope in a model of text alone, each in a few words."""
+    """Name each part of a target that is more than dense attention with one rope in a text model."""
     nested_in = decoder_config(outer, path)[1]
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
@@ -157,18 +159,18 @@ def _foreign_parts(
 
 
 def _says_something(value: Any) -> bool:
-    """Whether a key's value is more than absence; a factor, a share or a count of one changes nothing."""
+    """Whether a key's value changes the model: a factor, share or count of one does not."""
     return value is True or (bool(value) and value != 1)
 
 
 def _varies_by_kind(rope: Any) -> bool:
-    """Whether rope parameters are nested by layer type and differ."""
+    """Whether rope parameters are nested by layer type and differ between types."""
     nested = [item for item in rope.values() if isinstance(item, dict)] if isinstance(rope, dict) else []
     return any(item != nested[0] for item in nested)
 
 
 def _readable_rope(text: Mapping[str, Any], path: Path) -> tuple[RopeConfig | None, tuple[str, ...]]:
-    """The one rope of a target, and what is not known of it otherwise."""
+    """Return the one rope of a target and (), or None and the names of the parts that are not known."""
     if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
         return None, ()
     try:
@@ -180,7 +182,7 @@ def _readable_rope(text: Mapping[str, Any], path: Path) -> tuple[RopeConfig | No
 def _ropes_by_kind(
     text: Mapping[str, Any], kinds: Sequence[str], rope: RopeConfig | None, path: Path
 ) -> dict[str, RopeConfig]:
-    """The rope of each kind of layer that has one, where kinds differ; empty where they do not."""
+    """Return the rope of each kind of layer that has rope, or {} if all layers have the same rope."""
     modern, local = text.get("rope_parameters"), text.get("rope_local_base_freq", text.get("swa_rope_theta"))
     if isinstance(modern, dict) and _varies_by_kind(modern):
         by_kind = {KINDS.get(kind, str(kind)): value for kind, value in modern.items() if isinstance(value, dict)}
@@ -194,9 +196,12 @@ def _ropes_by_kind(
 
 
 def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
-    """Rope from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+    """Read the rope from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
     A missing theta is an error: readers default to 10,000 or to 1,000,000.
+
+    Raises:
+        InvalidConfig: theta is missing, or two spellings differ.
     """
     modern, legacy = config.get("rope_parameters"), config.get("rope_scaling")
     modern = _one_rope(modern, "rope_parameters", path) if modern else {}
@@ -224,7 +229,7 @@ def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
 
 
 def rope_parameters(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What one spelling states beyond theta and type; a null states nothing."""
+    """Return the rope parameters other than theta and type. A null counts as absent."""
     return {
         key: value
         for key, value in rope.items()
@@ -233,7 +238,7 @@ def rope_parameters(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
-    """`layer_types`, or all full where the key is absent."""
+    """Return `layer_types`, or full attention in every layer if the key is absent."""
     layer_types = config.get("layer_types")
     if layer_types is None:
         return (FULL,) * num_layers
@@ -247,10 +252,10 @@ def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> 
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None for full attention.
+    """Return the sliding window of each layer, None for full attention.
 
-    A sliding layer with no window that takes effect is an error: `use_sliding_window: false` makes some readers drop
-    the window and others refuse.
+    A sliding layer without an effective window is an error. With `use_sliding_window: false` some readers drop the
+    window and others refuse the config.
     """
     layer_types = read_layer_types(config, num_layers, path)
     if SLIDING not in layer_types:
@@ -266,21 +271,26 @@ def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tupl
 def _read_target_windows(
     config: Mapping[str, Any], model_type: str, num_layers: int, path: Path
 ) -> tuple[int | None, ...]:
-    """The windows that transformers gives the layers of a target, which depends on its model type.
+    """Return the window that transformers gives each layer of a target, which depends on the model type.
 
     Raises:
-        UnsupportedError: `layer_types` of a model type that has none, so that readers differ.
+        UnsupportedError: `layer_types` contradicts the windows of a model type for which transformers ignores the key.
     """
     usual = _usual_layer_types(config, model_type, num_layers, path)
     if config.get("layer_types") is None:
         return read_windows({**config, "layer_types": usual}, num_layers, path)
     if model_type in NO_LAYER_TYPES and list(read_layer_types(config, num_layers, path)) != usual:
-        raise not_run(model_type, ("layer_types unlike those of its kind, which transformers ignores",), path)
+        raise not_run(
+            model_type,
+            "its layer_types contradict its windows, and transformers ignores layer_types for this model type",
+            id="layer-types-ignored",
+            path=path,
+        )
     return read_windows(config, num_layers, path)
 
 
 def _usual_layer_types(config: Mapping[str, Any], model_type: str, num_layers: int, path: Path) -> list[str]:
-    """Which layers slide by the other keys of a config."""
+    """Return the layer types that follow from the other keys of a config."""
     is_on = model_type == "mistral" or config.get("use_sliding_window") is True
     if not is_on or model_type not in (*SLIDE_TOGETHER, *SLIDE_LATER) or config.get("sliding_window") is None:
         return [FULL] * num_layers
@@ -289,7 +299,7 @@ def _usual_layer_types(config: Mapping[str, Any], model_type: str, num_layers: i
 
 
 def read_token_ids(value: Any) -> tuple[int, ...]:
-    """One id, a list of ids, or nothing, as a tuple."""
+    """Return one id, a list of ids or None as a tuple of ids."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
@@ -297,7 +307,7 @@ def read_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def require_int(config: Mapping[str, Any], key: str, path: Path) -> int:
-    """An integer that must be stated."""
+    """Return an integer that the config must state."""
     value = config.get(key, MISSING)
     if not is_int(value):
         raise InvalidConfig(key, value, "an integer", path=path)
@@ -305,7 +315,7 @@ def require_int(config: Mapping[str, Any], key: str, path: Path) -> int:
 
 
 def require_number(config: Mapping[str, Any], key: str, path: Path) -> float:
-    """A number that must be stated."""
+    """Return a number that the config must state."""
     return float(_number(config.get(key, MISSING), key, path))
 
 
@@ -331,7 +341,7 @@ def _read_head_dim(config: Mapping[str, Any], body: Mapping[str, Any], path: Pat
 
 
 def _merge_rope(legacy: Mapping[str, Any], modern: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The parameters of both spellings, which readers do not choose between in the same way."""
+    """Join the parameters of both spellings. They must agree: readers differ in which spelling they prefer."""
     old, new = rope_parameters(legacy), rope_parameters(modern)
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
@@ -341,7 +351,7 @@ def _merge_rope(legacy: Mapping[str, Any], modern: Mapping[str, Any], path: Path
 
 
 def _one_rope(value: Any, key: str, path: Path) -> dict[str, Any]:
-    """Flatten rope parameters that are nested by layer type, where all types agree."""
+    """Flatten rope parameters that are nested by layer type, if all types agree."""
     if not isinstance(value, dict):
         raise InvalidConfig(key, value, "an object", path=path)
     nested = [item for item in value.values() if isinstance(item, dict)]

@@ -1,6 +1,6 @@
-"""What a target's layers are, in every way that published configs say it. Needs no torch.
+"""Read the kind of each layer of a target, in every spelling of published configs. Needs no torch.
 
-A kind that is not known keeps the name that the config gives it: a draft is checked and served all the same.
+An unknown kind keeps the name in the config, so a draft for such a target can still be checked and served.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,23 +29,23 @@ KINDS = {
     "moe": FEED_FORWARD,
     "mlp": FEED_FORWARD,
 }
-"""What configs call a kind of layer -> our word."""
+"""Name of a kind of layer in configs -> our name."""
 
 PATTERN = {"*": FULL, "M": MAMBA, "-": FEED_FORWARD, "E": FEED_FORWARD}
-"""Letters of hybrid_override_pattern -> our word."""
+"""Letter of hybrid_override_pattern -> our name."""
 
 STATE_KINDS = (LINEAR, CONVOLUTION, MAMBA)
-"""Layers that keep a state instead of keys and values: rejected tokens must be taken out of it again."""
+"""Layers with a recurrent state instead of keys and values. Rejected tokens must be removed from the state."""
 
 LISTS = ("layer_types", "layers_block_type")
 """Keys that name the kind of each layer."""
 
 WINDOWED_FAMILIES = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
-"""Families in which a window that is stated is that of every layer."""
+"""Families in which a stated window applies to every layer."""
 
 
 def count_listed_layers(text: Mapping[str, Any]) -> int | None:
-    """How many layers a config lists one by one; None if it lists none."""
+    """Return how many layers a config lists one by one, or None without a list."""
     for key in (*LISTS, "hybrid_override_pattern"):
         if isinstance(text.get(key), list | str) and text[key]:
             return len(text[key])
@@ -53,10 +53,10 @@ def count_listed_layers(text: Mapping[str, Any]) -> int | None:
 
 
 def read_layer_kinds(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
-    """The kind of each layer, in our words where there is one; empty where the config does not say.
+    """Return the kind of each layer, by our name if it is known, or () if the config does not state kinds.
 
     Raises:
-        InvalidConfig: kinds are listed, and are no words or not one for each layer.
+        InvalidConfig: the list of kinds has another length than the layers, or holds something other than strings.
     """
     full = LATENT if is_int(text.get("kv_lora_rank")) else FULL
     for read in READERS:
@@ -67,7 +67,7 @@ def read_layer_kinds(text: Mapping[str, Any], num_layers: int, path: Path) -> tu
 
 
 def _listed(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """`layer_types`; layers that only predict further tokens may be listed after those of the model."""
+    """Read `layer_types`. The list may continue with extra layers that only predict further tokens."""
     key = next((key for key in LISTS if text.get(key) is not None), None)
     if key is None:
         return None
@@ -81,7 +81,7 @@ def _listed(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, 
 
 
 def _lettered(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """`hybrid_override_pattern` of Nemotron-H."""
+    """Read `hybrid_override_pattern` of Nemotron-H."""
     pattern = text.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not pattern:
         return None
@@ -91,7 +91,7 @@ def _lettered(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str
 
 
 def _every(key: str, kind: str) -> Reader:
-    """Every n-th layer is full attention, and the others are of one kind."""
+    """Return a reader of a key that states n: every n-th layer has full attention, and the others are of one kind."""
 
     def read(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
         interval = text.get(key)
@@ -103,7 +103,7 @@ def _every(key: str, kind: str) -> Reader:
 
 
 def _flagged(key: str, where_set: str, elsewhere: str) -> Reader:
-    """A list of 0 and 1, one a layer."""
+    """Return a reader of a list with 0 or 1 for each layer."""
 
     def read(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
         flags = text.get(key)
@@ -117,7 +117,7 @@ def _flagged(key: str, where_set: str, elsewhere: str) -> Reader:
 
 
 def _short_convolutions(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """`full_attn_idxs` of LFM2."""
+    """Read `full_attn_idxs` of LFM2."""
     full = text.get("full_attn_idxs")
     if not isinstance(full, list):
         return None
@@ -125,7 +125,7 @@ def _short_convolutions(text: Mapping[str, Any], num_layers: int, path: Path) ->
 
 
 def _delta_attention(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """`linear_attn_config` of Kimi-Linear, which counts layers from 1."""
+    """Read `linear_attn_config` of Kimi-Linear, which counts layers from 1."""
     full = as_object(text.get("linear_attn_config")).get("full_attn_layers")
     if not isinstance(full, list):
         return None
@@ -133,7 +133,7 @@ def _delta_attention(text: Mapping[str, Any], num_layers: int, path: Path) -> tu
 
 
 def _chunked(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """Llama 4 attends in chunks wherever it has rope."""
+    """Read the layers of Llama 4, which attend in chunks if they have rope."""
     if not is_int(text.get("attention_chunk_size")):
         return None
     flagged = _flagged("no_rope_layers", CHUNKED, FULL)(text, num_layers, path)
@@ -141,7 +141,7 @@ def _chunked(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str,
 
 
 def _windowed(text: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...] | None:
-    """One window for every layer, or none although one is stated."""
+    """Read one window for every layer, or `use_sliding_window: false`, which switches it off."""
     if text.get("use_sliding_window") is False:
         return (FULL,) * num_layers if is_int(text.get("num_attention_heads")) else None
     is_stated = is_int(text.get("sliding_window"))
@@ -161,15 +161,15 @@ READERS: tuple[Reader, ...] = (
     _chunked,
     _windowed,
 )
-"""Every way in which configs say what their layers are; the first that finds something is believed."""
+"""The readers of every spelling. The first reader that finds its key decides."""
 
 HINTS = (
     "sliding_window", "sliding_window_size", "attention_chunk_size", "linear_num_value_heads", "linear_num_heads",
     "linear_attn_config", "conv_L_cache", "mamba_d_state", "ssm_state_size", "compress_ratios", "attn_layer_period",
 )  # fmt: skip
-"""Keys of which one says that not all layers are full attention, without saying which are not."""
+"""Keys that show that some layers do not have full attention, without saying which layers."""
 
 
 def _is_plain(text: Mapping[str, Any]) -> bool:
-    """Whether nothing speaks against full attention in every layer."""
+    """Whether every layer has full attention, as far as the config tells."""
     return is_int(text.get("num_attention_heads", text.get("n_head"))) and not any(text.get(key) for key in HINTS)

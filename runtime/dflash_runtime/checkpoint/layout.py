@@ -1,14 +1,12 @@
-"""Which tensors a DFlash draft has, and their shapes, from its config alone. Needs no torch.
-
-Axis letters: H hidden, V vocabulary (D reduced), L layers.
-"""
+"""Which tensors a draft has, and their shapes, from its config alone. Needs no torch for DFlash drafts."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch
+from dflash_runtime.registry import Registry
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -16,42 +14,45 @@ DRAFT_TO_TARGET = "d2t"
 TARGET_TO_DRAFT = "t2d"
 
 SINKS = "attention_sink_bias"
-"""Attention sinks in a layer's self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
+"""Attention sinks: a tensor of self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
 
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
-"""Names a file may carry without the draft owning them: copies of the target's weights and training leftovers."""
+"""Tensors in a draft's file that the draft does not own: copies of the target's weights, and training leftovers."""
 
 TARGET_LEFTOVERS = re.compile(r"^(lm_head\.weight|.*rotary_emb\.inv_freq)$")
-"""Names a target's file may carry without changing what it says: a head tied to the embedding, and buffers."""
+"""Tensors in a target's file that readers may skip: a head tied to the embedding, and buffers."""
 
 PREFIXES = ("model.", "dflash_module.", "draft_model.")
-"""What a wrapper puts before every name. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
+"""Prefixes that wrappers add to names. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
 
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-"""Other names for two tensors. Sources: SGLang 0.5.23 models/dflash.py, vLLM 0.33.0 models/qwen3_dflash.py."""
+"""Other names of two tensors. Sources: SGLang 0.5.23 models/dflash.py, vLLM 0.33.0 models/qwen3_dflash.py."""
 
 FUSED = {
     "self_attn.qkv_proj.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
     "mlp.gate_up_proj.": ("mlp.gate_proj.", "mlp.up_proj."),
 }
-"""Projections that some files hold as one, and their parts from the first row to the last."""
+"""Fused projections of some files -> the projections they consist of, from the first row to the last."""
 
 PACKED = re.compile(
     r"(.*[._])?(weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|weight_scale(_2|_inv)?"
     r"|input_scale|(weight|input)_global_scale|[qkv]_scale|absmax|quant_map|quant_state.*|SCB)$"
 )
-"""Names that only packed or scaled weights have: compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ, AWQ and
-bitsandbytes exports."""
+"""Names of tensors that only quantised checkpoints have.
+
+Sources: exports of compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ, AWQ and bitsandbytes.
+"""
 
 PACKED_DTYPES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I32"})
-"""Element types that a matrix has only when it is packed."""
+"""Element types that a matrix has only in a quantised checkpoint."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Where a canonical tensor lies: a stored tensor, whole (`rows` None) or its rows [begin, end)."""
+    """The stored tensor that holds a canonical tensor, and the rows [begin, end) of it, or None for all rows."""
 
     stored: str
     rows: tuple[int, int] | None = None
@@ -59,19 +60,48 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """The tensors of a file that a reader loads, since the draft owns them, and those that it skips."""
+    """Tensors of a file that a reader loads, because the draft owns them, and tensors that it skips."""
 
     load: tuple[str, ...]
     skip: tuple[str, ...]
 
 
-def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that every draft owns: 3 tensors, and 11 per layer or, with attention bias, 15.
+LAYOUTS: Registry[Callable[[DraftConfig], dict[str, Shape]]] = Registry("draft family")
+"""Draft family -> the function that lists its tensors, which every family but DFlash registers in `drafts/`."""
 
-    Attention sinks are one more per layer. A draft of another width than its target has its own embedding and head too.
+
+def owned_shapes(config: DraftConfig) -> dict[str, Shape]:
+    """Return every tensor that a draft owns, by canonical name, with its shape, as its family lists them.
+
+    The layout of a family other than DFlash is in its file in `drafts/`, and importing these files loads torch.
+
+    Raises:
+        UnsupportedError: no file registers the family.
+    """
+    if config.family not in LAYOUTS:
+        LAYOUTS.discover("dflash_runtime.drafts")
+    return LAYOUTS[config.family](config)
+
+
+def body_shapes(config: DraftConfig) -> dict[str, Shape]:
+    """Return `owned_shapes` without the head and id map of a reduced output vocabulary."""
+    shapes = owned_shapes(config)
+    if config.has_reduced_vocab:
+        shapes.pop(DRAFT_TO_TARGET, None)
+        if not config.has_own_width:
+            shapes.pop(HEAD, None)
+    return shapes
+
+
+@LAYOUTS.register("dflash")
+def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
+    """Return every tensor of a DFlash draft: 3 tensors, and 11 per layer, or 15 per layer with attention biases.
+
+    Attention sinks add one tensor per layer. A draft of another width than its target has its own embedding and head.
+    A reduced output vocabulary has a head and an id map.
     """
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "fc.weight": (hidden, config.num_taps * config.feature_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
@@ -79,21 +109,16 @@ def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
     if config.has_own_width:
-        shapes |= {EMBEDDING: (config.vocab_size, hidden), HEAD: (config.draft_vocab_size, hidden)}
-    return shapes
-
-
-def owned_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """`body_shapes`, and the head with its id map where the output vocabulary is reduced."""
-    shapes = body_shapes(config)
+        shapes[EMBEDDING] = (config.vocab_size, hidden)
+    if config.has_own_width or config.has_reduced_vocab:
+        shapes[HEAD] = (config.draft_vocab_size, hidden)
     if config.has_reduced_vocab:
-        shapes[HEAD] = (config.draft_vocab_size, config.hidden_size)
         shapes[DRAFT_TO_TARGET] = (config.draft_vocab_size,)
     return shapes
 
 
 def canonical_name(stored: str) -> str:
-    """A stored name without its wrappers' prefixes, and under its usual name."""
+    """Return a tensor's canonical name: without wrappers' prefixes, and with aliases replaced."""
     name = stored
     while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
@@ -102,26 +127,35 @@ def canonical_name(stored: str) -> str:
 
 
 def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
-    """Where each canonical tensor lies in a file whose names may be prefixed and whose projections may be fused.
+    """Return where a file stores each canonical tensor. Names may have prefixes, and projections may be fused.
 
     Raises:
-        CheckpointError: two stored tensors of one canonical name.
-        TensorMismatch: a fused projection that is not as high as its parts.
+        CheckpointError: two stored tensors have one canonical name.
+        TensorMismatch: the rows of a fused projection are not the sum of its parts' rows.
     """
     found: dict[str, StoredRows] = {}
     for name, shape in stored.items():
         for canonical, rows in _parts(config, canonical_name(name), shape, path):
             if canonical in found:
-                raise CheckpointError(f"{found[canonical].stored} and {name} are both {canonical}", path=path)
+                names = (found[canonical].stored, name)
+                raise CheckpointError(
+                    f"{names[0]} and {names[1]} both stand for the tensor {canonical}",
+                    id="tensor-stored-twice",
+                    path=path,
+                    field=canonical,
+                    found=names,
+                    expected="one stored tensor",
+                    hint="export the draft again with each tensor once",
+                )
             found[canonical] = StoredRows(name, rows)
     return found
 
 
 def select_tensors(expected: Shapes, found: Shapes, *, path: object = None) -> TensorSelection:
-    """Match a file's tensors with those a draft must have.
+    """Return which tensors of a file a reader loads, after comparing them with the `expected` tensors of the draft.
 
     Raises:
-        TensorMismatch: listing every missing, unexpected and misshapen tensor at once.
+        TensorMismatch: lists every missing, unexpected and misshapen tensor at once.
     """
     missing, unexpected, wrong = compare_tensors(expected, found)
     if missing or unexpected or wrong:
@@ -130,7 +164,7 @@ def select_tensors(expected: Shapes, found: Shapes, *, path: object = None) -> T
 
 
 def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:
-    """Missing names, unexpected names, and name -> (found shape, expected shape)."""
+    """Return missing names, unexpected names, and name -> (found shape, expected shape) of misshapen tensors."""
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected and not NOT_OWNED.match(name)]
     wrong = {
@@ -142,14 +176,12 @@ def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[st
 
 
 def layer_indices(names: Iterable[str]) -> list[int]:
-    """The layer numbers that occur in tensor names, ascending."""
+    """Return the layer numbers in tensor names, in ascending order."""
     return sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))})
 
 
-def _parts(
-    config: DraftConfig, name: str, shape: tuple[int, ...], path: object
-) -> list[tuple[str, tuple[int, int] | None]]:
-    """The canonical tensors that a stored tensor holds; each with its rows if there are several."""
+def _parts(config: DraftConfig, name: str, shape: Shape, path: object) -> list[tuple[str, tuple[int, int] | None]]:
+    """Return the canonical tensors that a stored tensor holds, each with its rows, or None if it holds only one."""
     fused = next((key for key in FUSED if f".{key}" in name), None)
     if fused is None:
         return [(name, None)]
@@ -172,10 +204,10 @@ def _parts(
     return parts
 
 
-def _layer_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: DraftConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),

@@ -1,4 +1,4 @@
-"""A draft and a target as the runtime takes them, and whether they fit each other. Needs no torch."""
+"""A draft and a target as the runtime reads them, and the check that they fit each other. Needs no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class DraftSource:
 
 
 class DraftLike(Protocol):
-    """Whatever has a draft's canonical config and its checkpoint: a `DraftSource`, or what opened the files."""
+    """An object with a draft's canonical config and checkpoint: a `DraftSource` or an opened draft."""
 
     @property
     def config(self) -> DraftConfig: ...
@@ -34,26 +34,26 @@ class DraftLike(Protocol):
     def checkpoint(self) -> Checkpoint: ...
 
     def check_runnable(self) -> None:
-        """Refuse what the runtime cannot load, or would compute otherwise than the file says.
+        """Refuse a draft that the runtime cannot load, or would compute differently from its engine.
 
         Raises:
-            UnsupportedError: naming it.
+            UnsupportedError: names the setting or the weights.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSource:
-    """What is known of a target, a `TargetConfig` where it can be run, and the checkpoint that holds its tensors."""
+    """The facts of a target (a `TargetConfig` if the runtime can run it) and the checkpoint with its tensors."""
 
     facts: TargetFacts
     checkpoint: Checkpoint
 
     @property
     def config(self) -> TargetConfig:
-        """What running it needs.
+        """The config that running the target needs.
 
         Raises:
-            UnsupportedError: it is no dense decoder, which is all the runtime runs.
+            UnsupportedError: the target is not a decoder that this runtime runs.
             InvalidConfig: a key is missing or wrong.
         """
         if isinstance(self.facts, TargetConfig):
@@ -63,11 +63,11 @@ class TargetSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetExpectations:
-    """What a draft states of the target it was made for, None where it states nothing.
+    """A draft's statements about the target it was made for, None if it states nothing.
 
-    Values come from a config that may be broken, so they may be of any type. A value that is no integer is left to the
-    rules on the config itself; only `vocab_size` and `num_target_layers` are compared whatever their type is.
-    `target_layer_ids` are the layers whose outputs are tapped, counted from 0.
+    Values come from a config that may be broken, so they may have any type. Only `vocab_size` and `num_target_layers`
+    are compared whatever their type is; other values are compared if they are integers, because rules on the config
+    report the rest. `target_layer_ids` are the tapped layers, counted from 0.
     """
 
     hidden_size: object
@@ -79,7 +79,7 @@ class TargetExpectations:
 
     @classmethod
     def of(cls, draft: DraftConfig) -> "TargetExpectations":
-        """Those of a draft that was read."""
+        """Return the statements of a draft with a readable config."""
         return cls(
             hidden_size=draft.hidden_size,
             target_hidden_size=draft.target_hidden_size,
@@ -92,7 +92,7 @@ class TargetExpectations:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One way in which a draft does not fit a target: a field of the draft, its value, and the target's value."""
+    """A field of a draft that does not fit the target: its name, its value, and the target's value in words."""
 
     field: str
     found: str
@@ -103,7 +103,7 @@ class Misfit:
 
 
 def find_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Misfit]:
-    """Every way in which the draft cannot have been made for this target."""
+    """Yield each field that shows that the draft was not made for this target."""
     yield from _width_misfits(draft, target)
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         yield Misfit("vocab_size", repr(draft.vocab_size), f"the target's is {target.vocab_size}")
@@ -123,7 +123,7 @@ def find_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Mis
 
 
 def _width_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Misfit]:
-    """The draft reads the target's hidden states, and borrows its embedding and head unless it states another width."""
+    """Compare widths. A draft reads the target's hidden states, and shares its embedding unless it states a width."""
     stated, width = draft.target_hidden_size, draft.hidden_size
     if not is_int(width):
         return
@@ -137,12 +137,14 @@ def check_pair(draft: DraftLike, target: TargetSource) -> None:
     """Refuse a draft that was not made for this target.
 
     Raises:
-        PairMismatch: naming every misfit.
+        PairMismatch: `field` is the first misfit's, `found` has the names of all.
     """
     misfits = list(find_misfits(TargetExpectations.of(draft.config), target.facts))
     if misfits:
         raise PairMismatch(
             f"does not fit the target {target.checkpoint.path}: {'; '.join(map(str, misfits))}",
             path=draft.checkpoint.path,
+            field=misfits[0].field,
+            found=tuple(misfit.field for misfit in misfits),
             hint="pass the target this draft was trained for with --target",
         )

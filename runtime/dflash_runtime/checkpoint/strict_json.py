@@ -1,4 +1,4 @@
-"""JSON as a checkpoint may hold it, read strictly, so that what is read is what every other reader sees."""
+"""A strict JSON reader: it refuses files that other readers could read with another result."""
 
 import codecs
 import json
@@ -13,42 +13,65 @@ from dflash_runtime.errors import CheckpointError
 
 MAX_JSON_BYTES = 64_000_000
 MAX_DIGITS = 100
-"""Of an integer: more than any that is read, and fewer than Python refuses to turn into one."""
+"""The most digits of an integer: more than any valid value has, and fewer than Python refuses to convert."""
 
 MAX_DEPTH = 64
-"""Of objects and lists in one another: many times what a config has, and far from where Python's own functions stop."""
+"""The most objects and lists inside one another. Configs have far fewer, and Python's own functions stop far later."""
 
-TOO_DEEP = f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels"
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _BadValue(ValueError):
+    """A key or number that strict JSON refuses. `id` and `found` go into the CheckpointError."""
+
+    def __init__(self, id: str, found: str, message: str) -> None:
+        super().__init__(message)
+        self.id, self.found = id, found
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object strictly: UTF-8, no duplicate keys, no NaN or Infinity.
 
     Raises:
-        CheckpointError: absent, too large, not JSON, or not an object.
+        CheckpointError: the file is absent, too large, not JSON, or not an object.
     """
     try:
         size = regular_size(path)
         if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{size} bytes, expected at most {MAX_JSON_BYTES}", path=path)
+            raise CheckpointError(
+                f"{size} bytes, expected at most {MAX_JSON_BYTES}",
+                id="json-too-large",
+                path=path,
+                found=size,
+                expected=f"at most {MAX_JSON_BYTES} bytes",
+            )
         text = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
-            "not found, expected a checkpoint's config", path=path, hint="pass the directory that holds config.json"
+            "not found, expected a checkpoint's config",
+            id="config-missing",
+            path=path,
+            expected="a checkpoint's config",
+            hint="pass the directory that holds config.json",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=path) from error
     return parse_json(text, path)
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object with the strictness `read_json` promises."""
+    """Parse a JSON object as strictly as `read_json`. `path` names the file in errors.
+
+    Raises:
+        CheckpointError: the text is not JSON, not an object, or nested too deeply.
+    """
     if text.startswith(codecs.BOM_UTF8):
         raise CheckpointError(
             "begins with a byte order mark, expected plain UTF-8",
+            id="json-byte-order-mark",
             path=path,
-            hint=f"write it without one: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}",
+            expected="plain UTF-8",
+            hint=f"remove the mark: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}",
         )
     try:
         decoded = text.decode("utf-8")
@@ -59,25 +82,45 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
             parse_float=_finite,
             parse_int=_small,
         )
-        if ESCAPED_SURROGATE.search(decoded):  # pairs are characters, halves cannot be written to a file again
+        if ESCAPED_SURROGATE.search(decoded):  # a pair is a character; half a pair cannot be written to a file again
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise CheckpointError(TOO_DEEP, path=path) from error
+        raise _too_deep(path) from error
     except UnicodeEncodeError as error:
-        raise CheckpointError("not valid JSON: half a surrogate pair", path=path) from error
+        raise CheckpointError("not valid JSON: half a surrogate pair", id="json-half-surrogate", path=path) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"not UTF-8 at byte {error.start}", path=path) from error
+        raise CheckpointError(
+            f"not UTF-8 at byte {error.start}", id="json-not-utf8", path=path, found=error.start
+        ) from error
+    except _BadValue as error:
+        raise CheckpointError(f"not valid JSON: {error}", id=error.id, path=path, found=error.found) from error
     except ValueError as error:
-        raise CheckpointError(f"not valid JSON: {error}", path=path) from error
+        raise CheckpointError(f"not valid JSON: {error}", id="not-json", path=path) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"found a JSON {type(value).__name__}, expected an object", path=path)
+        kind = type(value).__name__
+        raise CheckpointError(
+            f"found a JSON {kind}, expected an object",
+            id="json-not-an-object",
+            path=path,
+            found=kind,
+            expected="an object",
+        )
     if _is_deeper(value, MAX_DEPTH):
-        raise CheckpointError(TOO_DEEP, path=path)
+        raise _too_deep(path)
     return value
 
 
+def _too_deep(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels",
+        id="json-too-deep",
+        path=path,
+        expected=f"at most {MAX_DEPTH} levels",
+    )
+
+
 def _is_deeper(value: dict[str, Any], depth: int) -> bool:
-    """Whether objects and lists lie in one another more than `depth` levels deep."""
+    """Whether objects and lists are nested more than `depth` levels deep."""
     level: list[Any] = [value]
     for _ in range(depth):
         inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
@@ -86,15 +129,15 @@ def _is_deeper(value: dict[str, Any], depth: int) -> bool:
 
 
 def regular_size(file: Path) -> int:
-    """The size of a regular file; a pipe or a device would keep a reader waiting.
+    """Return the bytes of a regular file. Refuse pipes and devices: they would keep a reader waiting.
 
     Raises:
-        CheckpointError: it is no regular file.
-        OSError: it cannot be looked at.
+        CheckpointError: the file is not a regular file.
+        OSError: the file's status cannot be read.
     """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError("not a regular file", path=file)
+        raise CheckpointError("not a regular file", id="not-a-regular-file", path=file, expected="a regular file")
     return found.st_size
 
 
@@ -104,26 +147,26 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"duplicate key {key!r}")
+                raise _BadValue("json-duplicate-key", key, f"duplicate key {key!r}")
             seen.add(key)
     return result
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise _BadValue("json-constant", name, f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} is too large")
+        raise _BadValue("json-number-too-large", text, f"{text} is too large")
     return value
 
 
 def _small(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits is too large")
+        raise _BadValue("json-number-too-large", text[:20], f"a number of {len(text)} digits is too large")
     value = int(text)
     if abs(value) >= 2**64:
-        raise ValueError(f"{text[:20]}... is too large")
+        raise _BadValue("json-number-too-large", text, f"{text[:20]}... is too large")
     return value

@@ -1,4 +1,4 @@
-"""What a target's config says beside its layers: where the decoder is, its sizes, experts, packing. Needs no torch."""
+"""Read the facts of a target's config other than its layers: decoder, sizes, experts, quantization. Needs no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +9,10 @@ from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys of multimodal wrappers that hold the decoder's config, or another wrapper's."""
+"""Keys of multimodal configs that hold the decoder's config, or another wrapper's config."""
 
 MAX_LAYERS = 10_000
-"""More is a mistake, and would be spelled out layer by layer."""
+"""The most layers of a target. A larger number is a mistake, and lists with one entry per layer would fill memory."""
 
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -22,17 +22,17 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_expe
 POSITIONS = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len")
 WINDOW = ("sliding_window", "sliding_window_size")
 PACKING = ("quantization_config", "compression_config")
-"""Where a config says how the weights were packed."""
+"""Keys of a config that state how the weights are quantised."""
 
 PACKING_DETAIL = ("quant_algo", "format", "fmt")
-"""What beside quant_method says how weights are packed."""
+"""Keys that refine `quant_method`."""
 
 
 def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], str | None]:
-    """The decoder's own config, and the key that it is nested in, dotted; None where it is not nested.
+    """Return the decoder's own config, and the dotted key that holds it, or None if it is not nested.
 
     Raises:
-        InvalidConfig: such a key holds no object.
+        InvalidConfig: a key in NESTED holds something other than an object.
     """
     key = next((key for key in NESTED if config.get(key) is not None), None)
     if key is None:
@@ -44,7 +44,7 @@ def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, 
 
 
 def read_depth(text: Mapping[str, Any], path: Path) -> int:
-    """How many layers there are; some configs only list them."""
+    """Return the number of layers. Some configs state it only by a list of layers."""
     stated, listed = _first(text, DEPTH), count_listed_layers(text)
     depth = _count("num_hidden_layers", listed if stated is MISSING and listed is not None else stated, path)
     if not 0 < depth <= MAX_LAYERS:
@@ -53,21 +53,20 @@ def read_depth(text: Mapping[str, Any], path: Path) -> int:
 
 
 def read_hidden_size(text: Mapping[str, Any], path: Path) -> int:
-    """The width, which must be stated."""
+    """Return the width of the hidden states, which the config must state."""
     return _count("hidden_size", _first(text, HIDDEN_SIZE), path)
 
 
 def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of `TargetFacts` that are None or empty where a config does not state them.
+    """Return the fields of `TargetFacts` that a config may leave out. They are None or empty then.
 
     Raises:
-        InvalidConfig: layers are listed, and are not as many as there are.
+        InvalidConfig: the list of layers has another length than the number of layers.
     """
     kinds = read_layer_kinds(text, read_depth(text, path), path)
     window = _positive(text, WINDOW)
-    heads = _positive(text, HEADS)
     return {
-        "num_heads": heads,
+        "num_heads": _positive(text, HEADS),
         "num_kv_heads": _positive(text, ("num_key_value_heads",)),
         "head_dim": _positive(text, ("head_dim",)),
         "layer_kinds": kinds,
@@ -81,7 +80,7 @@ def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -
 
 
 def _packing(config: Mapping[str, Any]) -> str | None:
-    """`fp8`, or `compressed-tensors (pack-quantized)`."""
+    """Return how a config says its weights are quantised: `fp8`, or `compressed-tensors (pack-quantized)`."""
     for key in PACKING:
         stated = as_object(config.get(key))
         if stated:
@@ -96,7 +95,7 @@ def _first(text: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _positive(text: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of some keys that states a count."""
+    """Return the value of the first key that holds a positive integer."""
     return next((text[key] for key in keys if is_int(text.get(key)) and text[key] > 0), None)
 
 

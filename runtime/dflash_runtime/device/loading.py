@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dflash_runtime.checkpoint.digests import digest_weights
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
-from dflash_runtime.checkpoint.weight_digest import digest_weights
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes

@@ -16,7 +16,7 @@ MIN_CAPABILITY = (8, 0)
 
 KERNEL_ROWS, REFERENCE_ROWS = 8192, 2048
 """Rows of a step with prompts by default. More of them fill a GPU better: 32 prompts of 512 tokens take 379 ms, not 409
-(docs/performance.md). Reference attention holds all scores of a prompt's rows at once."""
+(docs/measurements/prefill.md). Reference attention holds all scores of a prompt's rows at once."""
 
 
 def resolve_device(name: str) -> torch.device:

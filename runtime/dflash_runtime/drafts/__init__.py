@@ -1,1 +1,1 @@
-"""Draft families, one file each; `draft.py` holds the registry."""
+"""Draft families, one file each; `draft.py` has the registry."""

@@ -1,11 +1,11 @@
 """The DFlash draft: context KV from target hidden states, and a block denoised in one pass.
 
-Context rows and block rows differ in where their K and V come from. A context row's are made from
-`h = hidden_norm(fc(features))`, the same `h` for every layer and without the layer's input norm; a block row's come
-from the layer stack as in any decoder. Rows 1..N-1 hold masks and each predicts the token at its own position.
+Context rows and block rows get their K and V from different inputs. For context rows, every layer projects the same
+`h = hidden_norm(fc(features))`, without the layer's input norm. For block rows, each layer projects its own input, as
+in any decoder. Rows 1..N-1 of a block hold masks, and each predicts the token at its own position.
 Source: arXiv 2602.06036; z-lab/dflash model.py::DFlashDraftModel (PyPI dflash 0.1.0).
 
-Axis letters: R requests, N block rows, K drafted tokens, T flat tokens, L layers, KV heads, D head dim, F features,
+Axis letters: R requests, N block rows, K draft tokens, T flat tokens, L layers, KV heads, D head dim, F features,
 V output vocabulary.
 """
 
@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, owned_shapes
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -31,23 +31,29 @@ class DFlashDraft:
 
     follows_from_shapes: ClassVar[bool] = True
 
-    expected_shapes = staticmethod(owned_shapes)
-
     def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
         if config.sample_from_anchor:
-            raise UnsupportedError("a draft that samples from its anchor has another block layout than DFlash")
+            raise UnsupportedError(
+                "sample_from_anchor is true, but DFlash predicts at masked positions only",
+                id="draft-samples-from-anchor",
+                field="sample_from_anchor",
+                found=True,
+                expected="false",
+                hint="measure acceptance in the engine that the draft was trained for",
+            )
         self.config = config
         self.target_ids = _target_ids(config, weights)
         self._embedding = weights[EMBEDDING] if config.has_own_width else target.embedding
         self._embedding_scale = config.input_embedding_scale
-        if config.has_target_scale and not config.has_own_width:  # in the dtype of its rows, as the target has it
+        if config.has_target_scale and not config.has_own_width:
+            # The target rounds its scale to the dtype of its rows.
             self._embedding_scale *= float(torch.tensor(target.embedding_scale, dtype=self._embedding.dtype))
         self._kernels = kernels = placement.kernels
         has_head = config.has_own_width or config.has_reduced_vocab
         self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head
         self._features = Linear(weights["fc.weight"], kernels=kernels)
         self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
-        self._decoder = DecoderStack(weights, "", replace(config, rope=_whole(config.rope)), placement)
+        self._decoder = DecoderStack(weights, "", replace(config, rope=_without_partial(config.rope)), placement)
         self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
         self._key_norms = torch.stack([layer.attention.key_norm for layer in self._decoder.layers])
 
@@ -67,11 +73,11 @@ class DFlashDraft:
         num_drafts = block - 1 if num_drafts is None else num_drafts
         embedded = _scale(self._embedding[block_ids.flatten()], self._embedding_scale)
         wanted = None
-        if num_drafts < block - 1:  # otherwise a launch more would gain nothing
+        if num_drafts < block - 1:  # otherwise selecting rows costs a launch and saves little
             rows = torch.arange(num_blocks * block, device=block_ids.device).view(num_blocks, block)
             wanted = rows[:, 1 : 1 + num_drafts].flatten()
         hidden, _ = self._decoder(embedded, positions.flatten(), attend, wanted=wanted)
-        # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
+        # Flatten the blocks into one matrix: a batched product would read the head once per block.
         masked = hidden if wanted is not None else hidden.view(num_blocks, block, -1)[:, 1:].flatten(0, 1)
         return self._cap(self._head(masked)).view(num_blocks, num_drafts, -1)
 
@@ -81,30 +87,34 @@ class DFlashDraft:
         return torch.tanh(logits / cap) * cap if cap else logits
 
 
-def _whole(rope: RopeConfig) -> RopeConfig:
-    """Rope over every dimension of a head: trainers copy a share of them from the target, and train without it.
+def _without_partial(rope: RopeConfig) -> RopeConfig:
+    """Return the rope over every dimension of a head, without `partial_rotary_factor`.
 
+    Trainers copy that key from the target's config, and train with rope over every dimension.
     Source: NVIDIA/Model-Optimizer dflash.md; z-lab/dflash#170.
     """
     return replace(rope, params={key: item for key, item in rope.params.items() if key != "partial_rotary_factor"})
 
 
 def _scale(rows: Tensor, factor: float) -> Tensor:
-    """A pass over all of them only where it changes something."""
+    """Multiply rows by a factor, without a launch if the factor is 1."""
     return rows if factor == 1 else rows * factor
 
 
 def _stack_context(projections: list[Linear]) -> Linear:
-    """One projection to every layer's keys and values, [L * 2 * KV * D, hidden]: context rows are the same for all."""
+    """Return one projection to the K and V of every layer, [L * 2 * KV * D, hidden]: all layers read the same rows."""
     biases = [projection.bias for projection in projections if projection.bias is not None]
     weight = torch.cat([projection.weight for projection in projections])
     return Linear(weight, torch.cat(biases) if biases else None, projections[0].kernels)
 
 
 def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:
-    """The target id of each draft id, [V] int64, or None if draft and target have the same vocabulary.
+    """Return the target id of each draft id, [V] int64, or None if draft and target have the same vocabulary.
 
     The file stores offsets: target id = draft id + d2t[draft id].
+
+    Raises:
+        CheckpointError: a target id is outside the target's vocabulary, or two draft ids have the same target id.
     """
     if not config.has_reduced_vocab:
         return None
@@ -113,8 +123,10 @@ def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if len(outside):
         raise CheckpointError(
-            f"{DRAFT_TO_TARGET}: maps to id {int(outside[0])}, expected ids in [0, {config.vocab_size}); offsets, not "
-            f"absolute ids",
+            id="map-outside-vocabulary",
+            field=DRAFT_TO_TARGET,
+            found=int(outside[0]),
+            expected=f"target ids in [0, {config.vocab_size}), each stored as an offset from its draft id",
             hint="dflash validate DRAFT --level weights",
         )
     target_ids, counts = ids.unique(return_counts=True)
@@ -122,8 +134,11 @@ def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:
         twice = int(target_ids[counts > 1][0])
         both = (ids == twice).nonzero()[:2, 0].tolist()
         raise CheckpointError(
-            f"{DRAFT_TO_TARGET}: draft ids {both[0]} and {both[1]} both map to target id {twice}, expected each target "
-            f"id once",
+            f"{DRAFT_TO_TARGET}: draft ids {both[0]} and {both[1]} both map to target id {twice}",
+            id="map-repeats-id",
+            field=DRAFT_TO_TARGET,
+            found=both,
+            expected="each target id once",
             hint="dflash validate DRAFT --level weights",
         )
     return ids

@@ -1,1 +1,1 @@
-"""Handing requests from an engine that prefills to one that decodes: the payload, and what carries it."""
+"""Hand-offs of requests from a prefill engine to a decode engine: the payload, and the connectors that carry it."""

@@ -1,4 +1,4 @@
-"""How the bytes of tensors travel between two processes; all that differs between connectors of that kind."""
+"""The interface of carriers: how the bytes of tensors travel between two processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from dflash_runtime.kv_transfer.payload_bytes import as_bytes
 class Staged:
     """Tensors that are ready to travel: contiguous, in memory from which the carrier sends.
 
-    `directions` is what the other side needs to fetch them, as JSON has it; `registration` is the carrier's own.
+    `directions` is JSON that tells the other side how to fetch them. `registration` is the carrier's own handle.
     """
 
     tensors: Mapping[str, Tensor]
@@ -23,43 +23,43 @@ class Staged:
 
 
 class Carrier(Protocol):
-    """Moves tensors from who stages them to who receives; both sides go through them in the same order.
+    """Moves tensors from the sender, which stages them, to the receiver. Both sides handle tensors in the same order.
 
-    All but `stop` is called in one thread. An error that is raised by `send` or `receive` ends the connection.
+    One thread calls all methods except `stop`. An error from `send` or `receive` ends the connection.
     """
 
     name: str
     takes_device: bool
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Make tensors ready to travel; they are written already."""
+        """Make completely written tensors ready to travel."""
         ...
 
     def send(self, staged: Staged) -> None:
-        """Hand tensors to the other side, which has said that it receives; nothing where it fetches them itself."""
+        """Send tensors to the other side, which is receiving. Does nothing if the other side fetches them itself."""
         ...
 
     def release(self, staged: Staged) -> None:
-        """Give back what staging took."""
+        """Free the resources that staging took."""
         ...
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """Room for the tensors that will be received."""
+        """Empty tensors to receive into."""
         ...
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        """Fill tensors; they are complete when it returns."""
+        """Fill tensors. They are complete when it returns."""
         ...
 
     def stop(self) -> None:
-        """Have a transfer that is under way end with an error, if it can be; called from another thread."""
+        """End a running transfer with an error, if possible. Called from another thread."""
         ...
 
     def close(self) -> None:
-        """Give back everything."""
+        """Free all resources."""
         ...
 
 
 def filled_bytes(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The bytes of each tensor that has any, in order; [bytes] uint8, on their devices."""
+    """The bytes of each tensor that is not empty, in order: [bytes] uint8, on their devices."""
     return [as_bytes(tensor) for tensor in tensors.values() if tensor.numel()]

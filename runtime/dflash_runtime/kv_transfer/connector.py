@@ -1,15 +1,14 @@
-"""The interface of what carries hand-offs between engines, and the table of those there are.
+"""The interface of connectors, which carry hand-offs between engines, and the table of all connectors.
 
-A connector is one file in this package: `@CONNECTORS.register(name)` enters a function that opens a place, which is
-then reached as `name://HOST:PORT`; `places.open_connector` finds it. Whatever a connector waits for, it waits for in
-threads of its own: an engine asks whether a transfer is done, and goes on with other requests meanwhile.
+A connector is one file in this package. `@CONNECTORS.register(name)` enters a function that opens it, and users reach
+it as `name://HOST:PORT`; `connector_locations.open_connector` finds it. A connector waits only in threads of its own.
+The engine asks whether a transfer is done, and continues with other requests meanwhile.
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,58 +17,58 @@ from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.registry import Registry
 
 TransferRole = Literal["prefill", "decode"]
-"""Which side of a hand-off a process is: the one that saves, or the one that loads."""
+"""The side of a process: `prefill` saves hand-offs, `decode` loads them."""
 
 
 class Connector(Protocol):
-    """Carries hand-offs from where they are saved to where they are loaded, each under its key.
+    """Carries hand-offs, each under its key, from the engine that saves them to the engine that loads them.
 
-    With `takes_device` what is saved is best where it was computed; otherwise it is copied to the host before.
+    With `takes_device` payloads stay on the device that computed them. Otherwise they are copied to the host first.
     """
 
     name: str
     takes_device: bool
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """Begin to hand off; done once the other side has it, or it lies where it can be had.
+        """Begin to hand off. The future is done when the other side has the payload, or can fetch it at any time.
 
-        The payload's tensors are not changed afterwards by who saves them, and are held until the future is done. One
-        of a key that was saved before and is not on its way yet takes its place; both futures are then done together.
-        The future raises CapacityError where no room is left, and PeerUnreachable where nobody takes it, or no longer.
+        The caller must not change the payload's tensors, which are held until the future is done. A new save replaces
+        an older one with the same key that has not begun to travel. Both futures are then done together.
+        The future raises CapacityError if no room is left, and PeerUnreachable if the other side does not take it.
         """
         ...
 
     def load(self, key: str) -> "Future[Handoff]":
-        """Begin to fetch what was, or will be, saved under a key.
+        """Begin to fetch the hand-off of a key, which may be saved before or after this call.
 
-        The future raises InvalidHandoff where what came is not what was saved, and PeerUnreachable where nothing will,
-        as after a refusal. One that is cancelled before its tensors are on their way is given up, and the side that
-        saves it told so; it may take for ever, so who waits has a limit of its own and cancels.
+        The future raises InvalidHandoff if the payload differs from the saved one, and PeerUnreachable if none will
+        come, for example after a refusal. Cancelling it before its tensors travel gives the hand-off up and tells the
+        other side. It may wait forever: the caller sets a time limit and cancels.
         """
         ...
 
     def refuse(self, key: str, reason: str) -> None:
-        """Say that nothing will be saved under a key, so that who loads it need not wait; one that was saved stays."""
+        """Say that nothing will be saved under a key, so that its load ends. Has no effect on a saved hand-off."""
         ...
 
     def is_wanted(self, key: str) -> bool:
-        """Whether the other side waits for what is, or will be, saved under a key; False where that is not known."""
+        """Whether the other side waits for a key. False if the connector cannot know."""
         ...
 
     def close(self) -> None:
-        """End what is under way and give back what it holds; futures that are open end, cancelled or with an error.
+        """End running transfers and free all resources. Open futures are cancelled or end with an error.
 
-        Closing twice is closing once.
+        Closing again has no effect.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What a connector is opened with beside its place.
+    """How to open a connector.
 
-    `timeout_s` limits how long the other process is waited for, and how long a transfer may stand still. `device` is
-    where tensors are received, if the connector can choose; without it, where it receives best.
+    `timeout_s` limits the wait for the other process, and how long a transfer may make no progress. `device` is where
+    tensors are received, if the connector can choose. None lets the connector choose.
     """
 
     role: TransferRole
@@ -77,19 +76,19 @@ class OpenOptions:
     device: torch.device | None = None
 
 
-class OpenPlace(Protocol):
-    """Opens the place that stands behind a connector's name, which is a folder or HOST:PORT."""
+class OpenLocation(Protocol):
+    """Opens a connector at a location: the folder, or the HOST:PORT after its name."""
 
-    def __call__(self, place: str, options: OpenOptions) -> Connector: ...
+    def __call__(self, location: str, options: OpenOptions) -> Connector: ...
 
 
-CONNECTORS: Registry[OpenPlace] = Registry("connector")
+CONNECTORS: Registry[OpenLocation] = Registry("connector")
 
 
 def mark_written(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
-    """Events after which tensors hold what the calling thread has queued for them, one a device.
+    """CUDA events, one per device, after which the tensors hold the values that the calling thread has queued.
 
-    Threads of a connector have other streams than the engine, and wait for these before they read.
+    A connector's threads use other streams than the engine, and wait for these events before they read.
     """
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
     events = []
@@ -98,12 +97,3 @@ def mark_written(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
         event.record(torch.cuda.current_stream(device))
         events.append(event)
     return events
-
-
-def settle(future: "Future[Any]", outcome: Any) -> None:
-    """End a future with a result, or with an error where the outcome is one; one that has ended stays as it is."""
-    with suppress(InvalidStateError):
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

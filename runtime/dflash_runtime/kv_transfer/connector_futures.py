@@ -1,8 +1,9 @@
-"""Futures of what connectors begin: refused at once, with tensors that are prepared, and what came of them."""
+"""Helpers for the futures of connectors."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ Got = TypeVar("Got")
 
 
 def begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]":
-    """What a connector begins; where it refuses to, a future that says why."""
+    """The future that `begin(what)` returns, or a failed future with the error that it raises."""
     try:
         return begin(what)
     except Exception as error:
@@ -26,7 +27,7 @@ def begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]"
 def then(
     source: "Future[Handoff]", prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> "Future[Handoff]":
-    """What comes of a future with its tensors prepared, in the thread that it came in."""
+    """A future of the hand-off of `source`, with `prepare` applied to its tensors in the thread that ends `source`."""
     prepared: Future[Handoff] = Future()
 
     def finish(done: "Future[Handoff]") -> None:
@@ -41,14 +42,24 @@ def then(
 
 
 def result(future: "Future[Got]") -> Got:
-    """What came of a future; whatever a connector raises is an error with an exit code.
+    """The result of a future. Any error that is not a DFlashError becomes one, so that it has an exit code.
 
     Raises:
-        DFlashError: the connector's own, or one that names what it raised.
+        DFlashError: the connector's own error.
+        PeerUnreachable: the connector raised another error, or the future was cancelled.
     """
     try:
         return future.result()
     except DFlashError:
         raise
     except (Exception, CancelledError) as error:
-        raise PeerUnreachable(f"{type(error).__name__}: {error}") from error
+        raise PeerUnreachable(f"{type(error).__name__}: {error}", id="connector-failed") from error
+
+
+def settle(future: "Future[Any]", outcome: Any) -> None:
+    """End a future with a result, or with an error if `outcome` is one. An ended future stays unchanged."""
+    with suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,9 +1,9 @@
-"""Messages between the two processes of a hand-off: one TCP connection, JSON behind its length in four bytes.
+"""Messages between the two processes of a hand-off, over one TCP connection: a length in four bytes, then JSON.
 
-Requests and headers go here, and how the bytes of tensors go is another matter (`carrier.py`). A socket of its own
-tells at once that the other process is gone, whatever carries tensors, and a thread that waits for it can be woken;
-torch's gloo has neither a way to end a receive that was begun nor a sign of life between transfers. Nothing that
-arrives is run: messages are JSON. Who can reach the port can take part, so it belongs into a trusted network.
+Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With a socket of its own, each
+side notices at once that the other process has died, and can wake a thread that waits for a message. torch's gloo can
+neither end a running receive nor show that the peer is alive between transfers. Messages are JSON, and none of their
+content is executed. Anyone who can reach the port can send messages, so the port belongs in a trusted network.
 """
 
 import json
@@ -21,18 +21,18 @@ from typing import Any
 from dflash_runtime.errors import PeerUnreachable, UsageError
 
 VERSION = 1
-"""Of the messages; both sides must speak the same."""
+"""Version of the messages. Both sides must have the same."""
 
 LENGTH = struct.Struct(">I")
 LONGEST_BYTES = 1 << 28
-"""Of a message. A header of a million tokens has about 8 MB; what announces more is no message of ours."""
+"""The longest message. A header with a million tokens has about 8 MB; a longer message comes from another program."""
 
 RETRY_S = 0.05
 GREETING_S = 10.0
-"""How long who connects may take for its first message: what connects and is silent is not who is waited for."""
+"""How long a new connection may take to send its greeting. A silent connection is not the peer."""
 
 ENDING_S = 3.0
-"""How long the other side is given to read the last messages before the connection is cut."""
+"""How long the other side may take to read the last messages before the connection is cut."""
 
 Message = dict[str, Any]
 
@@ -49,22 +49,22 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """`HOST:PORT`, an IPv6 address in brackets.
+        """The address of `HOST:PORT`. An IPv6 address is in brackets.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: the text has another form.
         """
         host, _, port = text.rpartition(":")
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not host or "/" in host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-            raise UsageError(f"{text!r} is no address, expected HOST:PORT, as 127.0.0.1:7654")
+            raise UsageError(field="address", found=text, expected="HOST:PORT, such as 127.0.0.1:7654")
         return cls(host, int(port))
 
 
 class ControlChannel:
-    """A connection of which both sides have made sure that they understand each other.
+    """A connection after both sides have checked each other's greetings.
 
-    `greeting` is what the other side said of itself. Sending never waits; reading is for one thread.
+    `greeting` is the other side's first message. Sending never waits. Only one thread may read.
     """
 
     def __init__(self, connection: socket.socket, greeting: Message) -> None:
@@ -76,22 +76,22 @@ class ControlChannel:
         self._writer = start_thread(self._write, "handoff-writer")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a message; where the other side is gone it goes nowhere, and `read` says so."""
+        """Queue a message. If the other side is gone the message is lost, and `read` returns None."""
         self._outbox.put(_frame(message))
 
     def read(self) -> Message | None:
-        """The next message; None once there will be no more."""
+        """The next message, or None if no more will come."""
         try:
             return _receive(self._connection)
         except (OSError, ValueError):
             return None
 
     def end(self) -> None:
-        """Send what is queued and then nothing more; the other side reads to its end."""
+        """Send the queued messages and then end the stream, so that the other side reads to its end."""
         self._outbox.put(None)
 
     def close(self) -> None:
-        """Cut the connection, whoever waits for it."""
+        """Cut the connection and wake the thread that reads."""
         self.end()
         join(self._writer, ENDING_S)
         with suppress(OSError):
@@ -110,8 +110,8 @@ def listen(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> C
     """Wait for the other process to connect.
 
     Raises:
-        PeerUnreachable: nobody did in time.
-        UsageError: the port cannot be had, or the other side is of another kind.
+        PeerUnreachable: no process connected within `timeout_s`.
+        UsageError: the port is not available, or the other side uses another carrier.
     """
     until = time.monotonic() + timeout_s
     with bind(address) as server:
@@ -122,30 +122,35 @@ def listen(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> C
                 found = _greet(connection, greeting, left)
                 if found is not None:
                     return _agreed(connection, found, greeting, address)
-    raise PeerUnreachable(f"nobody connected to {address} within {timeout_s:g} s")
+    raise PeerUnreachable(
+        f"no process connected to {address} within {timeout_s:g} s",
+        id="no-connection", field="address", found=str(address),
+    )  # fmt: skip
 
 
 def bind(address: Address, port: int | None = None) -> socket.socket:
-    """A socket that listens there, or at another port of that host; 0 is any.
+    """A socket that listens at the address, or at another port of its host. Port 0 is any free port.
 
     Raises:
-        UsageError: the address is not of this machine, or its port is taken.
+        UsageError: this machine does not have the address, or its port is taken.
     """
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        place = (address.host, address.port if port is None else port)
-        return socket.create_server(place, family=family, backlog=1)
+        host_and_port = (address.host, address.port if port is None else port)
+        return socket.create_server(host_and_port, family=family, backlog=1)
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise UsageError(f"cannot listen at {address}: {reason}") from error
+        raise UsageError(
+            f"cannot listen at {address}: {reason}", id="cannot-listen", field="address", found=str(address)
+        ) from error
 
 
 def connect(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> ControlChannel:
-    """Connect to the process that listens, or will.
+    """Connect to the process that listens at the address now, or will listen within `timeout_s`.
 
     Raises:
         PeerUnreachable: it did not answer in time.
-        UsageError: it is of another kind.
+        UsageError: the other side uses another carrier.
     """
     until = time.monotonic() + timeout_s
     while (left := until - time.monotonic()) > 0:
@@ -155,25 +160,27 @@ def connect(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> 
             if found is not None:
                 return _agreed(connection, found, greeting, address)
         time.sleep(min(RETRY_S, max(until - time.monotonic(), 0)))
-    raise PeerUnreachable(f"no answer from {address} within {timeout_s:g} s")
+    raise PeerUnreachable(
+        f"no answer from {address} within {timeout_s:g} s", id="no-answer", field="address", found=str(address)
+    )
 
 
 def start_thread(target: Any, name: str) -> threading.Thread:
-    """A thread that does not keep the process alive."""
+    """Start a thread that does not keep the process alive."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def join(thread: threading.Thread, limit_s: float) -> bool:
-    """Whether a thread has ended in time; the calling one is not waited for."""
+    """Whether a thread ends within `limit_s`. Does not wait for the calling thread."""
     if thread is not threading.current_thread():
         thread.join(limit_s)
     return not thread.is_alive()
 
 
 def _greet(connection: socket.socket, greeting: Mapping[str, Any], left_s: float) -> Message | None:
-    """What the other side says of itself; None where it says nothing, or is none of ours."""
+    """Exchange greetings. The other side's greeting, or None if it sends none or is another program."""
     try:
         connection.settimeout(min(left_s, GREETING_S))
         connection.sendall(_frame({"hello": VERSION, **greeting}))
@@ -191,7 +198,10 @@ def _agreed(connection: socket.socket, found: Message, greeting: Mapping[str, An
     for name, expected in (("hello", VERSION), ("carrier", greeting["carrier"])):
         if found.get(name) != expected:
             connection.close()
-            raise UsageError(f"{address}: the other side has {name} {found.get(name)!r}, expected {expected!r}")
+            raise UsageError(
+                f"{address}: the other side has {name} {found.get(name)!r}, expected {expected!r}",
+                id="another-connector", field=name, found=found.get(name), expected=repr(expected),
+            )  # fmt: skip
     return ControlChannel(connection, found)
 
 
@@ -201,21 +211,21 @@ def _frame(message: Mapping[str, Any]) -> bytes:
 
 
 def _receive(connection: socket.socket) -> Message | None:
-    """The next message; None where the other side has ended.
+    """The next message, or None if the other side has ended the stream.
 
     Raises:
-        ValueError: it is no message of ours.
+        ValueError: the bytes are not a message.
     """
     head = _receive_bytes(connection, LENGTH.size)
     if head is None:
         return None
     (length,) = LENGTH.unpack(head)
     if length > LONGEST_BYTES:
-        raise ValueError("longer than any message")
+        raise ValueError("too long")
     data = _receive_bytes(connection, length)
     message = None if data is None else json.loads(data)
     if message is not None and not isinstance(message, dict):
-        raise ValueError("no object")
+        raise ValueError("not an object")
     return message
 
 
@@ -230,7 +240,7 @@ def _receive_bytes(connection: socket.socket, length: int) -> bytes | None:
 
 
 def _notice_silence(connection: socket.socket) -> None:
-    """Have the system ask now and then whether the other machine is still there: a crash of it sends nothing."""
+    """Let the system probe the other machine regularly, because a machine that crashes sends nothing."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}  # s, s, times, ms

@@ -1,17 +1,14 @@
-"""Hand-offs as files: a folder a request, with `handoff.json` and `kv.safetensors`.
+"""Hand-offs as files: one folder per request, with `handoff.json` and `kv.safetensors`.
 
-A folder appears under its name when it is whole, so that a process that is killed while it writes leaves nothing that
-is read. What lies there stays until somebody removes it: it may be loaded any number of times, in any run. A key of
-which nothing will come has a file `.KEY.refused` with the reason, until something is saved under it after all.
+A folder appears under its key only when it is complete, so a process that is killed while writing leaves nothing that
+another process reads. Hand-offs stay until somebody removes them, and can be loaded any number of times, in any run. A
+refused key has a file `.KEY.refused` with the reason, until a hand-off is saved under the key.
 """
 
 import json
-import os
-import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +17,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_runtime.checkpoint.strict_json import parse_json
-from dflash_runtime.errors import CapacityError, CheckpointError, InvalidHandoff, PeerUnreachable, UsageError
-from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written, settle
+from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written
+from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.handoff import Handoff, check_header
 from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
+from dflash_runtime.kv_transfer.receiving import refusal
+from dflash_runtime.kv_transfer.transfer_outputs import reason_of, transfer_output
 
 HEADER, TENSORS = "handoff.json", "kv.safetensors"
 
 NUM_THREADS = 4
 
 LOOK_SECONDS = 0.01
-"""How long until it is looked again whether a hand-off that is waited for has come."""
+"""Time between two looks for the hand-offs that loads wait for."""
 
 NUM_LOOKS = 20
-"""How often a hand-off is read anew that is being replaced."""
-
-_SWAP = threading.Lock()
-"""Held where one hand-off takes another's place."""
+"""How often a hand-off is read again while another process replaces it."""
 
 
 class FileConnector:
-    """Saves to a folder and loads from it; what is not there yet is waited for."""
+    """Saves hand-offs to a folder and loads them from it. A load waits until its hand-off exists."""
 
     name = "file"
     takes_device = False
@@ -54,7 +51,7 @@ class FileConnector:
         self._is_closed = False
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """See `Connector.save`; one of that key that lies there already is replaced."""
+        """See `Connector.save`. Replaces an older hand-off of the same key."""
         return self._pool.submit(_write, self.folder, handoff, mark_written(handoff.tensors))
 
     def load(self, key: str) -> "Future[Handoff]":
@@ -74,16 +71,18 @@ class FileConnector:
         """See `Connector.refuse`.
 
         Raises:
-            CapacityError: it cannot be written down.
+            CapacityError: the refusal cannot be written.
         """
-        write_refusal(self.folder, check_key(key), reason)
+        file = refusal_file(self.folder, check_key(key))
+        with transfer_output(file, "refusal", id="refusal-not-written") as partial:
+            partial.write_text(reason, encoding="utf-8")
 
     def is_wanted(self, key: str) -> bool:
         """See `Connector.is_wanted`."""
         return False
 
     def close(self) -> None:
-        """See `Connector.close`; what is being written is written to its end."""
+        """See `Connector.close`. Running saves are completed."""
         with self._lock:
             self._is_closed = True
             waiting = [future for futures in self._waited_for.values() for future in futures]
@@ -96,7 +95,7 @@ class FileConnector:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _watch(self) -> None:
-        """Begin to read each hand-off that is waited for once it is there; ends when nothing is waited for."""
+        """Begin to read each awaited hand-off once it exists. Ends when no load waits."""
         while not self._is_closed:
             with self._lock:
                 ready = [(key, self._waited_for.pop(key)) for key in [*self._waited_for] if self._has_come(key)]
@@ -112,7 +111,7 @@ class FileConnector:
             time.sleep(LOOK_SECONDS)
 
     def _has_come(self, key: str) -> bool:
-        """Whether there is something to read: a hand-off, a refusal, or a reason why it cannot be seen."""
+        """Whether a hand-off or a refusal exists, or the folder cannot be read, which the load then reports."""
         try:
             return (self.folder / key / HEADER).exists() or refusal_file(self.folder, key).exists()
         except OSError:
@@ -120,14 +119,14 @@ class FileConnector:
 
     def _begin_to_read(self, key: str, futures: "list[Future[Handoff]]") -> None:
         try:
-            self._pool.submit(self._read, key, futures).add_done_callback(
+            self._pool.submit(self._load_now, key, futures).add_done_callback(
                 lambda done: [future.cancel() for future in futures] if done.cancelled() else None
             )
-        except RuntimeError:  # closed meanwhile
+        except RuntimeError:  # the connector was closed meanwhile
             for future in futures:
                 future.cancel()
 
-    def _read(self, key: str, futures: "list[Future[Handoff]]") -> None:
+    def _load_now(self, key: str, futures: "list[Future[Handoff]]") -> None:
         wanted = [future for future in futures if future.set_running_or_notify_cancel()]
         try:
             outcome: Any = _read_settled(self.folder, key)
@@ -138,31 +137,33 @@ class FileConnector:
 
 
 def check_key(key: str) -> str:
-    """A key that may name a folder.
+    """The key, if it is safe as the name of a folder.
 
     Raises:
-        UsageError: it may not, as it leads elsewhere or is hidden.
+        UsageError: it leads to another folder, or names a hidden one.
     """
     if not key or key.startswith(".") or any(mark in key for mark in "/\\\0"):
-        raise UsageError(f"{key!r} is no key of a hand-off, expected a name without / that does not begin with a dot")
+        raise UsageError(field="key of a hand-off", found=key, expected="a name without / or \\ and no leading dot")
     return key
 
 
 def refusal_file(folder: Path, key: str) -> Path:
+    """The file with the reason why nothing will be saved under a key."""
     return folder / f".{key}.refused"
 
 
 def list_handoffs(folder: Path) -> list[str]:
-    """The keys of the whole hand-offs in a folder, in order.
+    """The keys of the complete hand-offs in a folder, in order.
 
     Raises:
-        UsageError: there is no such folder, or none in it.
+        UsageError: the folder does not exist, or lacks hand-offs.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such directory, expected one with hand-offs")
+        raise UsageError("no such directory, expected one with hand-offs", id="no-handoff-folder", path=folder)
     keys = sorted(item.name for item in folder.iterdir() if not item.name.startswith(".") and (item / HEADER).is_file())
     if not keys:
-        raise UsageError(f"{folder}: no hand-offs in it", hint="dflash generate --handoff-out writes them")
+        hint = "dflash generate --handoff-out writes them"
+        raise UsageError("no hand-offs in it", id="no-handoffs", path=folder, hint=hint)
     return keys
 
 
@@ -170,21 +171,18 @@ def read_header(path: Path) -> dict[str, Any]:
     """The header of the hand-off in a folder.
 
     Raises:
-        InvalidHandoff: it is malformed.
+        InvalidHandoff: the header cannot be read or is malformed.
     """
     file = path / HEADER
     try:
         header: dict[str, Any] = parse_json(file.read_bytes(), file)
     except OSError as error:
-        raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=file) from error
-    except InvalidHandoff:
-        raise
+        raise _unreadable(file, error) from error
     except CheckpointError as error:
-        raise InvalidHandoff(error.message, hint=error.hint) from error
-    try:
+        text = error.message.removeprefix(f"{file}: ")
+        raise InvalidHandoff(text, id="malformed-header", path=file, hint=error.hint) from error
+    with naming_file(file):
         check_header(header)
-    except InvalidHandoff as error:
-        raise InvalidHandoff(error.message, path=file, hint=error.hint) from error
     return header
 
 
@@ -192,33 +190,31 @@ def read_handoff(path: Path) -> Handoff:
     """The hand-off in a folder, checked against its checksums.
 
     Raises:
-        InvalidHandoff: it is malformed, cut short or damaged; names the file.
+        InvalidHandoff: a file is malformed, cut short or damaged. Names the file or the folder.
     """
     header, file = read_header(path), path / TENSORS
     try:
         tensors = load_file(file) if header["tensors"] else {}
     except (SafetensorError, OSError) as error:
-        raise InvalidHandoff(f"cannot be read, it may be cut short: {error}", path=file) from error
-    try:
+        text = f"cannot be read, it may be cut short: {error}"
+        raise InvalidHandoff(text, id="unreadable-handoff", path=file) from error
+    with naming_file(path):
         check_tensors(header, tensors)
         return Handoff.read(header, tensors)
-    except InvalidHandoff as error:
-        raise InvalidHandoff(error.message, path=path, hint=error.hint) from error
 
 
 def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
-    """What has come under a key: a hand-off, which may be replaced while it is read, or that there will be none.
+    """The hand-off of a key, or the error of its refusal. Reads again while another process replaces the hand-off.
 
     Raises:
-        InvalidHandoff: it cannot be read.
+        InvalidHandoff: the hand-off cannot be read or is malformed.
     """
     path = folder / key
     try:
         for _ in range(NUM_LOOKS):
             before = _identity(path)
             if before is None and refusal_file(folder, key).exists():
-                reason = refusal_file(folder, key).read_text(encoding="utf-8", errors="replace")
-                return PeerUnreachable(f"hand-off {key} will not come: {reason}")
+                return refusal(key, refusal_file(folder, key).read_text(encoding="utf-8", errors="replace"))
             try:
                 return read_handoff(path)
             except InvalidHandoff:
@@ -227,7 +223,11 @@ def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
             time.sleep(LOOK_SECONDS)
         return read_handoff(path)
     except OSError as error:
-        raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=path) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> InvalidHandoff:
+    return InvalidHandoff(f"cannot be read: {reason_of(error)}", id="unreadable-handoff", path=path)
 
 
 def _identity(path: Path) -> int | None:
@@ -237,25 +237,6 @@ def _identity(path: Path) -> int | None:
         return None
 
 
-def write_refusal(folder: Path, key: str, reason: str) -> None:
-    """Write down that nothing will be saved under a key, whole or not at all.
-
-    Raises:
-        CapacityError: it cannot be written.
-    """
-    final = refusal_file(folder, key)
-    partial = final.with_name(f"{final.name}.tmp-{os.getpid()}-{threading.get_ident()}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(reason, encoding="utf-8")
-        partial.replace(final)
-    except OSError as error:
-        raise CapacityError(f"{final}: not written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
 def _write(folder: Path, handoff: Handoff, written: "list[torch.cuda.Event]") -> None:
     for event in written:
         event.synchronize()
@@ -263,41 +244,28 @@ def _write(folder: Path, handoff: Handoff, written: "list[torch.cuda.Event]") ->
 
 
 def write_handoff(folder: Path, handoff: Handoff) -> None:
-    """Write a hand-off so that it appears whole, or not at all.
+    """Write a hand-off so that it appears complete, or not at all.
 
     Raises:
-        CapacityError: it cannot be written, as on a full disk.
-        UsageError: its key is no name of a folder.
+        CapacityError: it cannot be written, for example because the disk is full.
+        UsageError: its key is not safe as the name of a folder.
     """
-    final = folder / check_key(handoff.key)
-    partial = folder / f".{handoff.key}.tmp-{os.getpid()}-{threading.get_ident()}"
-    replaced = partial.with_name(f"{partial.name}-replaced")
-    try:
-        partial.mkdir(parents=True)
+    with transfer_output(folder / check_key(handoff.key), "hand-off", id="handoff-not-written") as partial:
+        partial.mkdir()
         if handoff.tensors:
             save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)
         (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
-        with _SWAP:
-            if final.exists():  # it goes as one piece too, so that nobody reads half of it
-                final.replace(replaced)
-            partial.replace(final)
         refusal_file(folder, handoff.key).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CapacityError(f"{final}: hand-off not written: {reason}") from error
-    finally:
-        for remains in (partial, replaced):
-            shutil.rmtree(remains, ignore_errors=True)
 
 
 @CONNECTORS.register("file")
-def open_folder(place: str, options: OpenOptions) -> Connector:
-    """See `OpenPlace`; nobody is waited for, since either side may come first, or much later.
+def open_folder(location: str, options: OpenOptions) -> Connector:
+    """See `OpenLocation`. It does not wait for the other side, which may start earlier or much later.
 
     Raises:
-        UsageError: it is no folder.
+        UsageError: the path is a file.
     """
-    folder = Path(place)
+    folder = Path(location)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: a file, expected a folder for hand-offs")
+        raise UsageError("is a file, expected a folder for hand-offs", id="handoff-folder-is-a-file", path=folder)
     return FileConnector(folder)

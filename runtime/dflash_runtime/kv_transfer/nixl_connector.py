@@ -1,8 +1,8 @@
-"""Hand-offs that the decode side reads out of the prefill side's memory, by NIXL: RDMA, NVLink or shared memory.
+"""Hand-offs over NIXL: the decode side reads the prefill side's memory by RDMA, NVLink or shared memory.
 
-Messages are those of every connector between processes. An offer says where the tensors lie; the other side reads them
-there and says that it has them, and only then is the memory let go of. NIXL's UCX backend chooses the way; it moves
-host memory as well, so that it runs without a GPU.
+Messages are the same as for every connector between processes. An offer says where the tensors are. The other side
+reads them there and confirms, and only then is their memory released. NIXL's UCX backend chooses the transport. It can
+also move host memory, so it runs without a GPU.
 
 Source: the Python interface of NIXL 1.5, `nixl._api`.
 """
@@ -30,22 +30,22 @@ BACKEND = "UCX"
 INSTALL = "pip install 'dflash-cli[nixl]'"
 
 LOOK_S = 50e-6
-"""How long until it is looked again whether a read is done."""
+"""Time between two checks whether a read is done."""
 
 DONE = b"done"
-"""What the other side is notified of by NIXL once a read is done."""
+"""The notification that NIXL sends to the other side when a read is done."""
 
 SLOWEST_BYTES_PER_S = 50e6
-"""A read that is slower, by more than the connector's time limit, stands still."""
+"""A read counts as stalled after its time at this rate plus the connector's time limit."""
 
 Region = tuple[int, int, int]
-"""Address, bytes, device: what NIXL takes for a piece of memory."""
+"""A piece of memory for NIXL: address, bytes, device."""
 
 
 class NixlCarrier:
-    """The receiver reads; sending is letting it.
+    """Moves tensors by a read of the receiver. The sender only waits for it.
 
-    Tensors are received on `device`, by default the host. What is received on a GPU belongs to its default stream.
+    Tensors are received on `device`, by default the host. Tensors received on a GPU belong to its default stream.
     """
 
     name = "nixl"
@@ -60,7 +60,7 @@ class NixlCarrier:
         self._is_stopped = False
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """See `Carrier.stage`; a payload is registered as one, so all of it lies where its largest tensor does."""
+        """See `Carrier.stage`. NIXL registers a payload as a whole, so all tensors go to the largest one's device."""
         if not tensors:
             return Staged({}, {"regions": []})
         device = max(tensors.values(), key=lambda tensor: tensor.nbytes).device
@@ -75,7 +75,7 @@ class NixlCarrier:
         return Staged(staged, directions, registration)
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`: help the other side to read, until it says that it has; some ways need this side too."""
+        """See `Carrier.send`. Runs NIXL until the other side has read, since some transports need this side too."""
         if staged.registration is not None:
             self._look_until(lambda: bool(self._agent.get_new_notifs()), staged.tensors)
 
@@ -93,15 +93,15 @@ class NixlCarrier:
         filled = filled_bytes(tensors)
         regions: list[Region] = [(address, size, device) for address, size, device in directions["regions"]]
         if [data.numel() for data in filled] != [size for _, size, _ in regions]:
-            raise RuntimeError("what is offered has not the sizes that its header says")
+            raise RuntimeError("the offered memory differs in size from its header")
         if not filled:
             return
-        _wait_for_device(self._device)  # its memory may be in use until all that is queued there is done
+        _wait_for_device(self._device)  # queued work may still use the memory of these tensors
         registration = self._agent.register_memory(filled)
         try:
             other = self._meet(directions["agent"], regions)
             here = self._agent.get_xfer_descs(filled)
-            self._read(here, self._agent.get_xfer_descs(regions, directions["memory"]), other, tensors)
+            self._transfer(here, self._agent.get_xfer_descs(regions, directions["memory"]), other, tensors)
         finally:
             self._agent.deregister_memory(registration)
 
@@ -114,10 +114,10 @@ class NixlCarrier:
         self._agent = None
 
     def _meet(self, metadata: str, regions: list[Region]) -> str:
-        """The other agent's name, with what it says of its memory.
+        """Add the other agent's metadata about its memory, and return its name.
 
-        NIXL adds that to what it knows already. Where memory was let go of and registered anew, the keys it knows may
-        be void, so there everything is forgotten first; that costs connecting again.
+        NIXL keeps the metadata of earlier calls. Keys of memory that was released and registered again may be invalid.
+        If new regions overlap known ones, the agent is removed first, and the two agents connect again.
         """
         if _overlap(self._known, regions):
             self._agent.remove_remote_agent(self._other)
@@ -127,7 +127,7 @@ class NixlCarrier:
         self._known += regions
         return self._other
 
-    def _read(self, here: Any, there: Any, other: str, tensors: Mapping[str, Tensor]) -> None:
+    def _transfer(self, here: Any, there: Any, other: str, tensors: Mapping[str, Tensor]) -> None:
         handle = self._agent.initialize_xfer("READ", here, there, other, DONE)
         states = [self._agent.transfer(handle)]
 
@@ -138,13 +138,13 @@ class NixlCarrier:
         try:
             self._look_until(has_ended, tensors)
         finally:
-            with suppress(Exception):  # one that is not done may not be released; NIXL does it with the agent
+            with suppress(Exception):  # an unfinished transfer cannot be released; NIXL releases it with the agent
                 self._agent.release_xfer_handle(handle)
         if states[0] != "DONE":
             raise RuntimeError(f"NIXL's read ended with {states[0]}")
 
     def _look_until(self, has_ended: Callable[[], bool], tensors: Mapping[str, Tensor]) -> None:
-        """Let NIXL get on. It has a thread for that, which would take all of a core all the time."""
+        """Run NIXL until `has_ended`. NIXL's own progress thread is off, since it would always use a whole core."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         until = time.monotonic() + self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
         while not has_ended():
@@ -154,11 +154,11 @@ class NixlCarrier:
 
 
 class NixlConnector(PeerConnector):
-    """Opened on both sides within `timeout_s`; the prefill side listens at the address, the decode side connects.
+    """A connector over NIXL. The prefill side listens at the address, and the decode side connects.
 
     Raises:
-        PeerUnreachable: the other side did not come in time.
-        UsageError: the port cannot be had, or the other side was opened with another connector.
+        PeerUnreachable: the other side did not open within `timeout_s`.
+        UsageError: the port is not available, or the other side uses another connector.
         UnsupportedError: NIXL is not installed.
     """
 
@@ -170,9 +170,9 @@ class NixlConnector(PeerConnector):
 
 
 @CONNECTORS.register("nixl")
-def open_nixl(place: str, options: OpenOptions) -> Connector:
-    """See `OpenPlace`."""
-    return NixlConnector(options.role, Address.parse(place), options.timeout_s, options.device)
+def open_nixl(location: str, options: OpenOptions) -> Connector:
+    """See `OpenLocation`."""
+    return NixlConnector(options.role, Address.parse(location), options.timeout_s, options.device)
 
 
 def _make_agent() -> Any:
@@ -183,10 +183,11 @@ def _make_agent() -> Any:
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError)
         reason = "which is not installed" if is_absent else f"which cannot be imported: {error}"
-        raise UnsupportedError(f"nixl:// needs nixl, {reason}", hint=INSTALL) from error
+        raise UnsupportedError(f"nixl:// needs nixl, {reason}", id="nixl-missing", hint=INSTALL) from error
     agent = nixl_agent(f"dflash-{uuid.uuid4()}", nixl_agent_config(backends=[BACKEND], enable_prog_thread=False))
     if BACKEND not in agent.backends:
-        raise UnsupportedError(f"nixl:// needs NIXL's {BACKEND} plugin, which is not there", hint=INSTALL)
+        text = f"nixl:// needs NIXL's {BACKEND} plugin, which is not installed"
+        raise UnsupportedError(text, id="nixl-plugin-missing", hint=INSTALL)
     return agent
 
 
@@ -203,7 +204,7 @@ def _overlap(known: list[Region], new: list[Region]) -> bool:
 
 
 def _memory(device: torch.device) -> str:
-    """NIXL's word for memory of the host, or of a GPU."""
+    """NIXL's name for host memory or GPU memory."""
     return "DRAM" if device.type == "cpu" else "VRAM"
 
 

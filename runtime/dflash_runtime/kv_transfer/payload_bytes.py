@@ -1,4 +1,4 @@
-"""Tensors of payloads as bytes: views to send, tensors to receive into, and checksums."""
+"""Payload tensors as bytes: views to send, empty tensors to receive into, and checksums."""
 
 import zlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dflash_runtime.errors import InvalidHandoff
+from dflash_runtime.errors import MISSING, InvalidHandoff
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec, tensor_specs
 
 
@@ -22,13 +22,13 @@ def empty_like_spec(spec: TensorSpec, device: torch.device | str = "cpu") -> Ten
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes. It tells damage and mixed-up files, not intent."""
+    """CRC-32 of a tensor's bytes. It detects damage and mixed-up files, but not deliberate changes."""
     data: numpy.ndarray[Any, Any] = as_bytes(tensor.cpu().contiguous()).numpy()
     return zlib.crc32(data.data)
 
 
 def header_with_checksums(handoff: Handoff) -> dict[str, Any]:
-    """The header, in which each tensor has its `crc32`."""
+    """The header of a hand-off, with the `crc32` of each tensor."""
     header = handoff.to_header()
     for name, tensor in handoff.tensors.items():
         header["tensors"][name]["crc32"] = checksum(tensor)
@@ -36,19 +36,22 @@ def header_with_checksums(handoff: Handoff) -> dict[str, Any]:
 
 
 def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Hold tensors that came against what their header announced.
+    """Check received tensors against their header.
 
     Raises:
-        InvalidHandoff: one is missing, of another shape or dtype, or damaged.
+        InvalidHandoff: a tensor is missing, has another shape or dtype, or is damaged.
     """
     for name, spec in tensor_specs(header).items():
-        found = tensors.get(name)
+        field, found = f"tensors.{name}", tensors.get(name)
         if found is None:
-            raise InvalidHandoff(f"tensors.{name}: announced, and not there")
+            raise InvalidHandoff(
+                f"{field}: missing, although the header has it", id="missing-tensor", field=field, found=MISSING
+            )
         if found.dtype != spec.dtype or tuple(found.shape) != spec.shape:
             raise InvalidHandoff(
-                f"tensors.{name}: found {found.dtype} {list(found.shape)}, expected {spec.dtype} {list(spec.shape)}"
-            )
+                id="misshapen-tensor", field=field, found=f"{found.dtype} {list(found.shape)}",
+                expected=f"{spec.dtype} {list(spec.shape)}",
+            )  # fmt: skip
         expected = header["tensors"][name].get("crc32")
-        if expected is not None and checksum(found) != expected:  # without one nothing is copied to the host
-            raise InvalidHandoff(f"tensors.{name}: damaged, its checksum is not that of the header")
+        if expected is not None and checksum(found) != expected:  # without a checksum no tensor is copied to the host
+            raise InvalidHandoff(f"{field}: damaged, its checksum differs from the header", id="damaged", field=field)

@@ -1,7 +1,7 @@
-"""A connector between two processes, whatever carries the tensors: its threads, and how it ends.
+"""A connector between two processes, with any carrier for the tensors: its threads, and how it closes.
 
-Three threads: one reads messages, one writes them, one moves tensors, one hand-off after the other. Once the other
-process is gone, or has closed, every future that is open ends with PeerUnreachable, and so does every later one.
+It has three threads: one reads messages, one writes messages, and one moves tensors, one hand-off after the other. When
+the other process dies or closes, every open and every later future ends with PeerUnreachable.
 """
 
 import atexit
@@ -33,17 +33,17 @@ LOG = logging.getLogger(__name__)
 
 
 def open_channel(role: TransferRole, address: Address, greeting: Message, timeout_s: float) -> ControlChannel:
-    """The connection of two processes: the prefill side listens, the decode side connects, in either order.
+    """Connect two processes: the prefill side listens and the decode side connects, in either order.
 
     Raises:
-        PeerUnreachable: the other side did not come in time.
-        UsageError: the port cannot be had, or the other side is of another kind.
+        PeerUnreachable: the other side did not connect or answer in time.
+        UsageError: the port is not available, or the other side uses another carrier.
     """
     return (listen if role == "prefill" else connect)(address, greeting, timeout_s)
 
 
 class PeerConnector:
-    """Saves where it is the prefill side, loads where it is the decode side."""
+    """Saves hand-offs on the prefill side, and loads them on the decode side."""
 
     def __init__(self, role: TransferRole, address: Address, channel: ControlChannel, carrier: Carrier) -> None:
         self.name, self.takes_device = carrier.name, carrier.takes_device
@@ -55,8 +55,8 @@ class PeerConnector:
         self._is_lost = self._is_closed = False
         self._lock = threading.Lock()
         self._worker = start_thread(self._work, "handoff-tensors")
-        self._reader = start_thread(self._read, "handoff-reader")
-        atexit.register(self.close)  # a thread that is within torch when the interpreter ends would abort the process
+        self._reader = start_thread(self._read_messages, "handoff-reader")
+        atexit.register(self.close)  # a thread still inside torch at interpreter exit would abort the process
 
     def save(self, handoff: Handoff) -> "Future[None]":
         """See `Connector.save`."""
@@ -78,54 +78,59 @@ class PeerConnector:
         return self._sending.is_wanted(key)
 
     def close(self) -> None:
-        """See `Connector.close`; the other side's futures end too. Takes some seconds if that one does not answer."""
+        """See `Connector.close`. The other side's futures end too. Takes some seconds if it does not answer."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         atexit.unregister(self.close)
         self._channel.send({"kind": "bye"})
-        self._lose(f"the connection with {self.address} was closed")
-        join(self._reader, ENDING_S)  # ends when the other side has read all and ends too
+        self._lose("connection-closed", f"the connection with {self.address} was closed")
+        join(self._reader, ENDING_S)  # ends when the other side has read all messages and closes too
         self._channel.close()
         join(self._reader, ENDING_S)
         if join(self._worker, ENDING_S):
-            self._carrier.close()  # else it is stuck in a transfer, which ends with the other process, or this one
+            self._carrier.close()  # otherwise it is stuck in a transfer, which ends with one of the two processes
 
     def _expect_role(self, role: TransferRole) -> None:
         if self.role != role:
-            raise UsageError(f"{self.name}://{self.address}: this is the {self.role} side, expected the {role} side")
+            raise UsageError(
+                f"{self.name}://{self.address}: this is the {self.role} side, expected the {role} side",
+                id="wrong-side", field="role", found=self.role, expected=role,
+            )  # fmt: skip
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         side = self._sending if self.role == "prefill" else self._receiving
         while (message := self._channel.read()) is not None and message.get("kind") != "bye":
             try:
                 side.read(message)
             except (KeyError, TypeError) as error:
-                LOG.error("no message of a hand-off: %s: %s", type(error).__name__, error)
+                LOG.error("malformed message: %s: %s", type(error).__name__, error)
                 break
-        has_closed = message is not None and message.get("kind") == "bye"
-        self._lose(f"the process at the other end of {self.address} {'has closed' if has_closed else 'is gone'}")
+        if message is not None and message.get("kind") == "bye":
+            self._lose("peer-closed", f"the process at the other end of {self.address} has closed")
+        else:
+            self._lose("peer-gone", f"the process at the other end of {self.address} is gone")
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # whatever a carrier raises: from here on the two sides are out of step
+            except Exception as error:  # after any error of a carrier the two sides are out of step
                 LOG.debug("transfer over %s failed", self.address, exc_info=True)
                 reason = str(error).strip().partition("\n")[0]
-                self._lose(f"a transfer with the other end of {self.address} failed: {reason}")
+                self._lose("transfer-failed", f"a transfer with the other end of {self.address} failed: {reason}")
 
-    def _lose(self, reason: str) -> None:
-        """End all futures and threads; the reader goes on to the end of what the other side sends."""
+    def _lose(self, problem: str, text: str) -> None:
+        """End all futures and threads with an error. The reader still reads all messages of the other side."""
         with self._lock:
             if self._is_lost:
                 return
             self._is_lost = True
-        error = PeerUnreachable(reason)
+        error = PeerUnreachable(text, id=problem, field="address", found=str(self.address))
         self._sending.end(error)
         self._receiving.end(error)
         self._channel.end()
-        with suppress(RuntimeError):  # it is gone already
+        with suppress(RuntimeError):  # the carrier may have ended already
             self._carrier.stop()
         self._jobs.put(None)

@@ -1,17 +1,15 @@
-"""Pages of prompts kept on disk over runs: a file a page, named by the digest of its text and pair.
+"""The prefix store: KV pages of prompts kept on disk between runs, one file per page.
 
-What a run has prefilled, a later one finds and loads as the beginning of a hand-off, in place of running it again. A
-page's digest follows that of the page before it and at first the pair's fingerprint, so that a name says all that the
-rows depend on. Files appear whole or not at all; any of them may be removed at any time.
+A run stores the pages of the prompts it prefilled. A later run loads them as a hand-off with the first rows of a prompt
+instead of computing them again. A file is named by the page's digest, which covers the digest of the page before it
+and, for the first page, the pair's fingerprint. So the name covers everything that the rows depend on. Files appear
+complete or not at all, and any of them may be removed at any time.
 """
 
 import json
 import logging
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.errors import CapacityError, InvalidHandoff, UsageError
+from dflash_runtime.errors import InvalidHandoff, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
+from dflash_runtime.kv_transfer.transfer_outputs import transfer_output
 from dflash_runtime.scheduling.prefix_cache import page_digests
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 CHECKSUMS = "crc32"
-"""In a file's metadata: the checksum of each tensor, as JSON."""
+"""Key in a file's metadata. Its value has the checksum of each tensor, as JSON."""
 
 NUM_THREADS = 4
 
@@ -37,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The first pages of a prompt that are in the store."""
+    """A request, and the digests of the first pages of its prompt that are in the store."""
 
     request: Request
     digests: tuple[str, ...]
 
 
 class PrefixStore:
-    """The pages of one pair in a folder. As a connector it only loads; `keep` is its way in."""
+    """The stored pages of one pair in a folder. As a connector it only loads. `keep` stores pages."""
 
     name = "prefix store"
     takes_device = False
@@ -57,45 +56,48 @@ class PrefixStore:
         self._found: dict[str, StoredPrefix] = {}
 
     def find(self, key: str, request: Request) -> int:
-        """How many rows of a request's prompt are here, whole pages and never the last token; `load` gives them."""
+        """How many rows of a request's prompt are stored: whole pages, without the last token. `load` returns them."""
         digests = self._digests(request, (request.prompt_len - 1) // self._page_size)
         num_found = next((at for at, digest in enumerate(digests) if not self._path(digest).exists()), len(digests))
         self._found[key] = StoredPrefix(request, digests[:num_found])
         return num_found * self._page_size
 
     def first_missing(self, request: Request) -> tuple[int, int]:
-        """The pages `[first, end)` of a prompt that are full and not here."""
+        """The full pages `[first, end)` of a prompt that are not stored."""
         digests = self._digests(request, request.prompt_len // self._page_size)
         first = next((at for at, digest in enumerate(digests) if not self._path(digest).exists()), len(digests))
         return first, len(digests)
 
     def keep(self, request: Request, first: int, tensors: Mapping[str, Tensor]) -> "Future[None]":
-        """Write pages of a prompt from `first` on, [P, L, 2, page_size, W]; a store that cannot grow says so once."""
+        """Write pages of a prompt from page `first` on, [P, L, 2, page_size, W].
+
+        The future raises CapacityError if a page cannot be written.
+        """
         num_pages = len(next(iter(tensors.values())))
         digests = self._digests(request, first + num_pages)[first:]
         return self._pool.submit(self._write_all, digests, tensors)
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`: the beginning of the prompt for which `find` was asked under this key."""
+        """See `Connector.load`: the stored rows of the prompt that `find` looked up with this key."""
         return self._pool.submit(self._read_all, key, self._found.pop(key))
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """Refused: `keep` is the way in.
+        """Refused, since pages are stored by `keep`.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError("a prefix store keeps prompts, and nothing is handed off to it")
+        raise UsageError("requests cannot be handed off to a prefix store", id="prefix-store-only-loads")
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`; nobody waits here."""
+        """See `Connector.refuse`. Does nothing, because no load waits."""
 
     def is_wanted(self, key: str) -> bool:
         """See `Connector.is_wanted`."""
         return False
 
     def close(self) -> None:
-        """See `Connector.close`; what is being written is written to its end."""
+        """See `Connector.close`. Pages that are being written are completed."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _digests(self, request: Request, num_pages: int) -> tuple[str, ...]:
@@ -107,15 +109,19 @@ class PrefixStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _read_all(self, key: str, prefix: StoredPrefix) -> Handoff:
-        """As many pages as can be read, from the first on."""
+        """The first pages of a prompt, up to the first page that cannot be read.
+
+        Raises:
+            InvalidHandoff: the first page cannot be read.
+        """
         pages: list[dict[str, Tensor]] = []
         for digest in prefix.digests:
-            page = self._read(digest)
+            page = self._read_page(digest)
             if page is None:
                 break
             pages.append(page)
         if not pages:
-            raise InvalidHandoff("no page of it is there any more", path=self.folder)
+            raise InvalidHandoff("its pages were removed or damaged", id="no-stored-page", path=self.folder)
         tensors = {name: torch.stack([page[name] for page in pages]) for name in pages[0]}
         return Handoff(
             key=key,
@@ -128,8 +134,8 @@ class PrefixStore:
             tensors=tensors,
         )
 
-    def _read(self, digest: str) -> dict[str, Tensor] | None:
-        """The tensors of a page, [L, 2, page_size, W]; one that is damaged is removed, and then is not there."""
+    def _read_page(self, digest: str) -> dict[str, Tensor] | None:
+        """The tensors of a page, [L, 2, page_size, W], or None if it is missing or damaged. Removes a damaged page."""
         path = self._path(digest)
         try:
             with safe_open(path, framework="pt") as file:
@@ -146,32 +152,24 @@ class PrefixStore:
         return None if wrong else tensors
 
     def _write_all(self, digests: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Write pages.
+        """Write the pages that are not stored yet.
 
         Raises:
-            CapacityError: one cannot be written, as on a full disk.
+            CapacityError: a page cannot be written, for example because the disk is full.
         """
         for index, digest in enumerate(digests):
             path = self._path(digest)
             if not path.exists():
-                self._write(path, {name: tensor[index].contiguous() for name, tensor in tensors.items()})
+                _write_page(path, {name: tensor[index].contiguous() for name, tensor in tensors.items()})
 
-    def _write(self, path: Path, page: dict[str, Tensor]) -> None:
-        partial = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
-        sums = {name: checksum(tensor) for name, tensor in page.items()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
-            partial.replace(path)
-        except (OSError, SafetensorError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise CapacityError(f"{path}: prompt not kept: {reason}") from error
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+
+def _write_page(path: Path, page: dict[str, Tensor]) -> None:
+    sums = {name: checksum(tensor) for name, tensor in page.items()}
+    with transfer_output(path, "KV page", id="page-not-written") as partial:
+        save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
 
 
 def _discard(path: Path, reason: str) -> None:
-    """Remove a page that nobody can use, so that it is written anew."""
+    """Remove an unusable page, so that it is written again."""
     logger.warning("%s: removed from the prefix store: %s", path, reason)
     path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Hand-offs between two processes over torch.distributed: gloo for tensors on the host, nccl from GPU to GPU.
 
-Each connector has a process group of its own, of two ranks, prefill being rank 0; it is not the program's default one,
-so that any number can follow one another, and a program that has a default group keeps it.
+Each connector creates its own process group of two ranks; prefill is rank 0. It is not the default group, so a program
+can open any number of connectors one after another and keep its own default group.
 """
 
 import os
@@ -22,12 +22,12 @@ from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
 
-dist: Any = torch.distributed  # whose stubs leave out half of what it has
+dist: Any = torch.distributed  # its type stubs are incomplete
 
 Backend = Literal["gloo", "nccl"]
 
 PIECE_BYTES = 64 << 20
-"""Of what gloo is given at once, so that its time limit is on standing still and not on a payload's size."""
+"""The most bytes per gloo call. Its time limit then limits a stall, and not the size of a payload."""
 
 TENSORS_TAG, UNUSED_TAG = 0, 1
 
@@ -35,7 +35,7 @@ RANKS: Mapping[TransferRole, int] = {"prefill": 0, "decode": 1}
 
 
 class GlooCarrier:
-    """Tensors by way of the host's memory and TCP; what lies on a device is copied there first."""
+    """Sends tensors from host memory over TCP. Tensors on a device are copied to the host first."""
 
     name = "gloo"
     takes_device = False
@@ -44,7 +44,7 @@ class GlooCarrier:
         self._other, self._is_stopped = 1 - RANKS[role], False
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        # The address on which the two have met; by itself gloo takes that of the host's name, which may lead nowhere.
+        # The address that connected the two. By default gloo looks up the host's name, which may not be reachable.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=channel.local_host)]
         self._group = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
 
@@ -54,10 +54,9 @@ class GlooCarrier:
         return Staged(ready, registration=[])
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`.
+        """See `Carrier.send`. Does not wait, because the other side confirms when it has all tensors.
 
-        Nothing waits for it: the other side says when it has all, and a send to a process that was killed may not
-        notice that, and would wait until its time is over.
+        A send to a process that was killed may not notice it, and would wait until its time limit.
         """
         pieces = self._pieces(staged.tensors)
         staged.registration.extend(self._group.send([piece], self._other, TENSORS_TAG) for piece in pieces)
@@ -67,7 +66,7 @@ class GlooCarrier:
         staged.registration.clear()
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """See `Carrier.allocate`; on the host."""
+        """See `Carrier.allocate`. The tensors are on the host."""
         return {name: empty_like_spec(spec) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
@@ -78,7 +77,7 @@ class GlooCarrier:
     def stop(self) -> None:
         """See `Carrier.stop`.
 
-        gloo has no call that ends a receive; another one that runs out of time closes the connection, and ends both.
+        gloo cannot end a receive by a call. A second receive that times out closes the connection and ends both.
         """
         self._is_stopped = True
         byte = torch.empty(1, dtype=torch.uint8)
@@ -98,10 +97,10 @@ class GlooCarrier:
 
 
 class NcclCarrier:
-    """Tensors from GPU to GPU, on a stream of their own.
+    """Sends tensors from GPU to GPU, on a stream of its own.
 
-    What is received belongs to the device's default stream: an engine that works on another one calls
-    `record_stream` before it lets go of them.
+    Received tensors belong to the device's default stream. An engine on another stream must call `record_stream` before
+    it releases them.
     """
 
     name = "nccl"
@@ -110,7 +109,7 @@ class NcclCarrier:
     def __init__(self, role: TransferRole, device: torch.device | None, store: Any, timeout_s: float) -> None:
         self.device = device if device is not None else torch.device("cuda", torch.cuda.current_device())
         self._other = 1 - RANKS[role]
-        # A transfer that fails ends its future here; torch's default would end the whole process.
+        # A failed transfer ends its future. torch's default would end the whole process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -119,7 +118,7 @@ class NcclCarrier:
         self._meet(role)
 
     def _meet(self, role: TransferRole) -> None:
-        """Move a byte, since nccl connects with the first transfer, and what is wrong should be known now."""
+        """Move one byte. nccl connects at the first transfer, and errors should appear when the connector opens."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if role == "prefill":
             self.send(Staged({"": byte}))
@@ -127,7 +126,7 @@ class NcclCarrier:
             self.receive({"": byte}, {})
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """See `Carrier.stage`; what lies elsewhere is copied to this device."""
+        """See `Carrier.stage`. Tensors elsewhere are copied to this device."""
         with torch.cuda.stream(self._stream):
             staged = {name: tensor.detach().to(self.device).contiguous() for name, tensor in tensors.items()}
         return Staged(staged)
@@ -136,14 +135,14 @@ class NcclCarrier:
         """See `Carrier.send`."""
         with torch.cuda.stream(self._stream):
             for data in filled_bytes(staged.tensors):
-                self._group.send([data], self._other, 0).wait()  # has the stream wait, not the host
+                self._group.send([data], self._other, 0).wait()  # the stream waits, not the host
         self._stream.synchronize()
 
     def release(self, staged: Staged) -> None:
         """See `Carrier.release`."""
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """See `Carrier.allocate`; of the default stream's memory, which may be in use until that is done."""
+        """See `Carrier.allocate`. The memory is the default stream's, so its queued work may still use it."""
         with torch.cuda.stream(torch.cuda.default_stream(self.device)):
             return {name: empty_like_spec(spec, self.device) for name, spec in specs.items()}
 
@@ -156,7 +155,7 @@ class NcclCarrier:
         self._stream.synchronize()
 
     def stop(self) -> None:
-        """See `Carrier.stop`: a kernel that waits for the other GPU ends only so."""
+        """See `Carrier.stop`. Only an abort ends a kernel that waits for the other GPU."""
         self._group.abort()
 
     def close(self) -> None:
@@ -164,12 +163,12 @@ class NcclCarrier:
 
 
 class ProcessConnector(PeerConnector):
-    """Opened on both sides within `timeout_s`; the prefill side listens at the address, the decode side connects.
+    """A connector over gloo or nccl. The prefill side listens at the address, and the decode side connects.
 
     Raises:
-        PeerUnreachable: the other side did not come in time.
-        UsageError: the port cannot be had, or the other side was opened with another backend.
-        UnsupportedError: nccl without it, or without a GPU.
+        PeerUnreachable: the other side did not open within `timeout_s`.
+        UsageError: the port is not available, or the other side uses another backend.
+        UnsupportedError: torch lacks the backend, or nccl finds no GPU.
     """
 
     def __init__(
@@ -193,19 +192,22 @@ class ProcessConnector(PeerConnector):
             )
         except RuntimeError as error:
             channel.close()
-            raise PeerUnreachable(f"{backend} did not connect with {address} within {timeout_s:g} s") from error
+            raise PeerUnreachable(
+                f"{backend} did not connect to {address} within {timeout_s:g} s",
+                id="no-connection", field="address", found=str(address),
+            ) from error  # fmt: skip
         super().__init__(role, address, channel, carrier)
 
 
 def _check_backend(backend: Backend) -> None:
     if not (dist.is_available() and dist.is_backend_available(backend)):
-        raise UnsupportedError(f"{backend}:// needs a torch that has {backend}, and this one has not")
+        raise UnsupportedError(f"{backend}:// needs a torch built with {backend}", id="backend-missing", found=backend)
     if backend == "nccl" and not torch.cuda.is_available():
-        raise UnsupportedError("nccl:// needs a GPU, and there is none here", hint="gloo:// does without")
+        raise UnsupportedError("nccl:// needs a GPU", id="gpu-missing", hint="use gloo://, which needs no GPU")
 
 
 def _make_store(address: Address, timeout_s: float) -> Any:
-    """Where the ranks of a group find each other: at the address of the prefill side, on any free port."""
+    """The store where the ranks of a group find each other: on the prefill side's host, at any free port."""
     server = bind(address, 0)
     port, limit = server.getsockname()[1], timedelta(seconds=timeout_s)
     return dist.TCPStore(
@@ -218,17 +220,17 @@ def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
     return dist.TCPStore(channel.other_host, channel.greeting["store_port"], 2, is_master=False, timeout=limit)
 
 
-def _open(backend: Backend, place: str, options: OpenOptions) -> Connector:
-    return ProcessConnector(backend, options.role, Address.parse(place), options.timeout_s, options.device)
+def _open(backend: Backend, location: str, options: OpenOptions) -> Connector:
+    return ProcessConnector(backend, options.role, Address.parse(location), options.timeout_s, options.device)
 
 
 @CONNECTORS.register("gloo")
-def open_gloo(place: str, options: OpenOptions) -> Connector:
-    """See `OpenPlace`."""
-    return _open("gloo", place, options)
+def open_gloo(location: str, options: OpenOptions) -> Connector:
+    """See `OpenLocation`."""
+    return _open("gloo", location, options)
 
 
 @CONNECTORS.register("nccl")
-def open_nccl(place: str, options: OpenOptions) -> Connector:
-    """See `OpenPlace`."""
-    return _open("nccl", place, options)
+def open_nccl(location: str, options: OpenOptions) -> Connector:
+    """See `OpenLocation`."""
+    return _open("nccl", location, options)

@@ -1,4 +1,7 @@
-"""The decode side of a connection: says what it wants, takes what is offered, checks it and says that it has it."""
+"""The decode side of a connection: asks for hand-offs, receives and checks them, and confirms.
+
+`sending.py` describes the messages.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -9,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_runtime.errors import CapacityError, DFlashError, InvalidHandoff, PeerUnreachable
+from dflash_runtime.errors import CapacityError, DFlashError, InvalidHandoff, PeerUnreachable, naming_file
 from dflash_runtime.kv_transfer.carrier import Carrier
-from dflash_runtime.kv_transfer.connector import settle
+from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.control_channel import Message
 from dflash_runtime.kv_transfer.handoff import Handoff, tensor_specs
 from dflash_runtime.kv_transfer.payload_bytes import check_tensors
@@ -27,7 +30,7 @@ class _Want:
 
 
 class ReceivingSide:
-    """Keeps who waits for what. Nothing here waits: `do` queues work for the thread that transfers."""
+    """Keeps the futures that wait for each key. Its methods never wait: `do` queues work for the transfer thread."""
 
     def __init__(
         self, carrier: Carrier, send: Callable[[Message], None], do: Callable[[Callable[[], None]], None]
@@ -61,16 +64,16 @@ class ReceivingSide:
         want.futures.append(future)
 
     def read(self, message: Message) -> None:
-        """Act on what the other side says."""
+        """Act on a message of the other side."""
         key, number = message["key"], message["number"]
         match message["kind"]:
             case "offer":
                 self._do(lambda: self._receive(key, number, message["header"], message["directions"]))
             case "refused":
-                self._settle(key, number, PeerUnreachable(f"hand-off {key} will not come: {message['reason']}"))
+                self._settle(key, number, refusal(key, message["reason"]))
 
     def end(self, error: DFlashError) -> None:
-        """End all futures, and those to come, with an error."""
+        """End all open and later futures with an error."""
         with self._lock:
             self._ended = self._ended or error
             wants, self._wants = list(self._wants.values()), {}
@@ -79,7 +82,7 @@ class ReceivingSide:
                 settle(future, error)
 
     def _give_up(self, key: str) -> None:
-        """Tell the other side, if nobody is left that waits."""
+        """Tell the other side if all futures of a key were cancelled."""
         with self._lock:
             want = self._wants.get(key)
             if want is None or want.has_begun or not all(future.cancelled() for future in want.futures):
@@ -88,7 +91,7 @@ class ReceivingSide:
             self._drop(key, want.number, NOT_WANTED)
 
     def _receive(self, key: str, number: int, header: Any, directions: Mapping[str, Any]) -> None:
-        """Take an offer, unless nobody waits for it any more; the other side has been told so, or is."""
+        """Receive an offered hand-off, unless all its futures were cancelled."""
         if not self._begin(key, number):
             return
         try:
@@ -99,17 +102,19 @@ class ReceivingSide:
             return
         self._send({"kind": "take", "key": key, "number": number})
         self._carrier.receive(tensors, directions)
+        outcome: Any
         try:
-            check_tensors(header, tensors)
-            outcome: Any = Handoff.read(header, tensors)
+            with naming_file(f"hand-off {key}"):
+                check_tensors(header, tensors)
+                outcome = Handoff.read(header, tensors)
             self._send({"kind": "got", "key": key, "number": number})
         except InvalidHandoff as error:
-            outcome = InvalidHandoff(f"hand-off {key}: {error.message}", hint=error.hint)
+            outcome = error
             self._drop(key, number, error.message)
         self._settle(key, number, outcome)
 
     def _begin(self, key: str, number: int) -> bool:
-        """Whether somebody still waits; from here on none of them can be cancelled."""
+        """Whether a future still waits. After this call its futures can no longer be cancelled."""
         with self._lock:
             want = self._wants.get(key)
             if want is None or want.number != number or want.has_begun:
@@ -121,21 +126,21 @@ class ReceivingSide:
             return want.has_begun
 
     def _allocate(self, key: str, header: Any) -> dict[str, Tensor]:
-        try:
+        with naming_file(f"hand-off {key}"):
             specs = tensor_specs(header)
             if header["key"] != key:
-                raise InvalidHandoff(f"key: found {header['key']!r}, expected {key!r}")
-        except KeyError as error:
-            raise InvalidHandoff(f"hand-off {key}: header without {error}") from error
-        except InvalidHandoff as error:
-            raise InvalidHandoff(f"hand-off {key}: {error.message}", hint=error.hint) from error
+                raise InvalidHandoff(field="key", found=header["key"], expected=repr(key))
         try:
             return self._carrier.allocate(specs)
         except (RuntimeError, MemoryError) as error:
             num_bytes = sum(spec.num_bytes for spec in specs.values())
-            raise CapacityError(f"hand-off {key}: no room for its {num_bytes} bytes") from error
+            raise CapacityError(
+                f"hand-off {key}: no room for its {num_bytes} bytes",
+                id="no-room-for-handoff", field="key", found=key,
+            ) from error  # fmt: skip
 
     def _drop(self, key: str, number: int, reason: str) -> None:
+        reason = reason.removeprefix(f"hand-off {key}: ")  # the other side names the key itself
         self._send({"kind": "drop", "key": key, "number": number, "reason": reason})
 
     def _settle(self, key: str, number: int, outcome: Any) -> None:
@@ -146,3 +151,8 @@ class ReceivingSide:
             del self._wants[key]
         for future in want.futures:
             settle(future, outcome)
+
+
+def refusal(key: str, reason: str) -> PeerUnreachable:
+    """The error of a load after the other side has refused the key."""
+    return PeerUnreachable(f"hand-off {key} will not come: {reason}", id="handoff-refused", field="key", found=key)

@@ -1,8 +1,17 @@
-"""The prefill side of a connection: what is saved is offered once it is wanted, and held until it has arrived.
+"""The prefill side of a connection: offers saved hand-offs when they are wanted, and holds them until they arrive.
 
-The other side pulls. It sends `want`; as soon as the key is saved too, it gets an `offer` with the header, answers
-`take`, receives the tensors and says `got`. With `drop` it gives up, at any time before `take`, or says that what came
-was damaged. A want has a number, which the answers repeat, so that what is late for one want is not taken for another.
+The decode side pulls:
+
+    decode side    prefill side   when
+    want                          a load begins
+                   offer          the key is wanted and saved; with the header
+    take                          the decode side has room
+                   (tensors)
+    got                           all tensors arrived undamaged
+                   refused        instead of an offer: nothing will be saved under the key
+    drop                          instead of take or got: the load was cancelled or failed
+
+Each want has a number that all its messages repeat, so that a late message is not taken for one of a newer want.
 """
 
 import threading
@@ -15,13 +24,14 @@ import torch
 
 from dflash_runtime.errors import CapacityError, DFlashError, PeerUnreachable
 from dflash_runtime.kv_transfer.carrier import Carrier, Staged
-from dflash_runtime.kv_transfer.connector import mark_written, settle
+from dflash_runtime.kv_transfer.connector import mark_written
+from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.control_channel import Message
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
 
 LONGEST_MEMORY = 4096
-"""Of how many keys it is remembered that they were refused, or given up before they were saved."""
+"""How many keys are remembered as refused, and how many as given up before they were saved."""
 
 
 @dataclass(slots=True)
@@ -36,7 +46,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Book:
-    """By key: what is held, the number of the want that waits, why nothing comes, what is no longer wanted."""
+    """By key: the hand-off held, the number of the open want, the reason of a refusal, the reason of a drop."""
 
     held: dict[str, _Held] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
@@ -45,7 +55,7 @@ class _Book:
 
 
 class SendingSide:
-    """Keeps what is saved until it is wanted. Nothing here waits: `do` queues work for the thread that transfers."""
+    """Holds saved hand-offs until they are wanted. Its methods never wait: `do` queues work for the transfer thread."""
 
     def __init__(
         self, carrier: Carrier, send: Callable[[Message], None], do: Callable[[Callable[[], None]], None]
@@ -58,7 +68,7 @@ class SendingSide:
     def save(self, handoff: Handoff) -> "Future[None]":
         """See `Connector.save`."""
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # who saves does not call it off; it is the other side that may
+        future.set_running_or_notify_cancel()  # only the other side can give a save up
         key, written = handoff.key, mark_written(handoff.tensors)
         with self._lock:
             reason = self._book.dropped.pop(key, None)
@@ -72,7 +82,7 @@ class SendingSide:
     def _hold(self, new: _Held) -> None:
         key = new.handoff.key
         old = self._book.held.get(key)
-        if old is not None and old.number is not None:  # on its way
+        if old is not None and old.number is not None:  # it is already travelling
             old.futures += new.futures
             return
         new.futures += old.futures if old is not None else []
@@ -92,13 +102,13 @@ class SendingSide:
             self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
 
     def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`; what is on its way still is."""
+        """See `Connector.is_wanted`. A hand-off that is travelling still counts as wanted."""
         with self._lock:
             held = self._book.held.get(key)
             return key in self._book.wanted or (held is not None and held.number is not None)
 
     def read(self, message: Message) -> None:
-        """Act on what the other side says."""
+        """Act on a message of the other side."""
         key, number = message["key"], message["number"]
         match message["kind"]:
             case "want":
@@ -111,7 +121,7 @@ class SendingSide:
                 self._drop(key, number, message["reason"])
 
     def end(self, error: DFlashError) -> None:
-        """End all futures, and those to come, with an error."""
+        """End all open and later futures with an error."""
         with self._lock:
             self._ended = self._ended or error
             held, self._book = list(self._book.held.values()), _Book()
@@ -129,14 +139,14 @@ class SendingSide:
             self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
 
     def _begin(self, held: _Held, number: int) -> None:
-        if held.number is None:  # else it is a want that came twice
+        if held.number is None:  # otherwise the want came twice
             held.number = number
             self._do(lambda: self._offer(held, number))
 
     def _offer(self, held: _Held, number: int) -> None:
         key = held.handoff.key
         with self._lock:
-            if self._book.held.get(key) is not held:  # given up meanwhile
+            if self._book.held.get(key) is not held:  # it was given up meanwhile
                 return
         try:
             for event in held.written:
@@ -146,7 +156,8 @@ class SendingSide:
         except Exception as error:
             reason = error.message if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
             self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
-            self._finish(key, number, CapacityError(f"hand-off {key}: not sent: {reason}"))
+            text = f"hand-off {key}: not sent: {reason}"
+            self._finish(key, number, CapacityError(text, id="handoff-not-sent", field="key", found=key))
             return
         directions = dict(held.staged.directions)
         self._send({"kind": "offer", "key": key, "number": number, "header": header, "directions": directions})
@@ -167,7 +178,7 @@ class SendingSide:
         self._finish(key, number, _not_taken(key, reason))
 
     def _finish(self, key: str, number: int, error: DFlashError | None) -> None:
-        """Let go of what was offered for a want; a word that comes twice finds nothing."""
+        """Release the hand-off that was offered for a want. Has no effect when a message comes twice."""
         with self._lock:
             held = self._book.held.get(key)
             if held is None or held.number != number:
@@ -182,14 +193,15 @@ class SendingSide:
 
 
 def _header(handoff: Handoff, staged: Staged) -> dict[str, Any]:
-    """Tensors on a device have no checksums: those would cost a copy of all of them to the host."""
+    """The header, with checksums if all tensors are on the host. For others they would cost a copy to the host."""
     ready = replace(handoff, tensors=staged.tensors)
     on_host = all(tensor.device.type == "cpu" for tensor in staged.tensors.values())
     return header_with_checksums(ready) if on_host else ready.to_header()
 
 
 def _not_taken(key: str, reason: str) -> PeerUnreachable:
-    return PeerUnreachable(f"hand-off {key} was not taken: {reason}")
+    text = f"hand-off {key} was not taken: {reason}"
+    return PeerUnreachable(text, id="handoff-not-taken", field="key", found=key)
 
 
 def _remember(entries: dict[str, str], key: str, reason: str) -> None:

@@ -1,16 +1,16 @@
-"""Prefills of vLLM as hand-offs: the files that its ExampleConnector leaves, read and never written.
+"""Prefills of vLLM as hand-offs: reads the files of vLLM's ExampleConnector, and never writes them.
 
-A folder a prompt, named by a hash of the tokens whose rows it holds, and in it a file an attention layer,
-`model.layers.N.self_attn.attn.safetensors`, with one tensor `kv_cache`: keys after their norm and rope, and values.
-Rows are those of whole blocks, at most all of a prompt but its last token: a hand-off is made that is a beginning. The
-draft's layers are numbered after the target's.
+vLLM writes one folder per prompt, named by a hash of its first tokens. The folder has one file per attention layer,
+`model.layers.N.self_attn.attn.safetensors`, with one tensor `kv_cache`: keys after their norm and rope, and values. The
+rows cover whole blocks without the prompt's last token, so the hand-off has only the first rows of a prompt.
+The draft's layers are numbered after the target's.
 
     [rows, KV, 2 * D]    0.33: the keys of a head, then its values
     [rows, 2, KV, D]     0.24: all keys of a row, then all values
 
-Whether blocks lie in memory by heads or by rows is not to be seen in either. Token ids are not in the files: a prompt
-is known by its hash. Weights, rope and taps are not either, so nothing here can tell whether they are this pair's:
-a draft with another's rows proposes what is rejected from position 1 on.
+The files do not show the memory layout of blocks (by heads or by rows). They lack token ids: a prompt is found by its
+hash. They do not name the weights, rope or taps either, so nothing can check that they belong to this pair. A draft
+with rows of another draft proposes tokens that the target rejects from position 1 on.
 
 Source: vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py and model_executor/models/qwen3_dflash.py of
 vLLM 0.24.0 and 0.33.0.
@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 TENSOR = "kv_cache"
 
 HASHES = {32: "md5", 64: "sha256"}
-"""By the length of a folder's name; the second is of machines where FIPS forbids the first."""
+"""Hash by the length of a folder's name. vLLM uses sha256 on machines where FIPS forbids md5."""
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 NUM_THREADS = 4
 
 ISSUE = "vllm-project/vllm#35158"
-"""Before it, what the drafter writes in a step was not there to be saved."""
+"""The vLLM change since which the connector saves the draft's rows."""
 
 UNSAVED = (
     f"prefill with this draft and --enforce-eager (a captured draft step saves nothing), on a release with {ISSUE}"
 )
-"""What helps where the draft's rows were not saved."""
+"""The hint when the draft's rows were not saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class VllmPrefill:
     num_tokens: int
 
     def check(self, fingerprint: Fingerprint) -> dict[str, list[Path]]:
-        """The files of each model's layers, held by their headers against the pair with this fingerprint.
+        """The files of each model's layers, after checking their headers against the pair with this fingerprint.
 
         Raises:
-            HandoffMismatch: layers, rows, heads or dtype are not those of the pair; names which.
+            HandoffMismatch: layers, rows, heads or dtype differ from the pair.
             InvalidHandoff: a file cannot be read.
         """
         files, heads = self._layer_files(), _heads(fingerprint)
@@ -78,10 +78,11 @@ class VllmPrefill:
         return found
 
     def read(self, key: str, fingerprint: Fingerprint) -> Handoff:
-        """Its rows as a hand-off to the pair with this fingerprint, which is taken for the sender's.
+        """The rows as a hand-off. This fingerprint counts as the sender's, since the files lack one.
 
         Raises:
-            HandoffMismatch, InvalidHandoff: see `check`, or no row of a model was written.
+            HandoffMismatch: see `check`, or no row of a model was written.
+            InvalidHandoff: see `check`.
         """
         heads = _heads(fingerprint)
         models = {
@@ -103,78 +104,90 @@ class VllmPrefill:
         )
 
     def _layer_files(self) -> dict[int, Path]:
-        """The file of each layer, by its number."""
+        """The file of each layer, by the layer's number.
+
+        Raises:
+            InvalidHandoff: two files have the same layer number.
+        """
         files: dict[int, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             found = LAYER_NUMBER.search(file.name)
-            if found is not None and files.setdefault(int(found[1]), file) is not file:
-                raise InvalidHandoff(f"{files[int(found[1])].name} and {file.name} are of one layer", path=self.path)
+            number = int(found[1]) if found is not None else -1
+            if found is not None and files.setdefault(number, file) is not file:
+                raise InvalidHandoff(
+                    f"{files[number].name} and {file.name} have the same layer number",
+                    id="two-files-of-a-layer", path=self.path, field="layer", found=number,
+                )  # fmt: skip
         return files
 
     def _check_layers(self, files: Mapping[int, Path], num_target: int, num_draft: int) -> None:
-        """Refuse another set of layers than the pair's; without a draft here, that of any draft is left alone."""
+        """Refuse files of other layers than the pair's. Without a draft here, the files of a draft are ignored."""
         there = f"there are files of layers {_spans(sorted(files)) or 'none'}"
         missing = [layer for layer in range(num_target + num_draft) if layer not in files]
         if missing:
             lost = [layer for layer in missing if layer < num_target] or missing
+            model = "target" if lost[0] < num_target else "draft"
             raise HandoffMismatch(
-                f"{there}; the {'target' if lost[0] < num_target else 'draft'}'s layers {_spans(lost)} are missing",
-                path=self.path,
-                hint=UNSAVED if lost[0] >= num_target else None,
-            )
+                f"{there}; the {model}'s layers {_spans(lost)} are missing",
+                id=f"{model}-layers-missing", path=self.path, field="layers", found=lost,
+                hint=UNSAVED if model == "draft" else None,
+            )  # fmt: skip
         others = [layer for layer in sorted(files) if layer >= num_target + num_draft]
         if others and num_draft:
-            raise HandoffMismatch(f"{there}; layers {_spans(others)} are of another draft", path=self.path)
+            raise HandoffMismatch(
+                f"{there}; layers {_spans(others)} belong to another draft",
+                id="layers-of-another-draft", path=self.path, field="layers", found=others,
+            )  # fmt: skip
 
     def _check_rows(self, file: Path, heads: tuple[int, int], dtype: str) -> None:
-        """Refuse rows of other heads or another dtype than a layer's, or fewer than the folder's name says."""
+        """Refuse rows with other heads or another dtype than the layer, or fewer rows than the folder's name says."""
         try:
             with safe_open(file, "pt") as opened:
                 stored = opened.get_slice(TENSOR)
                 shape, found = list(stored.get_shape()), str(stored[:0].dtype).removeprefix("torch.")
         except (SafetensorError, OSError) as error:
-            raise InvalidHandoff(f"{TENSOR}: cannot be read, it may be cut short: {error}", path=file) from error
+            text = f"{TENSOR}: cannot be read, it may be cut short: {error}"
+            raise InvalidHandoff(text, id="unreadable-tensor", path=file, field=TENSOR) from error
         if found != dtype:
             raise _of_another_dtype(file, found, dtype)
         if shape[1:] not in _row_shapes(*heads):
             raise _misshapen(file, shape, *heads)
         if shape[0] < self.num_tokens:
             raise HandoffMismatch(
-                f"{TENSOR}: {shape[0]} rows, of {self.num_tokens} tokens by the folder's name: vLLM saves what the "
-                "first step of a prompt has run",
-                path=file,
+                f"{TENSOR}: {shape[0]} rows, but the folder's name says {self.num_tokens} tokens: vLLM saves only the "
+                "rows of a prompt's first step",
+                id="too-few-rows", path=file, field=TENSOR, found=shape[0], expected=f"{self.num_tokens} rows",
                 hint="prefill with --max-num-batched-tokens of at least the longest prompt",
-            )
+            )  # fmt: skip
 
     def _rows(self, file: Path, head_dim: int) -> Tensor:
-        """Keys and values of a layer, [rows, 2, KV * D]."""
+        """Keys and values of a layer: [rows, 2, KV * D]."""
         stored = load_file(file)[TENSOR][: self.num_tokens]
         return (stored.unflatten(2, (2, head_dim)).transpose(1, 2) if stored.ndim == 3 else stored).flatten(2)
 
     def _num_rows(self, models: Mapping[str, Sequence[Tensor]]) -> int:
-        """Rows that were written in every layer: slots that nobody wrote are zeros.
+        """How many rows every layer has. Rows that vLLM did not write are zeros.
 
         Raises:
-            HandoffMismatch: a model has none.
+            HandoffMismatch: vLLM wrote no row of a layer.
         """
         num_rows = {name: min(map(_num_written, layers)) for name, layers in models.items() if layers}
         for name, count in num_rows.items():
             if not count:
-                what = "draft" if name == DRAFT_PAGES else "target"
+                model = "draft" if name == DRAFT_PAGES else "target"
                 raise HandoffMismatch(
-                    f"no row of the {what}'s layers was written when vLLM saved them ({ISSUE})",
-                    path=self.path,
-                    hint=UNSAVED,
-                )
+                    f"no row of the {model}'s layers was written when vLLM saved them ({ISSUE})",
+                    id="no-rows-written", path=self.path, field=name, found=0, hint=UNSAVED,
+                )  # fmt: skip
         fewest = min(num_rows.values())
         if fewest < self.num_tokens:
-            logger.warning("%s: %d of %d rows are in every layer; the rest is run here",
+            logger.warning("%s: %d of %d rows are in every layer; the other rows are computed here",
                            self.path, fewest, self.num_tokens)  # fmt: skip
         return fewest
 
 
 class VllmPrefills:
-    """A connector that loads prefills of vLLM, by the keys that `find_vllm_prefills` gives."""
+    """A connector that loads prefills of vLLM, with the keys of `find_vllm_prefills`."""
 
     name = "vllm-files"
     takes_device = False
@@ -185,19 +198,20 @@ class VllmPrefills:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="vllm-prefill")
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """Refused: what is handed off from here has a format of its own.
+        """Refused, since this connector only reads.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError("prefills of vLLM are only read", hint="use a FileConnector to hand off")
+        hint = "use a FileConnector to hand off"
+        raise UsageError("prefills of vLLM are only read", id="vllm-prefills-only-load", hint=hint)
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`; a prompt that vLLM has not prefilled is not waited for."""
-        return self._pool.submit(self._read, key)
+        """See `Connector.load`. Fails at once for a prompt that vLLM has not prefilled."""
+        return self._pool.submit(self._load_now, key)
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`; nobody waits here."""
+        """See `Connector.refuse`. Does nothing, because no load waits."""
 
     def is_wanted(self, key: str) -> bool:
         """See `Connector.is_wanted`."""
@@ -207,31 +221,32 @@ class VllmPrefills:
         """See `Connector.close`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, key: str) -> Handoff:
+    def _load_now(self, key: str) -> Handoff:
         if key not in self.prefills:
-            raise PeerUnreachable("vLLM has saved no block of it")
+            raise PeerUnreachable("vLLM has saved no block of it", id="not-prefilled", field="key", found=key)
         return self.prefills[key].read(key, self._fingerprint)
 
 
 def has_vllm_prefills(folder: Path) -> bool:
-    """Whether a folder is one that vLLM's ExampleConnector has written to."""
+    """Whether vLLM's ExampleConnector has written to a folder."""
     return bool(_prefill_folders(folder))
 
 
 def find_vllm_prefills(
     folder: Path, prompts: Sequence[Sequence[int]], fingerprint: Fingerprint
 ) -> tuple[tuple[str, ...], VllmPrefills]:
-    """A key for each prompt, and what loads the longest prefill of its beginning that lies in a folder.
+    """A key for each prompt, and a connector that loads the longest stored prefix of each prompt from a folder.
 
-    `fingerprint` is that of the pair which goes on. Prompts are tokens as the server had them.
+    `fingerprint` is the fingerprint of the loading pair. The prompts must be the token ids that the server received.
 
     Raises:
-        UsageError: none of the prompts was prefilled there.
+        UsageError: the folder lacks a prefill of these prompts.
         HandoffMismatch, InvalidHandoff: see `VllmPrefill.check`.
         UnsupportedError: the pair's target keeps its own cache.
     """
     if fingerprint.fields["target runtime"] == "own cache":
-        raise UnsupportedError(f"{folder}: vLLM saves the KV of attention, and this target keeps its own cache")
+        text = "vLLM saves the KV of attention, and this target keeps its own cache"
+        raise UnsupportedError(text, id="own-cache-target", path=folder)
     folders = _prefill_folders(folder)
     prefills = {}
     keys = tuple(f"prompt-{index + 1}" for index in range(len(prompts)))
@@ -242,14 +257,15 @@ def find_vllm_prefills(
             prefills[key].check(fingerprint)
     if not prefills:
         raise UsageError(
-            f"{folder}: {len(folders)} prefills by vLLM, none of them of the {len(prompts)} prompts given",
+            f"{len(folders)} prefills by vLLM, but none for the {len(prompts)} prompts given",
+            id="no-prompt-prefilled", path=folder, field="prompts", found=len(prompts),
             hint="give the prompts that the server was given, with the same chat template",
-        )
+        )  # fmt: skip
     return keys, VllmPrefills(prefills, fingerprint)
 
 
 def _prefill_folders(folder: Path) -> dict[str, Path]:
-    """Folders named as the connector names them, with layers in them."""
+    """The prefill folders by name: named by a hash, with at least one layer file."""
     if not folder.is_dir():
         return {}
     return {
@@ -260,9 +276,9 @@ def _prefill_folders(folder: Path) -> dict[str, Path]:
 
 
 def _longest(prompt: Sequence[int], names: Mapping[str, Path]) -> tuple[str, int]:
-    """The folder of the most first tokens of a prompt, and how many; of none, 0.
+    """The folder with the longest prefix of a prompt, and the prefix's length in tokens. ("", 0) if none exists.
 
-    Block sizes differ from server to server, so every length is tried.
+    Tries every length, since block sizes differ between servers.
     """
     found = ("", 0)
     for name in {HASHES[len(name)] for name in names}:
@@ -275,13 +291,13 @@ def _longest(prompt: Sequence[int], names: Mapping[str, Path]) -> tuple[str, int
 
 
 def _heads(fingerprint: Fingerprint) -> dict[str, list[tuple[int, int]]]:
-    """KV heads and their size of each layer of each model."""
+    """The number of KV heads and the head size of each layer, by model."""
     fields = fingerprint.fields
     return {TARGET_PAGES: fields["target KV heads"], DRAFT_PAGES: fields.get("draft KV heads", [])}
 
 
 def _row_shapes(num_heads: int, head_dim: int) -> tuple[list[int], list[int]]:
-    """What a row may be: of 0.33, and of 0.24."""
+    """The shape of a row in release 0.33, and in 0.24."""
     return [num_heads, 2 * head_dim], [2, num_heads, head_dim]
 
 
@@ -289,39 +305,45 @@ def _of_another_dtype(file: Path, found: str, dtype: str) -> HandoffMismatch:
     if found == "uint8" or found.startswith("float8"):
         return HandoffMismatch(
             f"{TENSOR}: quantised ({found}), and its scales are not in the files",
-            path=file,
+            id="quantised-kv", path=file, field=TENSOR, found=found, expected=dtype,
             hint="prefill with --kv-cache-dtype auto",
-        )
+        )  # fmt: skip
     return HandoffMismatch(
-        f"{TENSOR}: found {found}, this engine runs {dtype}", path=file, hint=f"run here with --dtype {found}"
-    )
+        f"{TENSOR}: found {found}, this engine runs {dtype}",
+        id="dtype-differs", path=file, field=TENSOR, found=found, expected=dtype, hint=f"run here with --dtype {found}",
+    )  # fmt: skip
 
 
 def _misshapen(file: Path, shape: list[int], num_heads: int, head_dim: int) -> HandoffMismatch:
-    """Why keys and values of a layer cannot be those of the pair."""
+    """The error for a layer file with a shape that does not fit the pair."""
     found = f"{TENSOR}: shape {shape}"
     if len(shape) == 2:
-        return HandoffMismatch(f"{found} is that of latent attention (MLA), expected keys and values", path=file)
+        return HandoffMismatch(
+            f"{found} belongs to latent attention (MLA), expected keys and values",
+            id="latent-attention-kv", path=file, field=TENSOR, found=shape,
+        )  # fmt: skip
     heads = next((n for n in shape[1:3] if shape[1:] in _row_shapes(n, head_dim)), 0)
     if 0 < heads < num_heads and num_heads % heads == 0:
         return HandoffMismatch(
             f"{found} has {heads} of {num_heads} KV heads: with tensor parallelism every worker writes this file, "
-            "and the last one's is left",
-            path=file,
+            "and only the file of the last worker remains",
+            id="tensor-parallel-kv", path=file, field=TENSOR, found=shape,
             hint="prefill with --tensor-parallel-size 1",
-        )
+        )  # fmt: skip
     expected = " or ".join(str(["rows", *row]).replace("'", "") for row in _row_shapes(num_heads, head_dim))
-    return HandoffMismatch(f"{found}, expected {expected}", path=file)
+    return HandoffMismatch(
+        f"{found}, expected {expected}", id="shape-differs", path=file, field=TENSOR, found=shape, expected=expected
+    )
 
 
 def _num_written(layer: Tensor) -> int:
-    """Rows before the first that is all zeros."""
+    """How many rows come before the first row of zeros."""
     is_empty = ~layer.flatten(1).bool().any(1)
     return int(is_empty.int().argmax()) if bool(is_empty.any()) else len(layer)
 
 
 def _to_pages(layers: Sequence[Tensor], num_rows: int, page_size: int) -> Tensor:
-    """Rows [rows, 2, W] of every layer in pages, [P, L, 2, page_size, widest W]."""
+    """The rows [rows, 2, W] of every layer as pages [P, L, 2, page_size, widest W]."""
     num_pages = -(-num_rows // page_size)
     width = max(layer.shape[-1] for layer in layers)
     rows = layers[0].new_zeros(num_pages * page_size, len(layers), 2, width)
@@ -331,7 +353,7 @@ def _to_pages(layers: Sequence[Tensor], num_rows: int, page_size: int) -> Tensor
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`0 to 3, 6` of 0, 1, 2, 3, 6."""
+    """Numbers as text: `0 to 3, 6` for 0, 1, 2, 3, 6."""
     begins = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(begins, ends, strict=True))

@@ -1,1 +1,1 @@
-"""Target families, one file each; `target.py` holds the registry, `layers.py` the parts they share with drafts."""
+"""Target families, one file each; `target.py` has the registry, `layers.py` the parts that drafts share."""

@@ -1,8 +1,8 @@
-"""The state of one text in a cache of transformers, as tensors and plain values by name, and back.
+"""Turn the state of one text in a cache of transformers into named tensors and plain values, and back.
 
-Nothing is known of the kinds of caches there are: a state is every tensor and every number, string and truth value that
-can be reached from the cache object. To go on from one, a cache of a single token is made by the model itself, and each
-of its parts replaced; a part that only one side has is refused.
+This works for any class of cache: a state is every tensor, number, string and boolean that can be reached from the
+cache object. To restore a state, the model makes a cache of a single token, and each part of it is replaced. A part
+that only one side has is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,14 +21,14 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TextState:
-    """What `take_state` found, by names that begin with STATE for tensors."""
+    """The tensors and plain values of a cache by name. Names of tensors begin with STATE."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_state(cache: Any) -> TextState:
-    """Every tensor, copied, and every plain value of a cache."""
+    """Return a copy of every tensor of a cache, and every plain value."""
     tensors, values = {}, {}
     for path, value in _leaves(cache):
         if isinstance(value, Tensor):
@@ -39,7 +39,7 @@ def take_state(cache: Any) -> TextState:
 
 
 def put_state(cache: Any, state: TextState) -> str | None:
-    """Replace every part of a cache; says what does not fit, if anything, and then the cache is not to be used."""
+    """Replace every part of a cache, and return None; or return what does not fit, and then the cache is unusable."""
     tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
     for path, value in list(_leaves(cache)):
         name = _name(path)
@@ -64,7 +64,7 @@ def _leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _parts(item: Any) -> Iterator[tuple[str | int, Any]]:
-    """What an object holds, by attribute, key or place. Of other objects than caches nothing is followed."""
+    """Yield the parts of a container, cache or cache layer, by attribute, key or index. Other objects have none."""
     if isinstance(item, dict):
         yield from ((key, value) for key, value in item.items() if isinstance(key, str | int))
     elif isinstance(item, list | tuple):

@@ -1,4 +1,4 @@
-"""What native targets share: embedding, layers, head, and the tensors of each. A family says what its layers have.
+"""The parts that native targets share: embedding, layers, head and their tensors. A family describes its layers.
 
 Axis letters: T flat rows, F feature width.
 """
@@ -20,10 +20,10 @@ Shape = tuple[int, ...]
 
 
 class DecoderTarget:
-    """A decoder of layers that attend and feed forward, over KV that `attend` owns."""
+    """A decoder with attention and feed-forward in each layer. `attend` owns its KV."""
 
     has_head_norms: ClassVar[bool] = False
-    """Whether queries and keys are normalised head by head."""
+    """Whether the queries and keys of each head are normalised."""
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
@@ -51,7 +51,7 @@ class DecoderTarget:
 
     @classmethod
     def expected_shapes(cls, config: TargetConfig) -> dict[str, Shape]:
-        """Every tensor a target must have, with its shape."""
+        """Return every tensor that a target must have, with its shape."""
         hidden = config.hidden_size
         shapes: dict[str, Shape] = {
             f"{PREFIX}embed_tokens.weight": (config.vocab_size, hidden),
@@ -71,7 +71,7 @@ class DecoderTarget:
 
     @classmethod
     def attention_shapes(cls, config: TargetConfig) -> dict[str, Shape]:
-        """The tensors of one layer's attention, by their names in the layer."""
+        """Return the tensors of one layer's attention, by their names in the layer."""
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         heights = {"q": queries, "k": keys, "v": keys}
         shapes: dict[str, Shape] = {
@@ -86,12 +86,12 @@ class DecoderTarget:
 
     @classmethod
     def biased_projections(cls, config: TargetConfig) -> str:
-        """Which of attention's projections, of q, k, v and o, have a bias."""
+        """Return the letters of the attention projections (q, k, v, o) with a bias."""
         return "qkvo" if config.attention_bias else ""
 
     @classmethod
     def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
-        """The tensors of a layer's feed-forward, by their names in the layer."""
+        """Return the tensors of a layer's feed-forward, by their names in the layer."""
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes: dict[str, Shape] = {
             "mlp.gate_proj.weight": (inner, hidden),

@@ -1,4 +1,4 @@
-"""A feed-forward of many experts, a few of which a router chooses for each row.
+"""A feed-forward of many experts. A router chooses a few of them for each row.
 
 Axis letters: T rows, E experts, C chosen of them, F inner width. Source: huggingface/transformers
 models/qwen3_moe/modeling_qwen3_moe.py, integrations/moe.py.
@@ -16,15 +16,15 @@ from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights
 
 ALIGNMENT = 16
-"""Bytes of which torch's grouped product wants each row of a factor to be a multiple."""
+"""Torch's grouped product requires rows of a multiple of this many bytes."""
 
 ONE_LAUNCH = (9, 10)
-"""Major compute capabilities on which it is one launch. On others it copies the groups' ends to the host and loops."""
+"""Major compute capabilities on which torch's grouped product is one launch. On others it loops on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The sum over the chosen experts of down(silu(gate(x)) * up(x)), by the router's scores."""
+    """The sum over the chosen experts of down(silu(gate(x)) * up(x)), weighted by the router's scores."""
 
     router: Tensor  # [E, hidden]
     gate_up: Tensor  # [E, 2 F, hidden], the gate's rows first
@@ -48,7 +48,7 @@ class Experts:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether torch has a grouped product of weights like these."""
+        """Whether torch has a grouped product for these weights."""
         widths = (self.gate_up.shape[-1], self.down.shape[-1])
         is_aligned = all(width * self.down.element_size() % ALIGNMENT == 0 for width in widths)
         return self.down.is_cuda and self.down.dtype == torch.bfloat16 and is_aligned
@@ -59,21 +59,21 @@ class Experts:
         return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of each row's experts, the likeliest first, and their scores, both [T, C]."""
+        """Return the ids of each row's experts, most likely first, and their scores, both [T, C]."""
         return self.kernels.choose_experts(hidden, self.router, self.num_chosen, self.has_normalised_scores)
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """Expert by expert; which ones are chosen is looked at on the host."""
+        """Run one expert after another, [T, hidden]. The host reads which experts are chosen."""
         total = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
-            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            rows, columns = (chosen == expert).nonzero(as_tuple=True)
             inner = silu_mul_ref(functional.linear(hidden[rows], self.gate_up[expert]))
-            total.index_add_(0, rows, functional.linear(inner, self.down[expert]) * scores[rows, places, None])
+            total.index_add_(0, rows, functional.linear(inner, self.down[expert]) * scores[rows, columns, None])
         return total
 
     def grouped(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """All experts at once, as parts [P, T, hidden]; nothing here looks at a value on the host.
+        """Run all experts at once, as parts [P, T, hidden], without reading a tensor's value on the host.
 
-        Whether torch does, whose products those of many rows are, is what `follows_from_shapes` says.
+        For many rows this uses torch's products. `follows_from_shapes` says whether they read values on the host.
         """
         return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores)

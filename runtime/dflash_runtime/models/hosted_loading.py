@@ -1,4 +1,7 @@
-"""Load the model of a hosted target with transformers, whatever runs it then: from safetensors, nothing made up."""
+"""Load the model of a target with transformers, from safetensors only. Refuse tensors that transformers would make up.
+
+A hosted target is a target that transformers' code runs, over our pages or with its own cache.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -9,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
 from dflash_runtime.models.hosted_config import in_one_line
 from dflash_runtime.models.hosted_quantization import (
     CONFIG_KEY,
@@ -29,32 +33,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "adapter_config.json"
-"""Where there is one, transformers loads the model that it names."""
+"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
 
 
 def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
+    """Refuse from files and headers, before loading, adapters and quantised weights that cannot run.
 
     Raises:
-        UnsupportedError: weights packed in a way that is not run, or an adapter, which names a model.
+        UnsupportedError: an unsupported quantization, or an adapter, which names another model.
     """
     if (source.checkpoint.path / ADAPTER).exists():
-        raise unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
+        raise not_run(config.model_type, f"an adapter ({ADAPTER}) beside the weights", id="target-adapter")
     read_quantization(source)
 
 
 def load_model(source: TargetSource, config: TargetConfig, placement: Placement, attention: str) -> "PreTrainedModel":
-    """A target's model on its device, or spread over several, with the attention that has this name in transformers.
+    """Load a target's model onto its device or devices. `attention` is a name that transformers knows.
 
     Raises:
-        UsageError: a device map that does not say where every module lies.
-        UnsupportedError: tensors that transformers would leave out.
+        UsageError: the device map does not cover every module.
+        UnsupportedError: transformers would leave tensors out.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations import hub_kernels
 
-    hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch others' code
+    hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch code
     path, quantization = source.checkpoint.path, read_quantization(source)
     try:
         with quietly():
@@ -71,9 +75,19 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
         if placement.spread is not None and "device_map" in str(error):
             raise UsageError(
-                f"--device-map: {first_line(error)}", hint="--device-map auto chooses by itself"
+                f"--device-map: {first_line(error)}",
+                id="device-map",
+                field="--device-map",
+                found=dict(placement.spread.modules or {}),
+                expected="a device for every module",
+                hint="--device-map auto chooses by itself",
             ) from error
-        raise CheckpointError(f"transformers does not load this target: {first_line(error)}", path=path) from error
+        raise CheckpointError(
+            f"transformers does not load this target: {first_line(error)}",
+            id="target-not-loaded",
+            path=path,
+            found=first_line(error),
+        ) from error
     model, info = loaded
     _check_tensors(model, info, config, path)
     if quantization is not None and quantization.method == "fp8":
@@ -87,11 +101,11 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
 
 
 def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
-    """Hold what transformers says of loading to: every tensor found, every tensor applied.
+    """Require, from transformers' report on loading, that it found and applied every tensor.
 
     Raises:
         TensorMismatch: tensors are missing or misshapen; transformers would make them up.
-        UnsupportedError: tensors that it would leave out.
+        UnsupportedError: transformers would leave tensors out.
     """
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
@@ -99,25 +113,31 @@ def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConf
     unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name))
     surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
     if surplus:
-        raise unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
+        why = f"transformers does not apply {len(surplus)} of its tensors: {', '.join(surplus[:5])}"
+        raise not_run(config.model_type, why, id="tensors-not-applied")
 
 
 def _check_dtype(model: Any, config: TargetConfig, dtype: torch.dtype) -> None:
-    """Some quantizers choose a dtype of their own; models may keep some weights wider than the rest.
+    """Check the dtypes of loaded weights. Some quantizers choose their own; models may keep some weights wider.
 
     Raises:
-        UnsupportedError: weights that are narrower than the run.
+        UnsupportedError: weights are narrower than the dtype of the run, or the embedding has another dtype.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
-            raise unsupported(config, f"this release of transformers loads {name} as {parameter.dtype}, not as {dtype}")
+    narrow = [
+        (name, parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize
+    ]
     embedding = model.get_input_embeddings().weight.dtype
-    if embedding != dtype:
-        raise unsupported(config, f"transformers loads its embedding as {embedding}, not as {dtype}")
+    wrong = [*narrow, *([] if embedding == dtype else [("its embedding", embedding)])]
+    if wrong:
+        name, found = wrong[0]
+        why = f"this release of transformers loads {name} as {found}, not as {dtype}"
+        raise not_run(config.model_type, why, id="target-loaded-in-another-dtype")
 
 
 def _ask_to_unpack(settings: Any) -> None:
-    """Weights are to be unpacked while they are loaded, wherever the config says how they are packed."""
+    """Ask transformers, in every place of the config that states a quantization, to dequantise while it loads."""
     for part in (settings, settings.get_text_config(decoder=True)):
         stated = getattr(part, CONFIG_KEY, None)
         if isinstance(stated, dict):
@@ -125,7 +145,7 @@ def _ask_to_unpack(settings: Any) -> None:
 
 
 def parameter_of(module: nn.Module, name: str, device: torch.device) -> Tensor:
-    """A parameter of a module on a device; a copy, where it lies elsewhere or is only fetched while it is used."""
+    """Return a parameter of a module on a device: a copy if it is on another device, or offloaded."""
     parameter = module.get_parameter(name)
     if not parameter.is_meta:
         return parameter.detach().to(device)
@@ -136,7 +156,7 @@ def parameter_of(module: nn.Module, name: str, device: torch.device) -> Tensor:
 
 
 def _device_arguments(placement: Placement, quantization: Quantization | None) -> dict[str, Any]:
-    """A spread in transformers' words; what stays packed is loaded where it will be, since it may not be moved."""
+    """Return transformers' arguments for a placement. Weights that stay quantised are loaded onto their device."""
     spread = placement.spread
     if spread is None:
         return {"device_map": {"": placement.device}} if quantization and not quantization.is_unpacked else {}
@@ -147,7 +167,7 @@ def _device_arguments(placement: Placement, quantization: Quantization | None) -
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Only our console writes to the terminal."""
+    """Silence transformers and accelerate inside the block: only our console writes to the terminal."""
     from transformers.utils import logging as their_logging
 
     verbosity, has_bar = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
@@ -166,13 +186,5 @@ def quietly() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another's code is quoted by."""
+    """Return the type and first line of an error of other code."""
     return f"{type(error).__name__}: {in_one_line(error)}"
-
-
-def unsupported(config: TargetConfig, what: str) -> UnsupportedError:
-    """A target that is refused for what it is."""
-    return UnsupportedError(
-        f"this runtime does not run {config.model_type or 'unnamed'} targets: {what}",
-        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
-    )

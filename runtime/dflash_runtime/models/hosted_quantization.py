@@ -1,8 +1,8 @@
-"""Targets with quantised weights: what transformers needs to load each kind, and that no scale is left out.
+"""Targets with quantised weights: the packages that transformers needs for each method, and checks of the scales.
 
-Weights are turned into the dtype of the run while they are loaded wherever transformers can: that is right on every
-device, and computes with the numbers that the file stands for. Kernels that transformers would fetch from the hub are
-code, and are never used.
+Where transformers can, it dequantises weights to the dtype of the run while it loads them. This is right on every
+device, and computes with exactly the numbers in the file. Kernels that transformers would fetch from the hub are code,
+so this module refuses methods that need them.
 """
 
 import sys
@@ -23,20 +23,23 @@ from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.models.weights import loaded_bytes
 
 CONFIG_KEY = "quantization_config"
-"""The only key that transformers reads; with another it would load packed weights as if they were plain."""
+"""The only key that transformers reads. With another key it would load quantised weights as if they were plain."""
 
 SCALES = ("_scale_inv", "_scale")
-"""What names of scales end in, beside the name of their weight; `X.scale` and `X.qscale_weight` go with `X.weight`."""
+"""Suffixes that turn a weight's name into its scale's. `X.scale` and `X.qscale_weight` also belong to `X.weight`."""
 
 NUM_COMPARED = 4
-"""Loaded weights that are compared with scale times stored weight."""
+"""Number of loaded weights that are compared with scale times stored weight."""
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One way of packing weights: the packages that transformers needs, and whether it unpacks them while loading."""
+    """A quantization method: the packages that transformers needs, and whether it dequantises while it loads.
+
+    num_bits   bits of a packed number, or None if they are not known
+    """
 
     method: str
     packages: tuple[str, ...]
@@ -45,11 +48,11 @@ class Quantization:
 
     @property
     def label(self) -> str:
-        """What results are marked with."""
+        """The method as results name it."""
         return f"{self.method}, dequantised" if self.is_unpacked else self.method
 
     def loaded_bytes(self, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> int:
-        """Bytes of a checkpoint's weights once they are loaded."""
+        """Return the bytes of a checkpoint's weights after loading."""
         if not self.is_unpacked:
             return loaded_bytes(infos.values(), dtype)
         packed = [info for info in infos.values() if info.dtype in ("U8", "I8", "I32") and not _is_scale(info.name)]
@@ -66,20 +69,20 @@ METHODS: Mapping[str, tuple[tuple[str, ...], bool]] = {
     "awq": (("gptqmodel", "accelerate"), False),
     "bitsandbytes": (("bitsandbytes", "accelerate"), False),
 }
-"""Method -> the packages it needs, and whether transformers unpacks it while loading."""
+"""Method -> the packages that it needs, and whether transformers dequantises while it loads."""
 
 FETCHED = ("eetq", "fbgemm_fp8", "metal", "nvfp4", "gguf")
 """Methods for which transformers 5.23 fetches kernels from the hub. Source: its `integrations`."""
 
 FETCHES = "gptqmodel"
-"""It fetches a kernel from the hub where the package `kernels` is installed. Source: its gemm_hf_kernel.py."""
+"""This package fetches a kernel from the hub if the package `kernels` is installed. Source: its gemm_hf_kernel.py."""
 
 
 def read_quantization(source: TargetSource) -> Quantization | None:
-    """How a target's weights are packed, None where they are plain; from files, before anything is loaded.
+    """Return a target's quantization from its config and headers, or None if its weights are plain.
 
     Raises:
-        UnsupportedError: a method that is not run here, a package that is missing, or weights without their scales.
+        UnsupportedError: an unsupported method, a missing package, or weights without their scales.
     """
     checkpoint = source.checkpoint
     evidence = find_quantization(checkpoint)
@@ -89,30 +92,36 @@ def read_quantization(source: TargetSource) -> Quantization | None:
     if not stated:
         refuse_packed(checkpoint.path, evidence)
     method = str(stated.get("quant_method") or ("bitsandbytes" if stated.get("load_in_4bit") else "unnamed"))
+    if method in FETCHED:
+        why = "transformers would fetch kernels for them from the hub, and dflash never runs code that it fetches"
+        raise _refused(checkpoint, method, "quantization-fetches-code", why)
     if method not in METHODS:
-        raise _refused(checkpoint, method, _why_not(method))
+        known = ", ".join(METHODS)
+        raise _refused(checkpoint, method, "quantization-unknown", f"this method is not one of {known}")
     packages, is_unpacked = METHODS[method]
     for package in packages:
         if find_spec(package) is None:
             name = package.replace("_", "-")
-            raise _refused(checkpoint, method, f"they need {name}, which is not installed", f"pip install {name}")
+            why = f"they need {name}, which is not installed"
+            raise _refused(checkpoint, method, "quantization-needs-package", why, hint=f"pip install {name}")
     if FETCHES in packages and find_spec("kernels") is not None:
-        raise _refused(checkpoint, method, f"{FETCHES} would fetch code with the package kernels, which is installed")
+        why = f"{FETCHES} would fetch code with the package kernels, which is installed"
+        raise _refused(checkpoint, method, "quantization-fetches-code", why, hint="pip uninstall kernels")
     if method == "fp8":
         _check_scales(checkpoint, stated)
     return Quantization(method, packages, is_unpacked, _num_bits(checkpoint, method, stated))
 
 
 def dequantised(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """A quantisation config that asks for weights to be unpacked while they are loaded."""
+    """Return a quantization config that asks transformers to dequantise while it loads."""
     return {**stated, "dequantize": True}
 
 
 def compare_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Hold some loaded weights to what their files stand for: scale times stored number.
+    """Compare some loaded weights with scale times stored weight.
 
     Raises:
-        CheckpointError: one is something else.
+        CheckpointError: a loaded weight differs.
     """
     parameters = dict(model.named_parameters())
     pairs = [
@@ -123,16 +132,22 @@ def compare_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         wanted = _multiply(checkpoint.load(name), checkpoint.load(scale)).to(loaded.dtype)
         if not torch.equal(loaded, wanted):
             raise CheckpointError(
-                f"{name}: transformers loads it as another weight than {scale} times it", path=checkpoint.path
+                f"{name}: transformers loads other values than {scale} times the stored values",
+                id="weights-loaded-without-scale",
+                path=checkpoint.path,
+                field=name,
+                found=scale,
             )
 
 
 def leave_weights_in_place(model: nn.Module) -> None:
-    """Undo what compressed-tensors does to modules that it has unpacked for some releases of transformers: at each call
-    they fetch their weights to the device that these were on, wherever the model has been moved since.
+    """Remove the hooks that compressed-tensors leaves on modules after dequantising them.
+
+    With some releases of transformers, the hooks move a module's weights back to their first device at each call, even
+    if the model has been moved since.
     """
     offload = sys.modules.get("compressed_tensors.offload")
-    if offload is not None:  # otherwise nothing of it is in use
+    if offload is not None:  # otherwise no module has hooks
         offload.remove_dispatch(model)
 
 
@@ -141,24 +156,22 @@ def _stated(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return as_object(checkpoint.config.get(CONFIG_KEY)) or as_object(text.get(CONFIG_KEY)) or {}
 
 
-def _why_not(method: str) -> str:
-    if method in FETCHED:
-        return "transformers would fetch kernels for them from the hub, and code that is fetched is never run"
-    return f"it is none of {', '.join(METHODS)}"
-
-
-def _refused(checkpoint: Checkpoint, method: str, why: str, hint: str | None = None) -> UnsupportedError:
+def _refused(checkpoint: Checkpoint, method: str, id: str, why: str, hint: str | None = None) -> UnsupportedError:
     return UnsupportedError(
-        f"{checkpoint.path}: quantised weights ({method}), which this runtime does not run: {why}",
-        hint=hint or "run it in an engine that it was packed for, or take the weights it was packed from",
+        f"quantised weights ({method}), which this runtime does not run: {why}",
+        id=id,
+        path=checkpoint.path,
+        field="quant_method",
+        found=method,
+        hint=hint or "run it in an engine that reads this quantization, or pass the weights it was made from",
     )
 
 
 def _num_bits(checkpoint: Checkpoint, method: str, stated: Mapping[str, Any]) -> int | None:
-    """Bits of a packed number, where that is known.
+    """Return the bits of a packed number, or None if they are not known.
 
     Raises:
-        UnsupportedError: layers that are packed in several ways, of which transformers takes one for all.
+        UnsupportedError: layers are quantised in several ways. transformers would read all of them in one way.
     """
     if method != "compressed-tensors":
         return 4 if method == "mxfp4" else None
@@ -167,7 +180,7 @@ def _num_bits(checkpoint: Checkpoint, method: str, stated: Mapping[str, Any]) ->
         str(sorted(as_object(group.get("weights")).items())): as_object(group.get("weights")) for group in groups
     }
     if len(schemes) > 1:
-        raise _refused(checkpoint, method, "its config_groups pack weights in several ways")
+        raise _refused(checkpoint, method, "quantization-mixed", "its config_groups quantise weights in several ways")
     bits = next(iter(schemes.values()), {}).get("num_bits")
     return bits if is_int(bits) else None
 
@@ -177,7 +190,7 @@ def _is_scale(name: str) -> bool:
 
 
 def _scaled(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Weights of eight bits with their scales."""
+    """Yield each weight of eight bits with its scale."""
     for name, info in checkpoint.tensors.items():
         if info.dtype in FLOAT8 and len(info.shape) > 1 and not _is_scale(name):
             scale = _scale_of(name, checkpoint)
@@ -194,29 +207,33 @@ def _scale_of(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def _check_scales(checkpoint: Checkpoint, stated: Mapping[str, Any]) -> None:
-    """Every weight of eight bits has scales, and they divide it into the blocks that the config says.
+    """Check that every weight of eight bits has scales that divide it into the blocks of the config.
 
-    transformers finds the size of blocks from that of the scales, which is another where the last block is cut short.
+    transformers derives the block size from the shape of the scales, which is wrong if the last block is shorter.
+
+    Raises:
+        UnsupportedError: a weight without a scale, or with scales for other blocks.
     """
     scaled = dict(_scaled(checkpoint))
     if not any(info.dtype in FLOAT8 for info in checkpoint.tensors.values()):
-        raise _refused(checkpoint, "fp8", "none of its tensors has eight bits")
+        raise _refused(checkpoint, "fp8", "quantization-without-weights", "its tensors have no eight-bit weights")
     block = stated.get("weight_block_size")
     for name, info in checkpoint.tensors.items():
         if info.dtype not in FLOAT8 or len(info.shape) < 2 or _is_scale(name):
             continue
         if name not in scaled:
-            raise _refused(checkpoint, "fp8", f"no scale is found for {name}")
+            raise _refused(checkpoint, "fp8", "scale-missing", f"the scale of {name} is missing")
         grid = checkpoint.tensors[scaled[name]].shape
         if not _divides(info.shape[-2:], grid, block):
-            raise _refused(
-                checkpoint, "fp8", f"{scaled[name]} of {list(grid)} is not one scale a block of {block} of {name}, "
-                f"{list(info.shape)}, which transformers takes for granted",
-            )  # fmt: skip
+            why = (
+                f"{scaled[name]} has shape {list(grid)}, but transformers expects one scale per block of {block} of "
+                f"{name}, {list(info.shape)}"
+            )
+            raise _refused(checkpoint, "fp8", "scale-blocks-differ", why)
 
 
 def _divides(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
-    """Whether each axis of a weight has one scale, or one for each whole block."""
+    """Whether each axis of a weight has one scale, or one scale per whole block."""
     if len(grid) < 2 or block is None:
         return all(count == 1 for count in grid)
     if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
@@ -226,7 +243,7 @@ def _divides(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
 
 
 def _multiply(weight: Tensor, scale: Tensor) -> Tensor:
-    """Scale times weight in float32; scales of a block stand for all of its numbers."""
+    """Return scale times weight in float32. The scale of a block applies to all its numbers."""
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if factors.dim() >= 2:
         for axis in (-2, -1):

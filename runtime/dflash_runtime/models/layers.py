@@ -1,4 +1,4 @@
-"""The parts of a decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
+"""The parts of a decoder that targets and drafts share. Weights are plain tensors, without gradients.
 
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, P pages.
 """
@@ -24,10 +24,10 @@ from dflash_runtime.models.weights import Weights
 
 
 class Attend(Protocol):
-    """Attention of one forward. It owns the KV in pages.
+    """The attention of one forward. It owns the KV pages.
 
-    A model either calls it with what its projections give, or asks for the `place` of a layer, stores keys and values
-    there in the launch that makes them, and then lets `read` do the rest.
+    A model calls it with queries, keys and values, or takes two steps. First it asks for a layer's `place`, and stores
+    keys and values there in the launch that makes them. Then it calls `read`.
     """
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
@@ -35,16 +35,16 @@ class Attend(Protocol):
         ...
 
     def place(self, layer: int) -> KVPlace | None:
-        """Where keys and values of the rows are kept; None where they are not."""
+        """Return where to store the rows' keys and values, or None if they are not stored."""
         ...
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        """As a call, with keys and values stored already."""
+        """Compute the same attention as a call, after the keys and values have been stored."""
         ...
 
 
 class PagedKV(Protocol):
-    """KV in pages as a model sees it: tensors to write rows into, by slot."""
+    """KV in pages, as tensors into which a model writes rows by slot."""
 
     @property
     def keys(self) -> Tensor:
@@ -75,7 +75,7 @@ class Linear:
         return self.kernels.product(hidden, self.weight)
 
     def parts(self, hidden: Tensor) -> Tensor:
-        """[T, K] -> parts of the product that its reader adds up, [P, T, N]."""
+        """[T, K] -> parts of the product, [P, T, N], that the reader sums."""
         return self(hidden)[None] if self.bias is not None else self.kernels.product_parts(hidden, self.weight)
 
     def gated(self, hidden: Tensor) -> Tensor:
@@ -97,13 +97,13 @@ class RMSNorm:
         return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
     def add(self, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a sublayer's output, in parts [P, T, D], to the residual stream -> the sum normalised, and the sum."""
+        """Add a sublayer's output, in parts [P, T, D], to the residual stream -> the normalised sum, and the sum."""
         return self.kernels.add_rms_norm(parts, residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Gated feed-forward: down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """Gated feed-forward: down(silu(gate(x)) * up(x)), with gate and up in one product."""
 
     gate_up: Linear
     down: Linear
@@ -119,11 +119,11 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projections and rotary positions; queries and keys are normalised head by head where there are norms for it."""
+    """Projections and rotary positions. With `head_norms`, the queries and keys of each head are normalised."""
 
     qkv: Linear
     output: Linear
-    head_norms: Tensor | None  # [H + KV, D]: that of queries for each of their heads, then that of keys
+    head_norms: Tensor | None  # [H + KV, D]: the query norm for each query head, then the key norm for each key head
     eps: float
     num_heads: int
     num_kv_heads: int
@@ -140,9 +140,9 @@ class Attention:
         return cls(qkv, output, norms, config.rms_norm_eps, *counts, config.head_dim, kernels, softmax)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], rotated; values [T, KV, D].
+        """[T, hidden] -> rotated queries [T, H, D] and keys [T, KV, D], and values [T, KV, D].
 
-        All are views of wider rows. Keys and values are stored in their place, if there is one.
+        All are views of wider rows. With a `place`, keys and values are stored there.
         """
         parts = self.qkv.parts(hidden)
         rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place)
@@ -152,18 +152,18 @@ class Attention:
     @property
     def key_norm(self) -> Tensor:
         """[D]."""
-        assert self.head_norms is not None, "a draft's attention, which normalises its heads"
+        assert self.head_norms is not None, "the attention of a draft has head norms"
         return self.head_norms[-1]
 
     @property
     def key_value(self) -> Linear:
-        """The part of the projection that makes keys and values: [2 * KV * D, hidden]."""
+        """The rows of the projection that make keys and values, [2 * KV * D, hidden]."""
         begin = self.num_heads * self.head_dim
         return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:], self.kernels)
 
 
 def _head_norms(weights: Weights, name: str, counts: tuple[int, int]) -> Tensor | None:
-    """See `Attention.head_norms`; None for a family without them."""
+    """Return `Attention.head_norms`, or None for a family without head norms."""
     if f"{name}.q_norm.weight" not in weights:
         return None
     norms = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
@@ -172,7 +172,7 @@ def _head_norms(weights: Weights, name: str, counts: tuple[int, int]) -> Tensor 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward on a residual stream, each after a norm; the norm before attention is the caller's."""
+    """Attention and feed-forward on a residual stream, each after a norm. The caller applies the first norm."""
 
     attention: Attention
     mlp: MLP | Experts
@@ -195,10 +195,10 @@ class DecoderLayer:
         attend: Attend,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Normalised rows and the residual stream, [T, hidden] -> parts to be added to the stream, and the stream.
+        """Normalised rows and residual stream, both [T, hidden] -> parts to add to the stream, and the stream.
 
-        The last addition is left to the norm that follows, which does both in one pass. With `wanted` [S] nothing is
-        made of other rows but their keys and values: what is returned has S rows.
+        The next norm adds the parts and normalises in one pass. With `wanted` [S] both results have only these rows;
+        of other rows only keys and values are computed.
         """
         query, keys, values = self.attention.project(normed, cos, sin, attend.place(layer))
         attended = attend.read(layer, query, keys, values, self.attention.softmax)
@@ -209,9 +209,15 @@ class DecoderLayer:
 
 
 def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
-    """A layer's feed-forward; the layers that have experts have a router too."""
+    """Read a layer's feed-forward, or its experts if it has a router.
+
+    Raises:
+        UnsupportedError: another activation than silu.
+    """
     if config.hidden_act != "silu":
-        raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not served (known: silu)")
+        raise UnsupportedError(
+            id="activation-not-run", field="hidden_act", found=config.hidden_act, expected="silu in this runtime"
+        )
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is not None and f"{name}.gate.weight" in weights:
         return Experts.read(weights, name, experts, kernels)
@@ -219,7 +225,7 @@ def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, k
 
 
 class DecoderStack:
-    """All layers between an embedding and a head: rope, each layer's input norm, and the final norm."""
+    """The layers between an embedding and a head, with rope, each layer's input norm, and the final norm."""
 
     def __init__(self, weights: Weights, prefix: str, config: TargetConfig | DraftConfig, placement: Placement) -> None:
         kernels, layers = placement.kernels, range(config.num_layers)
@@ -230,7 +236,7 @@ class DecoderStack:
 
     @property
     def follows_from_shapes(self) -> bool:
-        """Whether no layer looks at a value on the host: all but experts do without."""
+        """Whether no layer reads a tensor's value on the host. Only experts may do so."""
         return all(not isinstance(layer.mlp, Experts) or layer.mlp.follows_from_shapes for layer in self.layers)
 
     def __call__(
@@ -243,8 +249,8 @@ class DecoderStack:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Embedded rows [T, hidden] at positions [T] -> normalised rows [T, hidden], and the outputs of `taps`.
 
-        A layer's output is the residual stream after it; after the last layer, before the final norm. With `wanted` [S]
-        only these rows are normalised, [S, hidden], and run through the last layer, unless that one is tapped.
+        A layer's output is the residual stream after it, before the final norm. With `wanted` [S] only these rows are
+        normalised, [S, hidden], and only they run through the last layer unless it is tapped.
         """
         cos, sin = self.rope.rows(positions)
         outputs: dict[int, Tensor] = {}
@@ -267,16 +273,20 @@ class RopeTable:
         angles = torch.arange(placement.num_positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)  # [positions, D]
         table = torch.stack((angles.cos(), angles.sin()), dim=1) * scale
-        self.table = table.to(placement.device, placement.dtype)  # [positions, 2, D]: one lookup gives both
+        self.table = table.to(placement.device, placement.dtype)  # [positions, 2, D]: one lookup gives cos and sin
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[...] positions -> cos and sin, each [..., D]."""
+        """Positions [...] -> cos and sin, each [..., D]."""
         cos, sin = self.table[positions].unbind(-2)
         return cos, sin
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] and the factor on cos and sin, from transformers' own functions."""
+    """Return inverse frequencies [D / 2] and the factor on cos and sin, from transformers' own functions.
+
+    Raises:
+        UnsupportedError: a rope type that this runtime does not compute.
+    """
     if rope.kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (rope.theta**exponents), 1.0
@@ -284,7 +294,9 @@ def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) 
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if rope.kind not in ("linear", "yarn", "llama3"):
-        raise UnsupportedError(f"rope type {rope.kind!r} is not served (known: default, linear, yarn, llama3)")
+        raise UnsupportedError(
+            id="rope-not-run", field="rope_type", found=rope.kind, expected="default, linear, yarn or llama3"
+        )
     config = Qwen3Config(
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,

@@ -6,4 +6,4 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("llama")
 class LlamaTarget(DecoderTarget):
-    """A Llama decoder; `attention_bias` and `mlp_bias` of its config give all their projections a bias."""
+    """A Llama decoder. `attention_bias` and `mlp_bias` of its config add a bias to all projections of these parts."""

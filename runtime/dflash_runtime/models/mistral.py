@@ -6,4 +6,4 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("mistral")
 class MistralTarget(DecoderTarget):
-    """A Mistral decoder: Llama's layers, all of them over a window where the config has one."""
+    """A Mistral decoder: Llama's layers. A window in its config applies to all of them."""

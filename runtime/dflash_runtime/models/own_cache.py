@@ -1,12 +1,12 @@
-"""Targets that our pages do not hold: transformers' own modelling code with transformers' own cache, text by text.
+"""Targets with their own cache: transformers' modelling code and cache, one text at a time.
 
-A cache holds committed tokens only. A block of which some tokens may be rejected is run on a copy of it, and what is
-kept of the block goes into the cache afterwards, so that a rejected token never reaches a state. Where a cache is
-nothing but keys and values, the rejected ones are cut off instead.
+A cache holds only committed tokens. A block, in which the target may reject tokens, runs on a copy of the cache. Its
+accepted tokens go into the cache afterwards, so a rejected token never reaches a state. A cache of only keys and values
+drops rejected tokens instead.
 
-How a model reads several tokens after a cache differs from family to family: some ignore the state then. So a trial
-after loading rejects tokens at several places and compares with one forward that uses no cache; tokens are read at once
-where that is as near to it as reading them one by one, and one by one where it is not.
+Families differ in how they read several tokens after a cache: some ignore the state then. So a trial after loading
+rejects tokens at several positions and compares the hidden states with one forward without a cache. The target reads
+tokens at once if that is as close to the forward as reading them one by one.
 
 Axis letters: T flat rows, F feature width.
 """
@@ -15,53 +15,53 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import OwnCache, TargetConfig
-from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted import check_head, find_layers, keep_output, read_head
-from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
-from dflash_runtime.models.layers import Attend, Linear
+from dflash_runtime.models.hosted import TransformersTarget, check_features, check_head, trying_out
+from dflash_runtime.models.hosted_loading import load_model
+from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
-"""What decoders call their cache, as an argument and in what they return."""
+"""Names of the cache in decoders' arguments and outputs."""
 
 SCORE_BYTES = 256 * 2**20
-"""What the scores of one layer may take, which transformers' attention writes: heads times rows times text, twice."""
+"""Most bytes of one layer's attention scores, which transformers writes twice: heads times rows times text."""
 
 LEAST_ROWS = 64
-"""Rows of one forward whatever the scores take, so that a block is never parted."""
+"""Rows of one forward whatever the scores take, so that a block is never split."""
 
 MOST_PENDING = 32
-"""Kept tokens that are read again before each block until there are so many; then they go into the cache."""
+"""Accepted tokens that are read again before each block. More tokens than this go into the cache."""
 
 TRIAL_START = 66
 TRIAL_KEPT = (1, 3, 2, 4)
 TRIAL_BLOCK = 4
-"""The trial: after a prompt of one token and one of many, blocks of four of which so many are kept."""
+"""The trial: prompts of 1 and of 66 tokens, then blocks of 4 tokens with 1, 3, 2 and 4 accepted."""
 
 LEAST_TOLERANCE = 1e-3
-"""How far a cache may be from no cache by rounding, relative to the hidden states; sqrt(eps) of the dtype if more."""
+"""Largest relative difference of hidden states with and without a cache; sqrt(eps) of the dtype if that is larger."""
 
 NOISE_FACTOR = 4
-"""How many times as far off as token by token reading at once may be, which sums in another order."""
+"""How many times larger the difference may be when tokens are read at once, because sums have another order."""
 
 
 @dataclass(slots=True)
 class TextCache:
-    """What a target has of one text: `cache` holds its first `cached_len` tokens.
+    """A target's cache of one text.
 
-    Of `tokens`, which were run after the cache, those before the next block's start have come to stay; `ahead` is a
-    cache that holds them as well.
+    cache    holds the first `cached_len` tokens
+    tokens   tokens that ran after the cache; tokens before the next block's start are accepted
+    ahead    a cache that holds `tokens` as well, or None
     """
 
     cache: Any = None
@@ -70,48 +70,38 @@ class TextCache:
     ahead: Any = None
 
     def hold(self, cache: Any, length: int) -> None:
-        """Nothing is ahead of this cache."""
+        """Replace the cache and forget the tokens that ran after it."""
         self.cache, self.cached_len, self.tokens, self.ahead = cache, length, self.tokens[:0], None
 
 
-class OwnCacheTarget:
-    """A decoder of transformers as a target that keeps its own cache of each text, a `TextCache`."""
+class OwnCacheTarget(TransformersTarget):
+    """A decoder of transformers as a target that keeps a `TextCache` for each text.
 
-    follows_from_shapes: ClassVar[bool] = False
+    reads_at_once   whether several tokens after a cache may run in one forward
+    can_crop        whether the cache can drop its last tokens
+    """
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
-        self.config = config
-        self._device = placement.device
-        self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
-        self.head: Linear = read_head(config, model, placement)
+        super().__init__(config, model, _find_decoder(model), placement)
         self.reads_at_once = False
         self.can_crop = False
-        self._decoder = _find_decoder(model)
-        first = next(model.get_input_embeddings().parameters()).device
-        self.entry = placement.device if first.type == "meta" else first  # where rows enter the model
-        self._layers = find_layers(config, self._decoder)
         known = inspect.signature(self._decoder.forward).parameters
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
 
-    @property
-    def embedding_scale(self) -> float:
-        """See `models.target.TargetEnds`."""
-        return self.config.embedding_scale
-
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `models.target.Target`; the rows are a text from its beginning, and nothing is kept of it."""
+        """See `models.target.Target`. The rows are a text from its beginning, and no cache of it is kept."""
         hidden, features, _ = self._forward(token_ids, 0, taps, use_cache=False)
         return hidden if wanted is None else hidden[wanted], features
 
     def read(
         self, text: TextCache, token_ids: Tensor, start: int, taps: Sequence[int], *, is_final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Run tokens [T] of a text from position `start` on; of those run before, the ones from there on are rejected.
+        """Run tokens [T] of a text from position `start` on, and reject earlier tokens from that position on.
 
-        Final ones come to stay; of others, the next call says how many have.
+        Final tokens stay in the text. Otherwise the next call's `start` says how many of the tokens were accepted.
         """
         self._settle(text, start)
         first, token_ids = text.cached_len, torch.cat((text.tokens.to(token_ids.device), token_ids))
@@ -125,11 +115,11 @@ class OwnCacheTarget:
         return hidden[asked], None if features is None else features[asked]
 
     def _settle(self, text: TextCache, start: int) -> None:
-        """Reject what was run from `start` on."""
+        """Reject the tokens that ran from `start` on."""
         num_kept = start - text.cached_len
         num_rejected = len(text.tokens) - num_kept
-        assert num_kept >= 0, "a text goes on where it was, or is begun anew"
-        assert num_rejected >= 0, "a text goes on where it was, or is begun anew"
+        assert num_kept >= 0, "start is before the end of the cache"
+        assert num_rejected >= 0, "start is after the last token"
         if text.ahead is not None and not num_rejected:
             text.hold(text.ahead, start)
         elif text.ahead is not None and self.can_crop:
@@ -141,7 +131,7 @@ class OwnCacheTarget:
                 text.hold(self._run(text.cache, text.tokens, text.cached_len, ())[2], start)
 
     def _run(self, cache: Any, token_ids: Tensor, start: int, taps: Sequence[int]) -> tuple[Tensor, Tensor | None, Any]:
-        """Tokens after a cache, in as few forwards as are right -> hidden states, features, and the cache with them."""
+        """Run tokens after a cache in as few forwards as possible -> hidden states, features and the new cache."""
         if self.reads_at_once:
             size = _num_rows(self.config, start + len(token_ids))
         else:
@@ -157,70 +147,58 @@ class OwnCacheTarget:
     def _forward(
         self, token_ids: Tensor, start: int, taps: Sequence[int], *, cache: Any = None, use_cache: bool = True
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """One forward of the decoder."""
+        """Run one forward of the decoder -> hidden states, features and the new cache."""
         given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
         if self._has_positions:
             given["position_ids"] = torch.arange(start, start + len(token_ids), device=self.entry)[None]
-        outputs: dict[int, Tensor] = {}
-        hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
-        try:
-            rows = self._decoder(input_ids=token_ids[None].to(self.entry), use_cache=use_cache, **given)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
-        return rows.last_hidden_state[0].to(self._device), features, getattr(rows, self._cache_name, None)
+        hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
+        return hidden, features, getattr(output, self._cache_name, None)
 
 
 def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placement) -> OwnCacheTarget:
-    """Load a target through transformers, from safetensors only, and find by trial how it has to be run.
+    """Load a target through transformers, from safetensors only, and find by trial how it must be run.
 
     Raises:
-        UnsupportedError: packed weights, or a model whose cache does not stand for the tokens before it.
+        UnsupportedError: quantised weights, or a model with a cache that does not replace the tokens before it.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    model = load_model(source, config, placement, "eager")  # the others leave out what they do not do
+    model = load_model(source, config, placement, "eager")  # other implementations leave out features silently
     target = OwnCacheTarget(config, model, placement)
-    try:
-        with torch.inference_mode():
-            _try_out(target, model, placement.device)
-    except (DFlashError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a model may fail in any way, and not for a fault of this program
-        raise unsupported(config, f"its own code fails on a few tokens: {first_line(error)}") from error
+    with trying_out(config):
+        _try_out(target, model, placement.device)
     return target
 
 
 def score_bytes(config: TargetConfig, num_rows: int) -> int:
-    """Bytes of the scores of one layer at most, if prompts are read in chunks of so many rows."""
+    """Return the most bytes of one layer's attention scores with prompt chunks of `num_rows` rows."""
     return max(SCORE_BYTES, _score_bytes(config, num_rows) * num_rows)
 
 
 def _score_bytes(config: TargetConfig, num_tokens: int) -> int:
-    """Bytes of the scores of a row in a text of so many tokens, in float32 and as they were."""
+    """Return the bytes of one row's attention scores in a text of `num_tokens`, in float32 and in a second copy."""
     return 2 * torch.float32.itemsize * config.num_heads * num_tokens
 
 
 def _num_rows(config: TargetConfig, num_tokens: int) -> int:
-    """Rows of a text of so many tokens in one forward."""
+    """Return the rows of one forward in a text of `num_tokens`."""
     return max(LEAST_ROWS, SCORE_BYTES // _score_bytes(config, num_tokens))
 
 
 def copy_cache(cache: Any) -> Any:
-    """A cache that can be run on without changing this one."""
+    """Return a copy of a cache, so that running on the copy does not change the original."""
     shared = {id(item): item for layer in _grown_layers(cache) for item in (layer.keys, layer.values)}
     return copy.deepcopy(cache, shared)
 
 
 def _grown_layers(cache: Any) -> list[Any]:
-    """Layers whose keys and values are put together anew with every token, and so never written to."""
+    """Return the layers that make new K and V tensors for every token. Copies may share these tensors."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     return [item for item in getattr(cache, "layers", ()) if type(item) in (DynamicLayer, DynamicSlidingWindowLayer)]
 
 
 def _is_croppable(cache: Any) -> bool:
-    """Whether a cache is nothing but keys and values of all tokens."""
+    """Whether a cache consists of only the keys and values of all tokens."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -232,10 +210,10 @@ def _find_decoder(model: "PreTrainedModel") -> nn.Module:
 
 
 def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.device) -> None:
-    """Find how a loaded model has to be run for its cache to stand for the tokens before it, and how large that is.
+    """Find how a loaded model must run so that its cache replaces the tokens before it, and measure the cache.
 
     Raises:
-        UnsupportedError: no way is right.
+        UnsupportedError: with a cache, the hidden states always differ.
     """
     config = target.config
     num_tokens = min(TRIAL_START + sum(TRIAL_KEPT), config.max_position_embeddings)
@@ -243,12 +221,12 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
     token_ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).to(device)
     said = model(input_ids=token_ids[None].to(target.entry), use_cache=False).logits[0].to(device)
     hidden, features, _ = target._forward(token_ids, 0, (0,), use_cache=False)
-    if features is None or features.shape != hidden.shape:
-        raise unsupported(config, "layers whose output is not the residual stream")
+    check_features(config, features, hidden)
     check_head(config, target.head, hidden, said)
     noise = _distance(target, token_ids, hidden)
     if not noise <= max(LEAST_TOLERANCE, torch.finfo(hidden.dtype).eps ** 0.5):
-        raise unsupported(config, f"a cache that gives other hidden states than no cache, {noise:.2g} off")
+        why = f"its hidden states with a cache differ from those without by {noise:.2g}"
+        raise not_run(config.model_type, why, id="target-cache-differs")
     allowed = max(NOISE_FACTOR * noise, torch.finfo(hidden.dtype).eps)
     for can_crop in (True, False) if _is_croppable(_fill(target, token_ids).cache) else (False,):
         target.reads_at_once, target.can_crop = True, can_crop
@@ -260,7 +238,7 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
 
 
 def _is_within(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor, allowed: float) -> bool:
-    """Whether reading blocks at once is right; code that was never meant for it may also fail."""
+    """Whether reading blocks at once gives the wanted hidden states. Code that does not support it may also fail."""
     try:
         return _distance(target, token_ids, wanted) <= allowed
     except (RuntimeError, ValueError, TypeError, IndexError):
@@ -268,7 +246,7 @@ def _is_within(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor, allowe
 
 
 def _distance(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor) -> float:
-    """How far the hidden states of a text, of whose blocks parts are rejected, are from those of one forward."""
+    """Return the relative difference of hidden states between blocks with rejected tokens and one forward."""
     parts, counted = [], []
     for start in (1, len(token_ids) - sum(TRIAL_KEPT)):
         text = TextCache()
@@ -290,7 +268,7 @@ def _fill(target: OwnCacheTarget, token_ids: Tensor) -> TextCache:
 
 
 def _measure(target: OwnCacheTarget, token_ids: Tensor) -> OwnCache:
-    """What a text takes, by the caches of two; twice where blocks are run on copies."""
+    """Return the bytes of a text's cache, measured on two texts, and doubled if blocks run on copies."""
     num_few = len(token_ids) // 2
     few, many = (_num_bytes(_fill(target, token_ids[:count]).cache) for count in (num_few, len(token_ids)))
     token_bytes = -(-(many - few) // (len(token_ids) - num_few))
@@ -303,7 +281,7 @@ def _num_bytes(cache: Any) -> int:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """Every tensor in an object, however it is nested."""
+    """Yield every tensor in a nested object."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, dict):

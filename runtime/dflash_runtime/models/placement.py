@@ -1,4 +1,4 @@
-"""Where and how models run: the settings that every model is built with."""
+"""Device, dtype and kernels of a run: the settings that every model is built with."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,9 +11,12 @@ from dflash_kernels.suite import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where the modules of a hosted target lie: by name, or as accelerate chooses within what devices may take.
+    """The devices of a hosted target's modules.
 
-    Devices are numbers of GPUs, `cpu`, or `disk`, which is read in every forward.
+    A device is the number of a GPU, `cpu`, or `disk`, which is read in every forward.
+
+    modules     device of each module, by name; None lets accelerate choose
+    max_bytes   the most bytes on each device if accelerate chooses
     """
 
     modules: Mapping[str, int | str] | None = None
@@ -22,9 +25,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device, the dtype of the run, the kernels, and the positions that rope tables cover, `[0, num_positions)`.
+    """The device, dtype and kernels of a run. Rope tables cover positions `[0, num_positions)`.
 
-    With `spread` a target's weights may lie elsewhere; its KV, and whatever it gives, are on the device.
+    With `spread` a target's weights may be on other devices. Its KV and its outputs are on `device`.
     """
 
     device: torch.device
@@ -35,10 +38,10 @@ class Placement:
 
     @property
     def dtype_name(self) -> str:
-        """As configs write it: `bfloat16`."""
+        """The dtype as configs write it: `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one of this thread, which is where Triton launches and graphs are captured."""
+    """Make a GPU the current device of this thread. Triton launches and CUDA graph captures use the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,7 +7,7 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("qwen2")
 class Qwen2Target(DecoderTarget):
-    """A Qwen2 decoder: its queries, keys and values have a bias, whatever its config says."""
+    """A Qwen2 decoder: its query, key and value projections always have a bias."""
 
     @classmethod
     def biased_projections(cls, config: TargetConfig) -> str:

@@ -8,6 +8,6 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("qwen3")
 class Qwen3Target(DecoderTarget):
-    """A Qwen3 decoder: queries and keys are normalised head by head."""
+    """A Qwen3 decoder: it normalises the queries and keys of each head."""
 
     has_head_norms: ClassVar[bool] = True

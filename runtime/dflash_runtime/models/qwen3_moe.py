@@ -9,7 +9,7 @@ from dflash_runtime.models.target import TARGETS
 
 @TARGETS.register("qwen3_moe")
 class Qwen3MoeTarget(DecoderTarget):
-    """A Qwen3 decoder some or all of whose layers have experts in place of one feed-forward."""
+    """A Qwen3 decoder in which some or all layers have experts instead of one feed-forward."""
 
     has_head_norms: ClassVar[bool] = True
 

@@ -1,7 +1,7 @@
 """The interface of a target, as the runner calls it, and the registry of target families.
 
-A family is one file in this package with a class decorated `@TARGETS.register(model_type)`, where `model_type` is that
-of the checkpoint's config.
+A family is one file in this package with a class decorated `@TARGETS.register(model_type)`, where `model_type` is the
+value in the checkpoint's config.
 
 Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 """
@@ -34,7 +34,7 @@ from dflash_runtime.registry import Registry
 
 
 class TargetEnds(Protocol):
-    """What a draft borrows of a target: all of it that drafting needs."""
+    """The parts of a target that a draft uses."""
 
     @property
     def embedding(self) -> Tensor:
@@ -48,15 +48,15 @@ class TargetEnds(Protocol):
 
     @property
     def embedding_scale(self) -> float:
-        """What the target multiplies rows of its embedding with."""
+        """The factor that the target applies to rows of its embedding."""
         ...
 
 
 class Target(TargetEnds, Protocol):
-    """A decoder whose layers' outputs can be tapped.
+    """A decoder with taps on the outputs of its layers.
 
-    One whose `follows_from_shapes` is true never looks at a value on the host: the same launches serve any tokens and
-    lengths, so that steps with it can be captured as CUDA graphs.
+    A target may have `follows_from_shapes`. If it is true, the target never reads a tensor's value on the host: its
+    launches depend only on shapes, so that steps can be captured as CUDA graphs.
     """
 
     config: TargetConfig
@@ -66,18 +66,22 @@ class Target(TargetEnds, Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Token ids and positions [T] -> normalised hidden states [T, hidden], features [T, F].
 
-        With `wanted` [S] only the hidden states of these rows, [S, hidden]: nobody reads those of a prompt's others, of
-        which the last layer then makes keys and values alone. Features are the outputs of the decoder layers `taps`,
-        concatenated in that order; None without taps.
+        With `wanted` [S] the hidden states have only these rows, [S, hidden]. During prefill the last layer then
+        computes only K and V for rows that nobody reads. Features are the outputs of the decoder layers `taps`,
+        concatenated in that order, or None without taps.
         """
         ...
 
 
 class TargetFamily(Protocol):
-    """A class of targets: which tensors one has, and how it is built from them."""
+    """A class of targets: lists the tensors of a target, and builds a target from them.
+
+    A family may have `read_config(config, path)`, which returns the `TargetConfig` of a config.json with keys that
+    `hf_config.read_target_config` refuses as parts of another decoder.
+    """
 
     def expected_shapes(self, config: TargetConfig) -> Shapes:
-        """Every tensor a target must have, with its shape."""
+        """Return every tensor that a target must have, with its shape."""
         ...
 
     def __call__(self, config: TargetConfig, weights: Weights, placement: Placement) -> Target: ...
@@ -86,39 +90,39 @@ class TargetFamily(Protocol):
 logger = logging.getLogger(__name__)
 
 NUM_NAMED = 5
-"""Tensors that a message names before it counts the rest."""
+"""The most tensors that a message names before it counts the rest."""
 
 TARGETS: Registry[TargetFamily] = Registry("target family")
 
 
 @cache
 def target_families() -> Registry[TargetFamily]:
-    """The registry with every family of this package in it."""
+    """Return the registry after importing every family of this package."""
     TARGETS.discover("dflash_runtime.models")
     return TARGETS
 
 
 TargetRuntime = Literal["native", "transformers", "transformers-cache"]
-"""Whose code runs a target: a family of this package; transformers, over the same pages, or with its own cache."""
+"""The code that runs a target: a family of this package, or transformers, over our pages or with its own cache."""
 
 
 def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntime, TargetConfig]:
-    """Whose code runs a target, and its config, read as that code does. `auto` is native wherever a family serves it.
+    """Return the code that runs a target, and the target's config as that code reads it.
 
-    `transformers` runs over our pages wherever they do; what only the loaded model shows comes with `load_target`.
+    `auto` chooses native code for every target of a native family. `transformers` chooses our pages if they can serve
+    the target. `load_target` may still find that they cannot, after a trial.
 
     Raises:
-        UnsupportedError: its model type, or what its layers are; with `auto`, why transformers' code does not run it.
-        CheckpointError: it is served, and its config is malformed.
+        UnsupportedError: no code runs the model type or its layers. With `auto` the error says why transformers cannot.
+        CheckpointError: the config is malformed.
     """
     if wanted in ("auto", "native"):
         try:
             return "native", _native_config(source)
         except UnsupportedError as error:
             if wanted == "native":
-                raise UnsupportedError(
-                    error.message, hint=f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
-                ) from error
+                error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
+                raise
     if wanted != "transformers-cache":
         try:
             config = read_hosted_config(source)
@@ -132,21 +136,25 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
-    """The config of a target that a family of this package serves, and whose weights are plain."""
+    """Return the config of a target with plain weights that a family of this package runs."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
         not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
         reason = f"it runs {', '.join(sorted(known))}{not_known}"
-        raise not_run(kind, (reason,), source.checkpoint.config_path)
-    config = source.config
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
+        raise not_run(kind, reason, id="target-without-native-family", path=source.checkpoint.config_path)
+    read_config = getattr(known[kind], "read_config", None)
+    checkpoint = source.checkpoint
+    config: TargetConfig = (
+        source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
+    )
+    refuse_packed(checkpoint.path, find_quantization(checkpoint))
     return config
 
 
 def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
-    """Load a target's weights onto a device; see `target_shapes` and `load_own_cache` for what is refused.
+    """Load a target's weights onto a device. Raises the errors of `target_shapes` and `load_own_cache`.
 
-    Where the trial of `load_hosted` shows that our pages do not do, the target keeps its own cache.
+    If the trial of `load_hosted` shows that our pages cannot serve the target, the target keeps its own cache.
     """
     found, config = find_target_runtime(source, runtime)
     if found == "transformers":
@@ -154,17 +162,16 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
             return load_hosted(source, config, placement)
         except UnsupportedError as error:
             logger.info("not over pages: %s", error.message)
-        gc.collect()  # the model that was refused, of which memory may not hold two
+        gc.collect()  # free the refused model: memory may not hold two
         config = read_own_cache_config(source)
     if found != "native":
         return load_own_cache(source, config, placement)
-    expected = target_shapes(source)
-    family = target_families()[source.config.model_type]
-    return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement)
+    return target_families()[config.model_type](config, weights, placement)
 
 
 def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
-    """Bytes of a target's weights once they are loaded, from the headers."""
+    """Return the bytes of a target's weights after loading, from the headers."""
     tensors = source.checkpoint.tensors
     if runtime != "native":
         quantization, tensors = read_quantization(source), text_tensors(tensors.values())
@@ -175,11 +182,11 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
 
 
 def target_shapes(source: TargetSource) -> Shapes:
-    """Every tensor that is loaded of a target, with its shape; from the headers, so before anything runs.
+    """Return every tensor that a native target loads, with its shape, from the headers.
 
     Raises:
-        UnsupportedError: a model type that no family runs, packed weights, or tensors its family does not apply.
-        TensorMismatch: tensors that are missing or misshapen, all at once.
+        UnsupportedError: a model type without a native family, quantised weights, or tensors that are not applied.
+        TensorMismatch: lists all missing and misshapen tensors.
     """
     config, path = _native_config(source), source.checkpoint.path
     expected = target_families()[config.model_type].expected_shapes(config)
@@ -191,8 +198,12 @@ def target_shapes(source: TargetSource) -> Shapes:
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
         raise UnsupportedError(
-            f"{path}: {', '.join(surplus[:NUM_NAMED])}{more}: tensors that this runtime does not apply to a "
-            f"{source.config.model_type} target",
+            f"{', '.join(surplus[:NUM_NAMED])}{more}: tensors that this runtime does not apply to a "
+            f"{config.model_type} target",
+            id="tensors-not-applied",
+            path=path,
+            field=surplus[0],
+            found=tuple(surplus),
             hint="without them it would be another model",
         )
     return expected

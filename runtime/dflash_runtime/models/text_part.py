@@ -1,6 +1,6 @@
-"""The text part of a multimodal model: the same class of transformers, without the parts that see and hear.
+"""The text part of a multimodal model: the same class of transformers, without its parts for images and audio.
 
-They are taken out while the model is made, before it has any weights, so that theirs are never read.
+These parts are removed while the model is made, before it has weights, so that their weights are never read.
 """
 
 import re
@@ -18,14 +18,14 @@ OTHER_PARTS = re.compile(
     r"(.*\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_adapter|vision_projection"
     r"|perception_emb_norm|embed_vision|audio|audio_tower|embed_audio|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp)\."
 )
-"""How tensors begin that are no text's, for counting them; which are read follows from the model itself."""
+"""Names of tensors outside the text part, for estimates of bytes. The model decides which tensors are read."""
 
 TAKEN_OUT = "taken_out"
-"""Attribute of a model: the names of its parts that were taken out."""
+"""Attribute of a model with the names of its removed parts."""
 
 
 def model_class(config: "PretrainedConfig") -> type["PreTrainedModel"] | None:
-    """The class that runs the text part of a wrapper; None where transformers has one among those for text alone."""
+    """Return the class that runs the text part of a wrapper, or None if transformers has a text-only class for it."""
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -44,18 +44,18 @@ def model_class(config: "PretrainedConfig") -> type["PreTrainedModel"] | None:
 
 
 def causal_part(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The causal language model that a wrapper holds whole, with its head; or else the model itself."""
+    """Return the causal language model inside a wrapper, with its head, or the model itself if it is not a wrapper."""
     inner: Any = model.get_decoder()
     return inner if model.get_output_embeddings() is None and inner.get_output_embeddings() is not None else model
 
 
 def text_tensors(infos: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint that are the text's, as far as names tell."""
+    """Return the tensors of a checkpoint that belong to its text part, judged by their names."""
     return {info.name: info for info in infos if not OTHER_PARTS.match(info.name)}
 
 
 def is_taken_out(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to a part that was taken out."""
+    """Whether a tensor belongs to a removed part."""
     return name.startswith(tuple(f"{part}." for part in getattr(model, TAKEN_OUT, ())))
 
 
@@ -69,7 +69,7 @@ def _without_other_parts(whole: type["PreTrainedModel"]) -> type["PreTrainedMode
 
 
 def _take_out(model: Any) -> Iterable[str]:
-    """Take out what has weights and is neither the decoder, nor its head, nor around them."""
+    """Remove each part with weights that is not the decoder, its head or a wrapper of them, and yield its name."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder).split(".")
     for depth, kept in enumerate(path):

@@ -1,8 +1,9 @@
-"""Weights on a device, as models take them: projections that read the same rows are stacked into one.
+"""Load weights onto a device, and stack projections that read the same rows.
 
-A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`; a model gets `qkv_proj` and `gate_up_proj`, so
-that each is one product. They are stacked while they are loaded, which takes no more memory than one layer's parts.
-Experts of a layer become two tensors, `experts.gate_up_proj` and `experts.down_proj`, whose first axis is the expert.
+A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`. A model gets `qkv_proj` and `gate_up_proj`, so
+that each needs one product. Stacking happens while tensors are loaded, and needs extra memory for one layer's parts
+only. A layer's experts become the tensors `experts.gate_up_proj` and `experts.down_proj`. Their first axis is the
+expert.
 """
 
 import re
@@ -23,14 +24,14 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
-    """Bytes that tensors take once they are loaded, floating point ones in the dtype of the run."""
+    """Return the bytes of tensors after loading, with floating point tensors in the dtype of the run."""
     return sum(info.num_elements * dtype.itemsize if info.is_floating else info.num_bytes for info in infos)
 
 
 def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:
-    """Read tensors onto the device, floating point ones in the dtype of the run, and stack projections.
+    """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
-    What is stored in another dtype is converted there, where that takes no time and no memory of the host.
+    The device converts, which costs the host neither time nor memory.
     """
     wanted = list(names)
     tensors = (
@@ -41,9 +42,9 @@ def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placem
 
 
 def _stack_experts(tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Experts in any order, and other tensors as they are; `names` are those of all that will come.
+    """Yield stacked experts, and other tensors unchanged. `names` lists all tensors that will come, in any order.
 
-    Each is copied to its place at once: a second copy of all experts would not fit beside the first.
+    Each expert is copied into its stack at once: memory may not hold all experts twice.
     """
     num_experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
     stacks: dict[str, Tensor] = {}
@@ -63,10 +64,10 @@ def _stack_experts(tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]) 
 
 
 def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:
-    """Names and tensors in any order -> weights in which the parts of a stack, `FUSED`, are one tensor.
+    """Names and tensors in any order -> weights in which the parts of each stack in `FUSED` are one tensor.
 
-    The rows of `qkv_proj` are those of queries, keys and values, the rows of `gate_up_proj` those of gate and up. Parts
-    of a stack that is not complete keep their own names.
+    `qkv_proj` has the rows of queries, then keys, then values; `gate_up_proj` has the rows of gate, then up. The parts
+    of an incomplete stack keep their own names.
     """
     weights: dict[str, Tensor] = {}
     waiting: dict[str, dict[str, tuple[str, Tensor]]] = {}  # stacked name -> part -> its own name and tensor

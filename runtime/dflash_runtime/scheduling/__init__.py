@@ -1,1 +1,1 @@
-"""Requests, pages and what runs in a step. Host only, no tensors."""
+"""Requests, KV pages and the choice of what runs in a step. Host only, no tensors."""

@@ -1,7 +1,4 @@
-"""The batch of one step, and its output. Host only.
-
-Axis letters: R requests, N block rows, K drafted tokens.
-"""
+"""The batch of one step, and its output. Host only."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +7,7 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PageAddition:
-    """Pages that a request gains: they go into its row of the page table, from `column` on."""
+    """Pages that a request gains. They go into its row of the page table, from `column` on."""
 
     row: int
     column: int
@@ -19,9 +16,9 @@ class PageAddition:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions `[start, end)` of a request to prefill. After the last chunk the request decodes.
+    """Positions `[start, end)` of a request to prefill. After its last chunk the request decodes.
 
-    Only the last chunk of a resumed request can be empty: a prompt's last token is always run.
+    Only the last chunk of a resumed request can be empty, since the last token of a prompt always runs.
     """
 
     request: Request
@@ -35,8 +32,8 @@ class Chunk:
 class Batch:
     """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
-    Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request. Of
-    each block `verify_width` rows are verified; with 1, nothing is drafted.
+    Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request.
+    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -57,15 +54,15 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go through the target: of prompts, and of blocks those that are verified."""
+        """Rows that go through the target: prompt rows, and the verified rows of blocks."""
         return len(self.decode) * self.verify_width + self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step gave one request: the committed tokens, and the drafts that were verified where it drafted.
+    """Results of one step for one request: the committed tokens, and the verified draft tokens if it drafted.
 
-    With `is_finite` false the logits after the last of these tokens were not finite, and there are no more to come.
+    With `is_finite` false, the logits after the last committed token were not finite, and the request must end.
     """
 
     token_ids: list[int]

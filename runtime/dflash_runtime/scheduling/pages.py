@@ -1,12 +1,12 @@
-"""The pool of KV pages: which ones requests hold, and which are kept for their content. Knows page numbers only.
+"""The pool of KV pages: pages that requests hold, and pages kept for their content. Knows page numbers only.
 
-A page is in exactly one place:
+A page is in exactly one of three states:
 
-    free      held by no request, and its content is not wanted
-    held      `references > 0`; published or not
-    idle      published, held by nobody; handed out again when the free ones run out, longest idle first
+    free      no request holds it, and its content is not needed
+    held      `references > 0`, published or not
+    idle      published and held by no request; reused when no page is free, longest idle first
 
-Page 0 is never given out, so that 0 can mean "none" in a page table.
+Page 0 is never handed out, so 0 means "no page" in a page table.
 """
 
 from collections import OrderedDict
@@ -16,20 +16,26 @@ from dflash_runtime.errors import CapacityError
 
 
 class PagePool:
-    """Pages 1 .. num_pages - 1 of `page_size` tokens each. `on_evict` hears of an idle page that is reused."""
+    """Pages 1 to num_pages - 1 of `page_size` tokens each. `on_evict` is called with an idle page before its reuse.
+
+    Raises:
+        CapacityError: fewer than two pages.
+    """
 
     def __init__(self, num_pages: int, page_size: int, on_evict: Callable[[int], None] | None = None) -> None:
         if num_pages < 2:
-            raise CapacityError(f"{num_pages} KV pages, expected at least 2 (page 0 is never used)")
+            raise CapacityError(
+                id="too-few-kv-pages", field="num_pages", found=num_pages, expected="at least 2 (page 0 is not used)"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict = on_evict
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free, whoever holds it and whatever it holds."""
+        """Make every page free, held or not."""
         self._free = list(range(self.num_pages - 1, 0, -1))
-        # In the order they became idle. A plain dict would be walked past all that was ever taken from its front.
+        # In the order they became idle. Popping the first item of a plain dict walks over every item popped before.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * self.num_pages
         self._published: set[int] = set()
@@ -48,7 +54,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Take pages, or None where there are not enough; then nothing is taken."""
+        """Take pages, or take none and return None when there are not enough."""
         if num_pages > self.num_available:
             return None
         return [self._take() for _ in range(num_pages)]
@@ -66,7 +72,7 @@ class PagePool:
         self._published.add(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, last first, so that of a cached text the end is evicted before the beginning."""
+        """Give pages back, last first, so that the end of a cached text is evicted before its beginning."""
         for page in reversed(pages):
             assert self._references[page] > 0
             self._references[page] -= 1
@@ -77,7 +83,7 @@ class PagePool:
                     self._free.append(page)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that every page is in one place and that references are those of `held`, a page list a request."""
+        """Assert that every page is in one state, and that references match `held`, the page list of each request."""
         expected = [0] * self.num_pages
         for pages in held:
             assert len(set(pages)) == len(pages), "a request holds a page twice"
@@ -87,8 +93,8 @@ class PagePool:
         free, idle = set(self._free), set(self._idle)
         busy = {page for page in range(self.num_pages) if expected[page]}
         assert len(free) == len(self._free), "a page is free twice"
-        assert len(free) + len(idle) + len(busy) == len(free | idle | busy), "a page is in two places"
-        assert free | idle | busy == set(range(1, self.num_pages)), "a page is nowhere, or page 0 is somewhere"
+        assert len(free) + len(idle) + len(busy) == len(free | idle | busy), "a page is in two states"
+        assert free | idle | busy == set(range(1, self.num_pages)), "a page has no state, or page 0 has one"
         assert idle <= self._published, "an idle page is not published"
         assert not free & self._published, "a free page is published"
         unshared = {page for page in busy if expected[page] > 1 and page not in self._published}

@@ -1,8 +1,8 @@
-"""Full pages of committed tokens, found again by what they hold.
+"""The prefix cache: full KV pages of committed tokens, found by their tokens.
 
-A page's digest covers its tokens and the digest of the page before it, so that equal digests mean equal texts from the
-first token on. Target KV and draft context KV share page numbers, so a hit brings both; nothing is recomputed. At most
-`len(tokens) - 1` tokens are matched: the last one is always run, which gives the first draft a fresh anchor.
+A page's digest covers its tokens and the digest of the page before it. So equal digests mean equal texts from the first
+token on. Target KV and draft context KV share page numbers, so a hit brings both and nothing is recomputed. At most
+`len(tokens) - 1` tokens are matched. The last token always runs, which gives the first draft a fresh anchor.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from dflash_runtime.scheduling.request import Request
 
 
 class PrefixCache:
-    """Digest -> page. With `is_enabled` false nothing is ever found or published.
+    """Pages by digest. With `is_enabled` false it finds and publishes nothing.
 
-    `salt` is what the first page of every text follows: the fingerprint's digest, so that pages of different pairs have
-    different names wherever they are kept.
+    `salt` stands for the digest before the first page of every text. It is the digest of the pair's fingerprint, so
+    pages of different pairs have different digests.
     """
 
     def __init__(self, pool: PagePool, *, is_enabled: bool = True, salt: bytes = b"") -> None:
@@ -37,7 +37,7 @@ class PrefixCache:
         self._digests.clear()
 
     def match(self, request: Request) -> None:
-        """Give a request the longest run of cached pages its tokens begin with."""
+        """Give a request the longest run of cached pages that its tokens start with."""
         if not self._is_open_to(request):
             return
         size = self._pool.page_size
@@ -51,9 +51,10 @@ class PrefixCache:
         request.prefilled_len = request.num_published * size
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Enter a request's full pages below `num_tokens` rows of true KV.
+        """Enter the full pages within a request's first `num_tokens` rows of true KV.
 
-        A page whose text is in the cache already stays the request's own: published pages are never replaced.
+        When the cache already has a page with the same text, the request keeps its own page unpublished: published
+        pages are never replaced.
         """
         if not self._is_open_to(request):
             return
@@ -68,7 +69,7 @@ class PrefixCache:
         request.num_published = max(request.num_published, num_full)
 
     def will_publish(self, running: Iterable[Request], waiting: Request, num_tokens: int) -> bool:
-        """Whether a running prompt is to publish `num_tokens` tokens more of a waiting one than that one has found."""
+        """Whether a running request will soon publish `num_tokens` more tokens of this prefix than the cache holds."""
         size = self._pool.page_size
         column = waiting.num_published + max(1, num_tokens // size) - 1
         if not self._is_open_to(waiting) or (column + 1) * size >= waiting.total_len:
@@ -97,7 +98,7 @@ class PrefixCache:
 
 
 def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) -> list[bytes]:
-    """The digests of at least so many of a request's pages; a text only grows, so that each is computed once."""
+    """The digests of at least the first `num_pages` pages of a request. A text only grows, so each is computed once."""
     digests = request.page_digests
     for start in range(len(digests) * page_size, num_pages * page_size, page_size):
         digests.append(page_digest(digests[-1] if digests else salt, request.token_slice(start, start + page_size)))
@@ -105,5 +106,5 @@ def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) 
 
 
 def page_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a page from its tokens and the digest of the page before it."""
+    """Digest of a page, 16 bytes, from its tokens and the digest of the page before it."""
     return hashlib.blake2b(array("q", tokens).tobytes(), key=before, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""One request: its prompt, what was generated, and its lengths.
+"""One request: its prompt, its generated tokens, and its lengths.
 
 Lengths, in tokens:
 
@@ -7,7 +7,7 @@ Lengths, in tokens:
     total_len - 1              the anchor: committed, its KV row not written yet
     kv_len = total_len - 1     rows of true KV, once prefilled
 
-While steps are in flight the device is ahead of these lengths, by at most what `num_in_flight` steps can commit.
+While steps are in flight the device is ahead of these lengths, by at most the tokens that `num_in_flight` steps commit.
 """
 
 import hashlib
@@ -17,16 +17,14 @@ from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
 
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
 
 MAX_STOP_IDS = 16
-"""Stop ids a request may have; the device compares with all of them in every step."""
-
-MIN_TEMPERATURE = 1e-5
-"""Below this a request is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
+"""The most stop ids of a request. The device compares every token with all of them."""
 
 INT64 = range(-(2**63), 2**63)
-"""What an integer on the device can hold."""
+"""The values of an integer on the device."""
 
 
 class FinishReason(StrEnum):
@@ -41,14 +39,15 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
-    A temperature below `MIN_TEMPERATURE` is greedy. With a `seed` a request samples the same text in every run; without
-    one the engine draws a seed for each request, so that equal prompts give different texts. `stop_token_ids` end a
-    request and stay its last token; `ignore_eos` makes them ordinary tokens. `verify_width` verifies only so many rows
-    of the block, the anchor included; the draft sees the whole block all the same, unless the width is 1, which is
-    plain decoding.
+    temperature      below `MIN_TEMPERATURE` the request is greedy
+    seed             the same seed samples the same text in every run; without one the engine draws a seed per request,
+                     so equal prompts give different texts
+    stop_token_ids   each ends the request and stays its last token; `ignore_eos` makes them ordinary tokens
+    verify_width     how many rows of each block are verified, including the anchor. The draft always drafts the whole
+                     block, except with width 1, which is plain decoding.
 
     Raises:
-        RequestError: a value of another type than stated, or out of its range.
+        RequestError: a value has the wrong type or is out of range.
     """
 
     max_new_tokens: int = 256
@@ -66,28 +65,34 @@ class SamplingParams:
         self._check_integer("seed", INT64, "a 64-bit integer")
         self._check_integer("verify_width", range(1, INT64.stop), "at least 1 (the last committed token)")
         if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature must be 0 or more and finite, got {self.temperature!r}")
+            raise RequestError(field="temperature", found=self.temperature, expected="a finite number of 0 or more")
         if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
+            raise RequestError(field="top_p", found=self.top_p, expected="a number in (0, 1]")
         stops = check_ids(self.stop_token_ids, "stop_token_ids")
         if len(stops) > MAX_STOP_IDS:
-            raise RequestError(f"{len(stops)} stop ids, expected at most {MAX_STOP_IDS}")
+            raise RequestError(
+                f"{len(stops)} stop ids, expected at most {MAX_STOP_IDS}",
+                id="too-many-stop-ids", field="stop_token_ids", found=len(stops), expected=f"at most {MAX_STOP_IDS}",
+            )  # fmt: skip
         wrong = next((stop for stop in stops if not 0 <= stop < INT64.stop), None)
         if wrong is not None:
-            raise RequestError(f"stop_token_ids must be 64-bit integers of 0 or more, got {wrong}")
+            raise RequestError(field="stop_token_ids", found=wrong, expected="64-bit integers of 0 or more")
         object.__setattr__(self, "stop_token_ids", stops)
 
     def _check_integer(self, name: str, allowed: range, expected: str) -> None:
-        """Hold a field that is not None against its range, and keep it as a plain integer."""
+        """Check that a field is an integer in its range, and store it as a plain integer.
+
+        `seed` and `verify_width` may be None.
+        """
         value = getattr(self, name)
         if value is None and name in ("seed", "verify_width"):
             return
         try:
             number = as_integer(value)
         except TypeError as error:
-            raise RequestError(f"{name} must be an integer, got {value!r}") from error
+            raise RequestError(field=name, found=value, expected="an integer") from error
         if number not in allowed:
-            raise RequestError(f"{name} must be {expected}, got {_shorten(number)}")
+            raise RequestError(field=name, found=number, expected=expected)
         object.__setattr__(self, name, number)
 
     @property
@@ -96,21 +101,21 @@ class SamplingParams:
 
     @property
     def max_drafts(self) -> int | None:
-        """Drafts of a block that are verified for this request at most; None is all."""
+        """The most draft tokens of a block that are verified for this request. None means all."""
         return None if self.verify_width is None else self.verify_width - 1
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k or top-p cut the distribution this request is sampled from."""
+        """Whether top-k or top-p cut the distribution that this request samples from."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
     def effective_stops(self) -> tuple[int, ...]:
-        """The ids that do end this request."""
+        """The ids that end this request: empty with `ignore_eos`."""
         return () if self.ignore_eos else self.stop_token_ids
 
     def with_stops(self, token_ids: Iterable[int]) -> "SamplingParams":
-        """The same parameters, ending at these ids as well."""
+        """The same parameters with these stop ids added."""
         return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *token_ids})))
 
 
@@ -118,9 +123,9 @@ class SamplingParams:
 class DraftStep:
     """One verify step of one request.
 
-    `draft_ids` are the drafts that were verified, `num_accepted` of them accepted. What the draft proposed beyond the
-    verify width is not here: nobody knows whether it would have been accepted. The `num_committed` tokens are those of
-    the output from `start` on: accepted drafts, then the bonus, cut at stops and limits.
+    `draft_ids` are the verified draft tokens. The first `num_accepted` of them were accepted. Draft tokens beyond the
+    verify width are left out, since nobody knows whether the target would accept them. The step committed
+    `num_committed` output tokens from `start` on: the accepted drafts, then the bonus, cut at stops and limits.
     """
 
     start: int
@@ -130,14 +135,14 @@ class DraftStep:
 
     @property
     def verify_width(self) -> int:
-        """Rows of the block that were verified, the anchor included."""
+        """How many rows of the block were verified, including the anchor."""
         return len(self.draft_ids) + 1
 
     @property
     def rejected_id(self) -> int | None:
-        """The drafted token that the target's own replaced.
+        """The draft token that the target replaced by its own.
 
-        None where all that were verified were accepted, or where a stop or a limit came before the target's own.
+        None if every verified draft was accepted, or if a stop or a limit cut off the target's own token.
         """
         has_bonus = self.num_committed > self.num_accepted
         return self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else None
@@ -147,12 +152,22 @@ class DraftStep:
 class Request:
     """A prompt on its way through the engine. Only the scheduler changes it.
 
-    `seed` is that of its parameters, or one the engine drew. `num_delivered` of its output tokens have been handed out.
-    With a `load_key` its KV is loaded from the hand-off of that key, and with a `send_key` it is handed off under it
-    after the prompt, `sent_params` being those to go on with. What is private shares no pages with other requests.
+    seed            from the parameters, or drawn by the engine
+    num_delivered   how many output tokens the caller has received
+    load_key        the key of the hand-off that its KV is loaded from; None once loaded or given up
+    load_len        rows of that hand-off, if known before it arrives
+    send_key        the key under which the request is handed off after its prompt
+    sent_params     the parameters that the receiver of that hand-off uses
+    is_private      shares no pages with other requests
+    page_digests    digests of its first full pages, computed when first needed
+    num_published   pages found in the prefix cache or entered in it
+    num_loaded      rows that came from a hand-off
+    is_loading      those rows are still loading, or the request is not switched on yet
+    is_sending      the request has ended and holds its pages until they are handed off
+    prefill_len     `rows_to_prefill` when the request got its row
 
     Raises:
-        RequestError: token ids that are no integers.
+        RequestError: a token id is not an integer.
     """
 
     index: int
@@ -164,8 +179,8 @@ class Request:
     error: DFlashError | None = None
     seed: int = 0
     num_delivered: int = 0
-    load_key: str | None = None  # until it is loaded, or given up
-    load_len: int | None = None  # rows that will come, where that is known
+    load_key: str | None = None
+    load_len: int | None = None
     send_key: str | None = None
     sent_params: SamplingParams | None = None
     is_private: bool = False
@@ -173,14 +188,14 @@ class Request:
     row: int | None = None
     generation: int = 0
     pages: list[int] = field(default_factory=list)
-    page_digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as they were asked for
-    num_published: int = 0  # pages that were found in the prefix cache, or entered in it
+    page_digests: list[bytes] = field(default_factory=list)
+    num_published: int = 0
     num_cached: int = 0
-    num_loaded: int = 0  # rows that were handed off to it
-    is_loading: bool = False  # they are on their way, or not switched on yet
-    is_sending: bool = False  # it has ended, and its pages are wanted until they are handed off
+    num_loaded: int = 0
+    is_loading: bool = False
+    is_sending: bool = False
     prefilled_len: int = 0
-    prefill_len: int = 0  # `rows_to_prefill` when the row was given
+    prefill_len: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
 
@@ -201,13 +216,13 @@ class Request:
         return self.total_len - 1
 
     def token_slice(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens `[start, end)` of everything committed, prompt first. Costs no more than what it returns."""
+        """Tokens `[start, end)` of the prompt and the output together. Copies only the tokens it returns."""
         generated = slice(max(0, start - self.prompt_len), max(0, end - self.prompt_len))
         return self.prompt_token_ids[start:end] + tuple(self.output_token_ids[generated])
 
     @property
     def rows_to_prefill(self) -> int:
-        """Rows a prefill that starts now has to bring: the prompt, or everything up to the anchor when resuming."""
+        """Rows that a prefill starting now must compute: the prompt, or all rows before the anchor when resuming."""
         return self.prompt_len if not self.output_token_ids else self.kv_len
 
     @property
@@ -223,17 +238,17 @@ class Request:
         return min(self.params.max_new_tokens - len(self.output_token_ids), max_model_len - self.total_len)
 
     def surely_ends(self, max_model_len: int) -> bool:
-        """Whether the steps in flight end it even if they accept nothing: each gives at least one token."""
+        """Whether the steps in flight end the request even if they accept no draft. Each commits at least one token."""
         return self.num_in_flight >= self.remaining(max_model_len)
 
     def forget_pages(self) -> None:
-        """Hold no pages, whoever has them now."""
+        """Clear the page list without releasing the pages."""
         self.pages = []
         self.num_published = 0
         self.prefilled_len = 0
 
     def commit(self, token_ids: Iterable[int], max_model_len: int) -> None:
-        """Make tokens final. The device has cut them at stops and limits; here only the reason is named."""
+        """Append committed tokens and set the finish reason. The device has already cut them at stops and limits."""
         self.output_token_ids += token_ids
         if self.output_token_ids[-1] in self.params.effective_stops:
             self.finish_reason = FinishReason.STOP
@@ -241,24 +256,27 @@ class Request:
             self.finish_reason = FinishReason.LENGTH
 
     def fail(self, error: DFlashError) -> None:
-        """End it where it is, for a reason of its own."""
+        """End the request with an error."""
         self.finish_reason = FinishReason.ERROR
         self.error = error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What became of a request.
+    """The result of one request.
 
-    `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
-    `verify_widths` has the most that each of them can be. `committed_lengths` has the tokens each of those steps left
-    in the output after stops and limits, `rejected_ids` the drafted token that the target's own replaced, if any, and
-    `drafts` what each step verified. A step that decoded plainly is in none of them.
+    Per verify step (neither the prefill nor a plain decode step is a verify step):
 
-    `num_cached` rows of the prompt were found in the prefix cache, and `num_loaded` came by hand-off.
+    acceptance_lengths   accepted drafts + 1, untruncated
+    verify_widths        rows verified: the most that the acceptance length can be
+    committed_lengths    tokens left in the output after stops and limits
+    rejected_ids         the draft token that the target replaced, or None
+    drafts               the verified draft tokens
 
-    `error` says why prompt `index` was not served, or not finished, with `finish_reason` ERROR, the exit code its error
-    has, and the tokens it had until then.
+    `num_cached` rows of the prompt came from the prefix cache, and `num_loaded` rows from a hand-off.
+
+    After a failure, `finish_reason` is ERROR, `error`, `error_id` and `exit_code` describe it, and `token_ids` has the
+    tokens generated before it.
     """
 
     index: int
@@ -274,17 +292,19 @@ class RequestOutput:
     num_loaded: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    error_id: str | None = None
     exit_code: int = 0
 
     @property
     def num_plain_steps(self) -> int:
-        """Steps that decoded plainly, a token each; the first token is the prefill's."""
+        """Plain decode steps, which commit one token each. The prefill, which gives the first token, is not counted."""
         return max(0, len(self.token_ids) - 1 - sum(self.committed_lengths))
 
     @classmethod
     def read(cls, request: Request) -> "RequestOutput":
         """The output of a request that has ended."""
         assert request.finish_reason is not None
+        error = request.error
         return cls(
             index=request.index,
             prompt_token_ids=request.prompt_token_ids,
@@ -298,49 +318,45 @@ class RequestOutput:
             num_cached=request.num_cached,
             num_loaded=request.num_loaded,
             num_preemptions=request.num_preemptions,
-            error=request.error.message if request.error is not None else None,
-            exit_code=request.error.exit_code if request.error is not None else 0,
+            error=error.message if error is not None else None,
+            error_id=error.id if error is not None else None,
+            exit_code=error.exit_code if error is not None else 0,
         )
 
     @classmethod
     def refuse(cls, index: int, prompt_token_ids: tuple[int, ...], error: DFlashError) -> "RequestOutput":
-        """The output of a prompt that was never run."""
+        """The output of a refused prompt."""
         return cls(
             index=index,
             prompt_token_ids=prompt_token_ids,
             token_ids=(),
             finish_reason=FinishReason.ERROR,
             error=error.message,
+            error_id=error.id,
             exit_code=error.exit_code,
         )
 
 
-def check_ids(token_ids: Iterable[int], where: str = "") -> tuple[int, ...]:
-    """Token ids as plain integers; what only rounds to one is refused, since it was meant for something else.
+def check_ids(token_ids: Iterable[int], field: str = "prompt_token_ids") -> tuple[int, ...]:
+    """Token ids as plain integers. A value such as 1.0 is refused and not rounded, since it is hardly a token id.
 
     Raises:
-        RequestError: naming the first that is no integer, after `where`.
+        RequestError: `token_ids` is not a sequence, or one of them is not an integer.
     """
-    prefix = f"{where}: " if where else ""
     try:
         values = tuple(token_ids)
     except TypeError as error:
-        raise RequestError(f"{prefix}{_shorten(token_ids)}, expected a sequence of token ids") from error
+        raise RequestError(field=field, found=token_ids, expected="a sequence of token ids") from error
     ids = []
     for value in values:
         try:
             ids.append(as_integer(value))
         except TypeError as error:
-            raise RequestError(f"{prefix}{_shorten(value)} is no token id, expected integers") from error
+            raise RequestError(field=field, found=value, expected="an integer as token id") from error
     return tuple(ids)
 
 
 def derive_seed(base: int, index: int) -> int:
-    """The seed of the request `index` among those that share the base: a 64-bit integer."""
+    """The seed of request `index`, derived from a common base: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _shorten(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"

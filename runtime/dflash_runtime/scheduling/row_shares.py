@@ -1,4 +1,4 @@
-"""Share the prompt rows of a step among prompts, so that a long one does not block short ones. Host only."""
+"""Share the prompt rows of a step among prompts, so that a long prompt does not block short ones. Host only."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,15 @@ from dflash_runtime.scheduling.request import Request
 
 
 class RowShares:
-    """How many rows each prompt runs in one step; together at most `num_rows`.
+    """How many rows each prompt runs in one step, at most `num_rows` together.
 
-    While others want rows too, a prompt gets half of them at most. The oldest is served first, so that it always gets
-    on; then those that end in this step, and prompts that have waited; last, long ones that are not the oldest. What
-    nobody else wants goes to the oldest that can take it.
+    While several prompts want rows, each gets at most half of them. The order is:
+
+    1. the oldest prompt, so that it always makes progress;
+    2. prompts that can finish in this step, and prompts that were waiting;
+    3. long prompts other than the oldest.
+
+    Rows left over go to the oldest prompt that can use them.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -19,18 +23,21 @@ class RowShares:
         self._rows: dict[Request, int] = {}
 
     def order(self, begun: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Prompts begun in earlier steps, oldest first -> those that are served before new ones, and after them."""
+        """Split prompts begun in earlier steps, oldest first, into those served before new prompts and after them."""
         others = sorted(begun[1:], key=_rows_wanted)
         quick = [request for request in others if _rows_wanted(request) <= self._most]
         return [*begun[:1], *quick], [request for request in begun[1:] if request not in quick]
 
     def give(self, request: Request) -> None:
-        """Serve a prompt; one that wants nothing takes part all the same."""
+        """Give a prompt its share. A prompt that needs no rows is entered with 0."""
         self._rows[request] = min(_rows_wanted(request), self._most, self.num_left)
         self.num_left -= self._rows[request]
 
     def settle(self) -> dict[Request, int]:
-        """Hand out what is left, and say what each prompt got; those that wanted rows and got none are not there."""
+        """Hand out the rows left over, and return the rows of each prompt.
+
+        Prompts that wanted rows and got none are left out.
+        """
         for request, num_rows in self._rows.items():
             more = min(_rows_wanted(request) - num_rows, self.num_left)
             self._rows[request] += more

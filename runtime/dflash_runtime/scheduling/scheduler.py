@@ -1,23 +1,23 @@
-"""Decide which requests run in a step, and commit the results. Host only; knows pages and lengths, no tensors.
+"""Decide which requests run in a step, and commit the results. Host only: knows pages and lengths, no tensors.
 
-A step is queued before the acceptance counts of earlier ones are known, so only bounds of a request's KV length are
-known: at least `kv_len`, all committed, and at most that plus every draft of every step in flight. Pages are reserved
-for the upper bound; everything else is decided when results are committed.
+The scheduler queues a step before it knows how many drafts earlier steps accepted. So it knows only bounds of a
+request's KV length: at least `kv_len`, which is committed, and at most `kv_len` plus every draft of every step in
+flight. It reserves pages for the upper bound. Everything else is decided when results are committed.
 
     waiting --admit--> running (prefilling, then decoding) --commit--> finished
        ^                  |
        +----- preempt ----+
 
-The youngest running request is preempted first, so the oldest always gets on. It is preempted only when no step is in
-flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be lost. What
-the request has published stays in the cache, where it finds it when it resumes.
+The youngest running request is preempted first, so the oldest always makes progress. Preemption happens only when no
+step is in flight, because a queued step still writes the pages of its requests, and its tokens would be lost. The
+preempted request finds its published pages in the cache when it resumes.
 
-A prompt gets the pages of all its rows when it is admitted, however many steps its prefill takes, so once begun it
-waits for nobody. Nothing is published before the results of the step that filled it are committed: a step that fails
-leaves no page behind that holds less than its digest says.
+Admission gives a prompt the pages of all its rows, however many steps its prefill takes, so a begun prefill never waits
+for pages. A page is published only after the results of the step that filled it are committed. So after a failed step
+every published page still matches its digest.
 
-A request that is handed KV has a row and the pages for it, and takes part in no step until `finish_loading`; then it
-goes on like one that found so much in the cache. One that hands its KV on keeps its pages until `finish_sending`.
+A request that loads a hand-off has a row and pages but runs in no step until `finish_loading`. Then it continues as if
+it had found those rows in the cache. A request that is handed off keeps its pages until `finish_sending`.
 """
 
 from collections import deque
@@ -36,15 +36,15 @@ from dflash_runtime.scheduling.step_load import StepLoad
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy, width_of
 
 SHARED_WORTH_A_WAIT = 64
-"""Tokens of a prefix for which a prompt waits a step or two rather than run them once more; others go ahead of it."""
+"""A prompt waits if a running request will soon publish this many more tokens of its prefix. Other prompts pass it."""
 
 
 class OutOfPages(Exception):
-    """The pool is empty while steps are in flight: read their results, which may free pages, before preempting."""
+    """Pages ran out while steps are in flight. Read their results, which may free pages, before preempting."""
 
 
 class Scheduler:
-    """First come, first served: running requests decode in every step, and prompts share its prompt rows."""
+    """First come, first served: running requests decode in every step, and prompts share the prompt rows of a step."""
 
     def __init__(
         self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
@@ -56,12 +56,12 @@ class Scheduler:
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
-        self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
-        # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
+        self._live: dict[Request, None] = {}  # requests that have not ended, in order of arrival
+        # Kept when `schedule` raises OutOfPages: the pages taken before that belong to their requests.
         self._additions: list[PageAddition] = []
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
-        self._loaded: list[Request] = []  # to be switched on in the next step
+        self._loaded: list[Request] = []  # hand-offs loaded; the next step switches these requests on
         self._sending: dict[Request, None] = {}
         self._free_rows = list(range(limits.max_num_requests - 1, -1, -1))
         self._generations = [0] * limits.max_num_requests
@@ -76,32 +76,32 @@ class Scheduler:
 
     @property
     def live(self) -> tuple[Request, ...]:
-        """Every request that has not ended, in the order they came."""
+        """Every request that has not ended, in order of arrival."""
         return tuple(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `check` for what is refused."""
+        """Queue a request. Raises what `check` raises."""
         self.check(request)
         self.room.expect(request, is_alone=not self._live)
         self._live[request] = None
         self._waiting.append(request)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never run; see `check_request`."""
+        """Refuse a request that can never run; see `check_request`."""
         check_request(request, self.limits, self.pages)
 
     def schedule(self, *, is_drained: bool) -> Batch:
-        """Choose what runs now, reserving its pages. An empty batch means that results must come in first.
+        """Choose the next batch and reserve its pages. An empty batch means that results must be committed first.
 
-        `is_drained` says that no step is in flight, so that a request may be preempted.
+        `is_drained` says that no step is in flight, so a request may be preempted.
 
         Raises:
-            OutOfPages: pages are short and steps are in flight; drain and call again.
+            OutOfPages: pages ran out while steps are in flight. Commit their results and call again.
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
         verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
-        # A step that had to preempt admits no request: the pages it gained are for requests that already run.
+        # A step that preempts admits no request: the freed pages are for requests that already run.
         admitted, chunks = self._plan_prompts(
             len(decode), verify_width, may_admit=self.num_preemptions == num_preemptions
         )
@@ -120,9 +120,9 @@ class Scheduler:
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
-        """Take one step's result and return the tokens that became final.
+        """Commit one step's result for a request, and return the committed tokens.
 
-        Results of a request that has ended, or of one that held its row before, are dropped.
+        Results of an ended request, or of an earlier request in the same row, are dropped.
         """
         if request.is_finished or request.row is None or output.generation != request.generation:
             return []
@@ -148,7 +148,7 @@ class Scheduler:
         return output.token_ids
 
     def finish_chunk(self, chunk: Chunk) -> None:
-        """Publish the pages a chunk has filled, now that its step has run."""
+        """Publish the pages that a chunk filled, after its step has run."""
         request = chunk.request
         if request.row is not None and request.generation == chunk.generation:
             self.cache.publish(request, chunk.end)
@@ -160,9 +160,9 @@ class Scheduler:
         num_rows: int,
         finish_reason: FinishReason | None = None,
     ) -> None:
-        """Go on from a hand-off whose `num_rows` rows were put into the request's pages, with the tokens it came with.
+        """Continue a request from a hand-off whose `num_rows` rows are in its pages, with the tokens of the hand-off.
 
-        With a `finish_reason` there is nothing to go on with.
+        With a `finish_reason` the request ended before it was handed off, and ends here too.
         """
         assert request.is_loading
         request.load_key = None
@@ -177,33 +177,33 @@ class Scheduler:
         self._loaded.append(request)
 
     def give_up_loading(self, request: Request) -> None:
-        """Prefill a request after all."""
+        """Prefill a request here, since its hand-off did not arrive."""
         request.load_key = None
         request.is_loading = False
 
     def finish_sending(self, request: Request) -> None:
-        """Give back the pages of a request that is handed off."""
+        """Release the pages of a request after its hand-off."""
         if request in self._sending:
             self._end(request)
 
     def fail(self, request: Request, error: DFlashError) -> None:
-        """End a request for a reason of its own; it keeps the tokens it has."""
+        """End a request with an error. It keeps its tokens."""
         request.fail(error)
         self._end(request)
 
     def abort(self, requests: Iterable[Request] | None = None) -> None:
-        """Drop requests, by default every one, and give back what they hold; those that have ended are left alone.
+        """Drop requests, by default all, and release their rows and pages. Ended requests are ignored.
 
-        Steps in flight go on writing the pages of such a request, before anyone who gets them next does.
+        Steps in flight still write the released pages, but before any step of the pages' next owner.
         """
         for request in self.live if requests is None else requests:
             if request in self._live:
                 self._end(request)
 
     def restart(self) -> None:
-        """Begin again with every request that has not ended, each from the tokens it has; no page is trusted.
+        """Restart every request that has not ended from its committed tokens, with an empty cache and pool.
 
-        For after a step that failed, wherever it failed: whatever it left half done is undone.
+        Called after a failed step, which may have left any page or list half changed.
         """
         self._additions = []
         self._running = []
@@ -221,7 +221,7 @@ class Scheduler:
         self._waiting = deque(request for request in self._live if not request.is_sending)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between steps: pages, references, cache and rows."""
+        """Assert that pages, references, cache and rows are consistent, as they must be between steps."""
         self.pages.check_integrity([request.pages for request in (*self._running, *self._sending)])
         self.cache.check_integrity()
         rows = [request.row for request in self._running]
@@ -230,7 +230,7 @@ class Scheduler:
         assert {*self._running, *self._waiting, *self._sending} == set(self._live)
 
     def _plan_decode(self, is_drained: bool) -> list[Request]:
-        """Requests that decode in this step, their lookahead reserved."""
+        """Requests that decode in this step, with pages reserved for their lookahead."""
         decode = []
         for request in list(self._running):
             if request.row is None or not request.is_prefilled or request.surely_ends(self.limits.max_model_len):
@@ -241,7 +241,7 @@ class Scheduler:
         return decode
 
     def _plan_prompts(self, num_decoding: int, width: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
-        """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
+        """Requests to admit and chunks to prefill in this step. `RowShares` divides the rows."""
         begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
         num_prompts = len(begun) + min(len(self._waiting), len(self._free_rows))
         shares = RowShares(self.load.prompt_rows(num_decoding, width, num_prompts))
@@ -259,9 +259,9 @@ class Scheduler:
         return admitted, chunks
 
     def _admit_waiting(self, shares: RowShares) -> list[Request]:
-        """Admit waiting requests in order, as prompt rows, batch rows and pages allow, with the pages of whole prompts.
+        """Admit waiting requests in order, as far as prompt rows, batch rows and pages for whole prompts allow.
 
-        One whose text is being prefilled for another is passed over until it finds the pages of that one.
+        A request waits while a running request prefills the same prefix, until it can use that request's pages.
         """
         admitted: list[Request] = []
         passed_over: list[Request] = []
@@ -281,7 +281,7 @@ class Scheduler:
             self._admit(request)
             admitted.append(request)
             if request.load_len is not None and request.load_len <= request.prefilled_len:
-                request.load_key = None  # what would come was found here
+                request.load_key = None  # the cache already has every row of the hand-off
             is_loading = request.load_key is not None
             num_tokens = request.prefill_len
             needed = self.limits.loading_len(num_tokens) if is_loading else self.limits.reserved_len(num_tokens)
@@ -294,9 +294,9 @@ class Scheduler:
         return admitted
 
     def _chunk(self, request: Request, num_rows: int) -> Chunk:
-        """Count so many positions more as prefilled: whatever is queued later runs after them.
+        """The request's next chunk of `num_rows` positions, which count as prefilled: later steps run after it.
 
-        A resumed request of which every position is cached has an empty last chunk, which only switches it on.
+        If the cache has every position of a resumed request, its last chunk is empty and only switches it on.
         """
         end = request.prefilled_len + num_rows
         is_last = end == request.prefill_len
@@ -318,7 +318,11 @@ class Scheduler:
         self._additions.append(PageAddition(row, 0, tuple(request.pages)))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:
-        """Get pages for `num_tokens` tokens, preempting the youngest for them; false if that is the request itself."""
+        """Get pages for `num_tokens` tokens, preempting the youngest requests. False if `request` itself was preempted.
+
+        Raises:
+            OutOfPages: pages ran out while steps are in flight.
+        """
         while not self._grow(request, num_tokens):
             if not is_drained:
                 raise OutOfPages
@@ -329,7 +333,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Get pages for `num_tokens` tokens; false, with nothing taken, if the pool has too few."""
+        """Get pages for `num_tokens` tokens. False, with no page taken, if the pool has too few."""
         missing = self.pages.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
@@ -342,7 +346,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's row and pages and put it first in the queue; nothing of it is in flight."""
+        """Take a request's row and pages and put it first in the queue. No step of it is in flight."""
         assert request.num_in_flight == 0
         self._remove(request)
         request.num_preemptions += 1
@@ -366,13 +370,13 @@ class Scheduler:
         request.num_in_flight = 0
 
     def _keep_pages(self, request: Request) -> None:
-        """Let a request that has ended hold its pages, until they are handed off."""
+        """Let an ended request hold its pages until they are handed off."""
         self._leave_row(request)
         request.is_sending = True
         self._sending[request] = None
 
     def _end(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
+        """Remove a waiting, running or sending request from the scheduler."""
         del self._live[request]
         if request in self._sending:
             request.is_sending = False
@@ -384,10 +388,15 @@ class Scheduler:
             self._waiting.remove(request)
 
     def _end_not_finite(self, request: Request, output: StepOutput) -> list[int]:
-        """Keep the tokens before the logits that are not finite, and end the request there."""
+        """Commit the tokens before the non-finite logits, and end the request with an error."""
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
-        self.fail(request, DFlashError(f"the model gave non-finite logits at position {request.total_len}"))
+        position = request.total_len
+        error = DFlashError(
+            f"the model gave non-finite logits at position {position}",
+            id="non-finite-logits", field="position", found=position,
+        )  # fmt: skip
+        self.fail(request, error)
         return output.token_ids
 
     def _release_pages(self, request: Request) -> None:
@@ -395,6 +404,6 @@ class Scheduler:
         request.forget_pages()
 
     def _kv_upper(self, request: Request) -> int:
-        """An upper bound on the request's true KV length once every step in flight has run."""
+        """An upper bound on the request's true KV length after all steps in flight."""
         upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)

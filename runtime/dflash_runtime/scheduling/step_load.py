@@ -1,18 +1,18 @@
-"""How much runs in a step: what the limits allow, or less for a while after steps that failed. Host only."""
+"""How much runs in a step: as much as the limits allow, or less for a while after failed steps. Host only."""
 
 from dflash_runtime.scheduling.limits import Limits, rows_beside, rows_to_ridge
 
 REQUESTS_A_PROMPT = 12
-"""While so many requests decode for each prompt, prompts may wait for rows."""
+"""Prompts are few when at least this many requests decode for each prompt. Few prompts may wait for rows."""
 
 
 class StepLoad:
     """The most requests that run at a time, and the most rows of a step.
 
-    Where captured steps have room for prompts, `keeps_to_ridge`: prompts that are few beside the requests that decode
-    run few rows a step, so that nobody waits long for a token. That takes a little less time in all, too (docs/
-    performance.md). When prompts are many they run as many rows as may be: each of them is a request that does not
-    decode.
+    `keeps_to_ridge` is set when captured steps have room for prompts. Then few prompts run few rows per step, so that
+    decoding requests get their tokens sooner. This also takes slightly less time in total
+    (docs/measurements/mixed-load.md). Many prompts run as many rows as the step allows, because each waiting prompt is
+    a request that does not decode.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -22,24 +22,24 @@ class StepLoad:
         self.max_batched_tokens = limits.max_batched_tokens
 
     def prompt_rows(self, num_decoding: int, verify_width: int, num_prompts: int) -> int:
-        """How many rows of so many prompts a step takes beside requests that decode; see `rows_beside`."""
+        """How many rows `num_prompts` prompts get in a step in which `num_decoding` requests decode."""
         most = rows_beside(num_decoding * verify_width, self.max_batched_tokens)
         spare = rows_to_ridge(num_decoding) if self.keeps_to_ridge and verify_width == 1 else 0
         is_few = num_prompts * REQUESTS_A_PROMPT <= num_decoding
         return min(spare, most) if spare and is_few else most
 
     def shed(self, num_running: int, *, with_rows: bool) -> None:
-        """Run half as many requests as ran; and half as many rows a step, if that is asked for."""
+        """Halve the number of running requests. `with_rows` also halves the rows of a step."""
         self.max_running = max(1, min(self.max_running, num_running) // 2)
         if with_rows:
             self.max_batched_tokens = max(1, self.max_batched_tokens // 2)
 
     def add(self) -> None:
-        """Run twice as many requests and rows, as far as the limits allow."""
+        """Double the running requests and the rows of a step, up to the limits."""
         self.max_running = min(2 * self.max_running, self._limits.max_num_requests)
         self.max_batched_tokens = min(2 * self.max_batched_tokens, self._limits.max_batched_tokens)
 
     def restore(self) -> None:
-        """Run as many requests and rows as the limits allow again."""
+        """Return to the limits."""
         self.max_running = self._limits.max_num_requests
         self.max_batched_tokens = self._limits.max_batched_tokens

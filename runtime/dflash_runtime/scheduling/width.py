@@ -1,14 +1,14 @@
 """How many rows of each block a decode step verifies. Host only.
 
-Verifying costs time, more the larger the batch is, and most of the last drafts are refused. `AdaptiveWidth` chooses for
-every step the width that promises the most tokens a second:
+Verifying takes time, more in larger batches, and the last drafts of a block are mostly rejected. `AdaptiveWidth`
+chooses for every step the width with the highest expected tokens per second:
 
-    tokens of a step    for each request 1 + the survival of every position that is verified
-    survival            of a position: the probability that it and all before it are accepted
+    tokens of a step    for each request, 1 + the sum of the survivals of its verified positions
+    survival            the probability that a position and all positions before it are accepted
     time of a step      a table of measured milliseconds
 
-A width of 1 is plain decoding. Whatever is chosen, the text is the same: a narrower step commits fewer tokens of it.
-Choices follow from observations alone, which may come steps after their choice.
+Width 1 is plain decoding. The text is the same at every width: a narrower step commits fewer tokens of it. A choice
+depends only on the acceptance observed so far, and results of a step may arrive several steps later.
 """
 
 from bisect import bisect_left
@@ -21,57 +21,57 @@ from typing import Protocol
 from dflash_runtime.scheduling.request import Request
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Widths that are chosen from: few, since each is a graph of its own for every bucket of requests."""
+"""The widths to choose from. They are few, because each needs a CUDA graph for every bucket of requests."""
 
 FIRST_RATE = 0.75
-"""What the first drafted token is expected to be accepted at, before anything was seen."""
+"""Expected acceptance rate of the first draft token, before any observation."""
 
 PRIOR_WEIGHT = 4.0
-"""Observations that an expected rate counts as; a position is expected to do as well as the one before it."""
+"""How many observations the expected rate of a position counts as. It is the rate of the position before."""
 
 MIN_MEMORY, MEMORY_STEPS = 128, 12
-"""Observations of a position that are remembered: those of so many steps, and at least so many."""
+"""How many observations of a position count: one per request over MEMORY_STEPS steps, but at least MIN_MEMORY."""
 
 MIN_GAIN = 0.01
-"""By how much another width must be better to be taken, so that noise changes nothing."""
+"""A width is replaced only by a width that is better by this share, so that noise does not flip it."""
 
 MIN_SAVING = 0.015
-"""Share of a wider step's time that a narrower one must save to be a candidate: each is a graph of its own."""
+"""A narrower width is a candidate only if it saves this share of a wider step's time: each needs CUDA graphs."""
 
 TRIAL_SHARE = 0.01
 """Share of the time that may be lost to steps that try another width."""
 
 HOPED_RATE = 0.85
-"""The rate for which a width is tried while nothing is drafted: that of a good draft."""
+"""Acceptance rate of a good draft. It chooses the width to try while nothing is drafted."""
 
 
 class WidthPolicy(Protocol):
-    """Who decides on the verify width of each step, and hears what was accepted."""
+    """Chooses the verify width of each step, and observes how many drafts were accepted."""
 
     def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
-        """The widths that steps of so many requests can have, where each asks for one of `widths` at most."""
+        """The widths that steps of `batch` requests can have. The widest width of each request is one of `widths`."""
         ...
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
-        """The width of a step whose requests ask for `widths` at most and have `num_context` tokens of KV together.
+        """The width of a step: at most the largest of `widths`, the widest width of each request.
 
-        At most the largest of theirs.
+        `num_context` is the number of KV tokens of all these requests.
         """
         ...
 
     def observe(self, num_verified: int, num_accepted: int) -> None:
-        """One request's draft step: how many drafts were verified, and how many of them accepted."""
+        """Note how many drafts one verify step of one request verified, and how many were accepted."""
         ...
 
 
 def width_of(requests: Sequence[Request], policy: WidthPolicy, full: int) -> int:
-    """How many rows of each block a step of these requests verifies, of `full` at most; 1 where there are none."""
+    """How many rows of each block a step of these requests verifies, at most `full`. 1 without requests."""
     widths = [min(request.params.verify_width or full, full) for request in requests]
     return policy.choose(widths, sum(request.kv_len for request in requests)) if requests else 1
 
 
 class FixedWidth:
-    """As many rows as any request asks for."""
+    """Always chooses the largest width that a request of the step allows."""
 
     def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
         return sorted(set(widths))
@@ -85,10 +85,10 @@ class FixedWidth:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of a decode step without context, by batch size and verify width, and what context adds.
+    """Milliseconds of a decode step by batch size and verify width, and the time that context adds.
 
-    A batch takes the time of the next size in the table, as it takes that one's graph. A token of context is read in
-    every step, by the target and in steps that draft by the draft too: `context_ms` and `draft_context_ms` for each.
+    A batch takes the time of the next larger size in the table, because it runs in the CUDA graph of that size. Each
+    context token adds `context_ms` to every step, and `draft_context_ms` to a step that drafts.
     """
 
     table: Mapping[int, Mapping[int, float]]
@@ -103,28 +103,29 @@ class StepTimes:
         context_ms: float = 0.0,
         draft_context_ms: float = 0.0,
     ) -> "StepTimes":
-        """Times of these batch sizes from those of some of them, on the line from one to the next."""
+        """Times of `batches`, interpolated linearly between the batch sizes of `measured`."""
         sizes = sorted(measured)
         table = {}
         for batch in batches:
             after = min(bisect_left(sizes, batch), len(sizes) - 1)
             low, high = sizes[max(0, after - 1)], sizes[after]
             share = min(1.0, max(0.0, (batch - low) / (high - low))) if high > low else 0.0
-            # Weighted so, what is not longer at both ends is not longer between them, roundings included.
+            # This formula keeps order: a width that is no slower than another at both ends is no slower in between,
+            # even after rounding.
             table[batch] = {w: (1 - share) * ms + share * measured[high][w] for w, ms in measured[low].items()}
         return cls(table, context_ms, draft_context_ms)
 
     def row(self, batch: int) -> Mapping[int, float]:
-        """Milliseconds by width."""
+        """Milliseconds by width of a step of `batch` requests."""
         sizes = sorted(self.table)
         return self.table[sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]]
 
 
 class SurvivalEstimate:
-    """How likely each position of a block is accepted, from what was accepted lately, of all requests together.
+    """How likely each position of a block is accepted, estimated from recent steps of all requests.
 
-    Kept are conditional rates: how often a position is accepted where all before it are. A position that is not
-    verified any more keeps its rate, and its survival still follows those before it.
+    Stores conditional rates: how often a position is accepted when all positions before it are. A position that is no
+    longer verified keeps its rate, and its survival still depends on the positions before it.
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
@@ -132,14 +133,14 @@ class SurvivalEstimate:
         self._accepted = [0.0] * num_draft_tokens
 
     def add(self, num_verified: int, num_accepted: int, memory: int) -> None:
-        """Count one request's step, forgetting all but the latest `memory` of each position."""
+        """Count one request's step. Older observations fade, so that about the last `memory` per position count."""
         keep = 1 - 1 / memory
         for position in range(min(num_accepted + 1, num_verified)):
             self._reached[position] = keep * self._reached[position] + 1
             self._accepted[position] = keep * self._accepted[position] + (position < num_accepted)
 
     def expected_tokens(self) -> list[float]:
-        """Tokens of a request's step that verifies 1, 2, ... rows."""
+        """Expected tokens of a request's step that verifies 1, 2, ... rows."""
         rate, survival, survivals = FIRST_RATE, 1.0, [1.0]
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
             rate = (accepted + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT)
@@ -149,10 +150,11 @@ class SurvivalEstimate:
 
 
 class AdaptiveWidth:
-    """The width that promises the most tokens a second, and now and then a trial of another.
+    """Chooses the width with the highest expected tokens per second, and sometimes tries another width.
 
-    A narrower width needs no trial, since the one in use says what it would accept. A wider one does, and so does any
-    while nothing is drafted. Time lost to trials is saved up for before it is spent, `TRIAL_SHARE` of each step's.
+    A narrower width needs no trial, because steps of the current width show what it would accept. A wider width needs
+    trials, and so does every width while nothing is drafted. Each step adds `TRIAL_SHARE` of its time to a budget, and
+    a trial runs only when the budget covers the time it is expected to lose.
     """
 
     def __init__(self, times: StepTimes, num_draft_tokens: int) -> None:
@@ -169,7 +171,7 @@ class AdaptiveWidth:
         return sorted({width for widest in set(widths) for width in self._candidates(batch, widest)})
 
     def _candidates(self, batch: int, widest: int) -> list[int]:
-        """Narrowest first, without those that save next to nothing against a wider one."""
+        """Widths of at most `widest`, narrowest first, without widths that save almost no time against a wider one."""
         row = self._times.row(batch)
         kept = [widest if widest in row else max(width for width in row if width <= widest)]
         for width in sorted((width for width in row if 1 < width < kept[0]), reverse=True):
@@ -195,7 +197,7 @@ class AdaptiveWidth:
         self._survival.add(num_verified, num_accepted, self._memory)
 
     def _step_times(self, batch: int, widest: int, num_context: int) -> dict[int, float]:
-        """Milliseconds of the widths that the batch can take, narrowest first."""
+        """Milliseconds of the widths that the batch can use, narrowest first."""
         key = batch, widest
         if key not in self._rows:
             row = self._times.row(batch)
@@ -207,7 +209,7 @@ class AdaptiveWidth:
     def _trial(
         self, own: int, times: Mapping[int, float], tokens: Mapping[int, float], widths: Sequence[int]
     ) -> int | None:
-        """The width to try in this step, if enough is saved for what that is expected to lose."""
+        """The width to try in this step, or None if the budget does not cover the expected loss."""
         self._saved_ms += TRIAL_SHARE * times[own]
         wider = [width for width in times if width > own]
         if not wider:
@@ -217,7 +219,7 @@ class AdaptiveWidth:
             hoped = _tokens_by_width(self._hoped, widths, times)
             trial = max(wider, key=lambda width: hoped[width] / times[width])
         ms_per_token = times[own] / tokens[own]
-        # Rows beyond the own width give what they gave when they were last verified, or nothing.
+        # Rows beyond the current width give as many tokens as when they were last verified, or at worst none.
         expected, at_worst = times[trial] - tokens[trial] * ms_per_token, times[trial] - times[own]
         cost = max(expected, at_worst / 2, TRIAL_SHARE * times[own])
         self._saved_ms = min(self._saved_ms, 2 * cost)
@@ -228,12 +230,12 @@ class AdaptiveWidth:
 
 
 def widths_for(num_draft_tokens: int) -> tuple[int, ...]:
-    """The widths that are chosen from for blocks of K + 1 rows: those of `WIDTHS` that fit, and the whole block."""
+    """The widths to choose from for blocks of K + 1 rows: the `WIDTHS` below K + 1, and K + 1."""
     block = num_draft_tokens + 1
     return (*(width for width in WIDTHS if width < block), block)
 
 
 def _tokens_by_width(expected: Sequence[float], widths: Sequence[int], times: Mapping[int, float]) -> dict[int, float]:
-    """Tokens of a whole step for each width that has a time: every request counts as far as it asks for."""
+    """Expected tokens of a whole step for each width in `times`. A request's width limits what it contributes."""
     counts = Counter(widths)
     return {width: sum(count * expected[min(own, width) - 1] for own, count in counts.items()) for width in times}

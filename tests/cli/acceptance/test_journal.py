@@ -9,8 +9,9 @@ import pytest
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import MISSING, UsageError
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_testing.refusals import refuses
 
 SETTINGS = {"draft_digest": "a", "seed": 0}
 ROWS = [PromptRow(index=index, kind="prompt", value=f"prompt {index}") for index in range(4)]
@@ -80,11 +81,23 @@ def test_a_first_line_that_was_cut_off_is_written_again(length: int, tmp_path: P
     assert path.read_bytes() == first
 
 
-@pytest.mark.parametrize("content", ["mine", "mine\n", "[]\n", '{"index": 0}\n'])
-def test_a_file_of_something_else_is_refused_and_left(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("mine", None),
+        ("mine\n", None),
+        ("[]\n", None),
+        ('{"index": 0}\n', "schema_version"),
+        ('{"schema_version": 1, "kind": "lock"}\n', "kind"),
+        ('{"schema_version": 1, "kind": "answers", "settings": []}\n', "settings"),
+        ('{"schema_version": 1, "kind": "answers", "settings": {}, "seed": 1}\n', "seed"),
+        ('{"settings": ' * 100_000, None),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_left(content: str, field: str | None, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    with pytest.raises(UsageError, match="not a file of --rows"):
+    with refuses(UsageError, path=path, field=field):
         Journal(path, SETTINGS, ROWS, resume=True)
     assert path.read_text() == content
 
@@ -95,7 +108,7 @@ def test_a_broken_line_is_named_and_nothing_is_dropped(line: str, tmp_path: Path
     keep(path, [answer(ROWS[0])], ROWS)
     path.write_text(path.read_text() + line + "\n")
     before = path.read_bytes()
-    with pytest.raises(UsageError, match=r"rows\.jsonl:3: is no answer"):
+    with refuses(UsageError, path=f"{path}:3", field=None):
         Journal(path, SETTINGS, ROWS, resume=True)
     assert path.read_bytes() == before
 
@@ -104,7 +117,28 @@ def test_an_answer_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [], ROWS)
     path.write_text(path.read_text() + json.dumps({"index": 0, "digest": ROWS[0].digest, "turn": 0}) + "\n")
-    with pytest.raises(UsageError, match=r"rows\.jsonl:2: is no answer"):
+    with refuses(UsageError, "missing-key", path=f"{path}:2", field="prompt_token_ids", found=MISSING):
+        Journal(path, SETTINGS, ROWS, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "id", "field"),
+    [
+        ({"token_ids": [1, "2"]}, "wrong-value", "token_ids[1]"),
+        ({"token_ids": [True]}, "wrong-value", "token_ids[0]"),
+        ({"finish_reason": "tired"}, "wrong-value", "finish_reason"),
+        ({"tokens": [1]}, "unknown-key", "tokens"),
+        ({"turn": None}, "wrong-value", "turn"),
+    ],
+)
+def test_a_malformed_answer_is_refused_with_its_line_and_field(
+    changes: dict[str, Any], id: str, field: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(ROWS[0])], ROWS)
+    head, row = map(json.loads, path.read_text().splitlines())
+    path.write_text(json.dumps(head) + "\n" + json.dumps(row | changes) + "\n")
+    with refuses(UsageError, id, path=f"{path}:2", field=field):
         Journal(path, SETTINGS, ROWS, resume=True)
 
 

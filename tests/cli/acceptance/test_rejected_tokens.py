@@ -57,7 +57,7 @@ def test_many_tokens_are_cut_to_the_most_frequent() -> None:
 
 def test_rows_that_are_gone_on_from_say_the_same_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ["eval-acceptance", "tiny", "--num-prompts", "4", "-n", "16", "--rows", "rows.jsonl", "--json"]
+    run = ["eval-acceptance", "tiny", "--num-prompts", "4", "-n", "16", "--output", "rows.jsonl", "--json"]
     first, again = (json.loads(support.run_main(*run, *more).out) for more in ((), ("--resume",)))
     assert first["rejected_tokens"] == again["rejected_tokens"]
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()[1:]]

@@ -10,9 +10,9 @@ import pytest
 
 from dflash_cli.acceptance.replay import replay
 from dflash_cli.checkpoints.references import TINY
-from dflash_cli.generation.answers import answer_rows
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.documents import to_json
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.dumps import EXACT, TAPS, bundled_rows, draft_of, dump_to, replayed, request_for, rows_of
 from dflash_testing.paths import GOLDEN
@@ -20,7 +20,7 @@ from dflash_testing.paths import GOLDEN
 
 def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[RequestOutput]:
     session = open_session(name, TINY, EXACT)
-    answers = [item.answer for item in answer_rows(session, rows, lambda row: params) if item.answer is not None]
+    answers = [item.answer for item in session.answer(rows, params) if item.answer is not None]
     return [item.output for item in sorted(answers, key=lambda item: item.row.index)]
 
 
@@ -106,13 +106,13 @@ def test_an_evaluation_says_that_the_mean_is_another_quantity(tmp_path: Path) ->
     dump = dump_to(tmp_path / "dump", bundled_rows(8), SamplingParams(max_new_tokens=16))
     evaluation = replay(request_for(dump))
     assert evaluation.anchors is not None
-    assert evaluation.anchors.counts.num_drafts == 8 * 15
-    document = evaluation.to_json()
+    assert evaluation.anchors.num_anchors == 8 * 15
+    document = to_json(evaluation)
     assert document["anchors"]["mean_over_anchors"] != document["acceptance_len"]
     assert document["settings"]["mode"] == "replay"
     assert document["settings"]["max_new_tokens"] == 16
     assert document["measured"]["dump"]["taps"] == list(TAPS)
     assert document["measured"]["num_blocks"] == 8 * 15
-    alone = replay(request_for(dump, every=0)).to_json()
+    alone = to_json(replay(request_for(dump, every=0)))
     assert alone["anchors"] is None
     assert alone["measured"]["num_blocks"] == alone["num_drafts"] == document["num_drafts"]

@@ -13,10 +13,12 @@ from dflash_cli.commands.bench import _rows
 from dflash_cli.main import app
 from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
 from dflash_cli.tuning.step_parts import StepParts
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.refusals import refuses
 
-SMALL = ["--batches", "2,1", "-n", "16", "--rounds", "2", "--device", "cpu"]
+SMALL = ["--concurrency", "2,1", "-n", "16", "--rounds", "2", "--device", "cpu"]
 
 
 def run(*arguments: object) -> Any:
@@ -49,7 +51,7 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
 
 
 def test_text_leads_with_the_speedup() -> None:
-    lines = run("tiny", "--batches", "1", "-n", "12", "--rounds", "1", "--device", "cpu").stdout.splitlines()
+    lines = run("tiny", "--concurrency", "1", "-n", "12", "--rounds", "1", "--device", "cpu").stdout.splitlines()
     assert lines[0].startswith("speedup by drafting: ")
     assert lines[0].endswith(" at batch 1")
     assert [line.split()[:3] for line in (lines[-5], lines[-2])] == [
@@ -127,7 +129,7 @@ def test_adaptive_width_has_a_row_of_its_own() -> None:
     speed = replace(fixed, adaptive=replace(fixed.speculative, tokens_per_second=300.0))
     assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive"]
     assert [row[3] for row in _rows(speed)] == ["1.50", "3.00"]
-    assert speed.to_json()["adaptive_speedup"] == 3
+    assert to_json(speed)["adaptive_speedup"] == 3
     assert len(_rows(fixed)) == 1
 
 
@@ -146,8 +148,8 @@ def test_the_gate_names_the_batch_that_gains_least() -> None:
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected numbers of requests"):
-        run("tiny", "--batches", "1,x")
+    with refuses(UsageError, field="--concurrency", found="x"):
+        run("tiny", "--concurrency", "1,x")
     with pytest.raises(UsageError, match="nothing to compare"):
         run("tiny", "-k", "0")
     llm = bundled_llm(bundled_draft_model(), 7)

@@ -43,11 +43,8 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypat
     result = run(draft, "--target", "tiny", *SMALL)
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
-    assert sentence.startswith(
-        "the tapped layers are one too late: with tapped layers one earlier [0, 2, 3, 4] a step commits"
-    )
-    key = "config.json:dflash_config.target_layer_ids"
-    assert sentence.endswith(f"correct {key} and run dflash diagnose {draft} --target tiny again")
+    assert "config.json:dflash_config.target_layer_ids to [0, 2, 3, 4]" in sentence
+    assert f"dflash diagnose {draft} --target tiny" in sentence
 
 
 def test_nothing_is_found_in_a_sound_draft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from dflash_testing import checkpoints as support
 
 TARGET, DRAFT = fetch_directory(TINY, Role.TARGET), fetch_directory(TINY, Role.DRAFT)
 SMALL = ["--num-prompts", "8", "-n", "16"]
-DUMP = ["dump", "tiny", "--taps-from", "tiny", *SMALL, "--out"]
-REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--bootstrap", "0"]
+DUMP = ["dump", "tiny", "--taps-from", "tiny", *SMALL, "--output"]
+REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--num-resamples", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     live_rows, rows = tmp_path / "live.jsonl", tmp_path / "replay.jsonl"
-    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--bootstrap", "0", "--json", "--rows", live_rows)
-    run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--rows", rows)
+    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--num-resamples", "0", "--json", "--output", live_rows)
+    run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--output", rows)
     assert run["num_drafts"] > 20
     same = ("num_drafts", "per_pos_accepted", "histogram", "definitions", "categories", "num_tokens", "acceptance_len")
     assert {name: found[name] for name in same} == {name: run[name] for name in same}
@@ -123,7 +123,7 @@ def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
     before = files_of(copied)
     error = refuse(2, *DUMP, copied, "--resume", "-n", "17")
     assert error.startswith(f"error: {copied}: made with max_new_tokens 16, but this run has 17\nhint: ")
-    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--out", copied, "--resume")
+    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
     assert "made with taps [0, 2, 3, 4], but this run has [1, 2]" in error
     assert "exists already\nhint: pass --resume to go on from it, or --force" in refuse(2, *DUMP, copied)
     assert files_of(copied) == before
@@ -177,7 +177,7 @@ def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, m
     error = support.run_main(*DUMP, folder)
     assert error.code == 130
     assert f"2 answers are kept in {folder}" in error.err
-    assert "give the same command with --resume to go on" in error.err
+    assert "run the same command with --resume to continue" in error.err
     assert len(files_of(folder)) == 2
     assert len(list(folder.iterdir())) == 3
 
@@ -186,7 +186,7 @@ def test_a_prompt_that_cannot_be_served_is_named_and_the_others_are_dumped(tmp_p
     prompts = tmp_path / "prompts.jsonl"
     long = json.dumps({"prompt_token_ids": [5] * 3000})
     prompts.write_text(f'{{"prompt": "def f():"}}\n{long}\n')
-    error = refuse(2, "dump", "tiny", "--taps", "1", "-p", prompts, "-n", "4", "--out", tmp_path / "dump")
+    error = refuse(2, "dump", "tiny", "--taps", "1", "-p", prompts, "-n", "4", "--output", tmp_path / "dump")
     assert f"{prompts}:2: " in error
     manifest = json.loads((tmp_path / "dump" / "manifest.json").read_text())
     assert (manifest["is_complete"], len(manifest["requests"])) == (False, 1)
@@ -196,30 +196,31 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
     prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "dump"
     prompts.write_text('{"turns": ["def f():", "def g():"], "category": "a"}\n{"prompt": "import os"}\n')
     options = ["-p", prompts, "-n", "12"]
-    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--out", folder).code == 0
+    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--output", folder).code == 0
     assert list(files_of(folder)) == ["00000-0.safetensors", "00000-1.safetensors", "00001-0.safetensors"]
     found = replay("--dump", folder, "--head-from", "tiny", "--json")
-    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--bootstrap", "0", "--json").out)
+    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--num-resamples", "0", "--json").out)
     assert (found["num_requests"], found["num_conversations"]) == (3, 2)
     assert found["histogram"] == run["histogram"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error_id", "field"),
     [
-        (["dump", "tiny", "--out", "x"], "no layers to tap\nhint: name a draft with --taps-from DRAFT"),
-        (["dump", "tiny", "--taps", "1,x", "--out", "x"], "--taps '1,x': expected layers counted from 0"),
-        (["dump", "tiny", "--taps", "6", "--out", "x"], "--taps 6: the target has layers 0..5"),
-        (["dump", "tiny", "--taps", "1", "-k", "3", "--out", "x"], "a dump is of the target alone"),
-        (["dump", "tiny", "--taps", "1"], "no folder to write to\nhint: name one with --out DIR"),
-        ([*REPLAY], "--mode replay: no dump to replay"),
-        (["eval-acceptance", "--head-from", "tiny"], "--head-from goes with --mode replay"),
-        ([*REPLAY, "--dump", "x", "-p", "y"], "--prompts does not go with --mode replay, whose text is the dump's"),
-        ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "--dump-layer-ids '1;2': expected ids"),
+        (["dump", "tiny", "--output", "x"], "missing-option", "--taps"),
+        (["dump", "tiny", "--taps", "1,x", "--output", "x"], "usage-error", "--taps"),
+        (["dump", "tiny", "--taps", "6", "--output", "x"], "usage-error", "--taps"),
+        (["dump", "tiny", "--taps", "1", "-k", "3", "--output", "x"], "unknown-option", "-k"),
+        (["dump", "tiny", "--taps", "1"], "missing-option", "--output"),
+        ([*REPLAY], "option-needs-another", "--dump"),
+        (["eval-acceptance", "--head-from", "tiny"], "option-needs-another", "--head-from"),
+        ([*REPLAY, "--dump", "x", "-p", "y"], "options-exclude-each-other", "--prompts"),
+        ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "usage-error", "--dump-layer-ids"),
     ],
 )
-def test_options_that_make_no_sense_are_told(arguments: list[str], message: str) -> None:
-    assert refuse(2, *arguments).startswith(f"error: {message}")
+def test_options_that_make_no_sense_are_refused(arguments: list[str], error_id: str, field: str) -> None:
+    done = support.run_main(*arguments)
+    assert (done.code, done.error_id, done.field) == (2, error_id, field)
     assert not Path("x").exists()
 
 
@@ -236,6 +237,13 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
     save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, file, metadata)
 
 
+def edit_facts(file: Path, **changes: Any) -> None:
+    """The file with other facts in its metadata."""
+    with safe_open(file, framework="pt") as reader:
+        facts = json.loads(reader.metadata()["dflash"])
+    save_file(load_file(file), file, {"dflash": json.dumps(facts | changes)})
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -244,7 +252,13 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "token_ids is ["),
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), "token_ids: found 2"),
         (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "found a value that is not finite"),
-        (lambda file: save_file(load_file(file), file), "its metadata does not say what it is"),
+        (lambda file: save_file(load_file(file), file), "dflash: missing, expected metadata"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "row: missing, "),
+        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not valid JSON"),
+        (lambda file: edit_facts(file, turn="0"), "turn: found '0', "),
+        (lambda file: edit_facts(file, prompt_len=0), "prompt_len: found 0, "),
+        (lambda file: edit_facts(file, finish_reason="tired"), "finish_reason: found 'tired', "),
+        (lambda file: edit_facts(file, length=1), "length: found 1, "),
         (lambda file: save_file({"x": torch.zeros(1)}, file), "has no tensor hidden_states (it has x)"),
     ],
 )
@@ -256,25 +270,38 @@ def test_files_that_were_harmed_are_named(harm: Callable[[Path], object], messag
     assert message in error
 
 
+GONE = {"file": "gone.safetensors", "index": 0, "turn": 0, "prompt_len": 1, "answer_len": 1, "num_tokens": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "code", "message"),
+    ("changes", "code", "id", "field"),
     [
-        ({"kind": "other"}, 3, "kind: found 'other', expected 'dump'"),
-        ({"schema_version": 2}, 5, "schema_version 2, this release reads 1"),
-        ({"taps": []}, 3, "taps: found [], expected a list of layers"),
-        ({"vocab_size": None}, 3, "vocab_size: missing"),
-        ({"requests": [{"file": "gone.safetensors"}]}, 3, "manifest.json lists gone.safetensors, which is not there"),
+        ({"kind": "other"}, 3, "wrong-value", "kind"),
+        ({"schema_version": 2}, 5, "later-version", "schema_version"),
+        ({"taps": []}, 3, "wrong-value", "taps"),
+        ({"taps": [True]}, 3, "wrong-value", "taps[0]"),
+        ({"vocab_size": None}, 3, "wrong-value", "vocab_size"),
+        ({"hidden_size": 1.5}, 3, "wrong-value", "hidden_size"),
+        ({"target": {"name": "a", "commit": None, "modified_ns": None}}, 3, "missing-key", "target.digest"),
+        ({"tap": 1}, 3, "unknown-key", "tap"),
+        ({"requests": [{"file": "gone.safetensors"}]}, 3, "missing-key", "requests[0].index"),
+        ({"requests": [GONE]}, 3, "missing-file", None),
     ],
 )
-def test_manifests_that_are_none_are_named(changes: dict[str, Any], code: int, message: str, copied: Path) -> None:
+def test_malformed_manifests_are_refused(
+    changes: dict[str, Any], code: int, id: str, field: str | None, copied: Path
+) -> None:
     file = copied / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert message in refuse(code, *REPLAY, "--dump", copied, "--head-from", "tiny")
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert (done.code, done.error_id, done.field) == (code, id, field), done.err
 
 
 def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None:
     folder = tmp_path / "dump"
-    assert support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--out", folder).code == 0
+    assert (
+        support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--output", folder).code == 0
+    )
     error = refuse(3, *REPLAY, "--dump", folder, "--head-from", "tiny")
     assert f"{DRAFT}: taps layers 0, 2, 3, 4, but {folder} holds layers 0, 2\n" in error
 

@@ -12,7 +12,7 @@ import pytest
 
 import dflash_cli
 from dflash_cli.acceptance.disaggregated import Disaggregation, SideBySide
-from dflash_cli.acceptance.measure import EvaluationRequest
+from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.handoff import disaggregation, handed_session, prefill_process
@@ -21,10 +21,10 @@ from dflash_cli.handoff.prefill_side import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
-from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
-FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
+FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--num-resamples", "0"]
 TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("add", "sort", "read")]
 
 
@@ -88,7 +88,7 @@ def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
         ["--connector", "gloo"],
         pytest.param(["--connector", "file", "--temperature", "0.8"], marks=pytest.mark.slow),
         pytest.param(["--draft-sampling", "probabilistic", "--temperature", "0.8"], marks=pytest.mark.slow),
-        pytest.param(["--scheduling", "sync", "--no-prefix-cache", "--max-num-requests", "3"], marks=pytest.mark.slow),
+        pytest.param(["--scheduling", "sync", "--no-prefix-cache", "--concurrency", "3"], marks=pytest.mark.slow),
         pytest.param(["--exact-match", "none", "--context-lengths", "128,256"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -97,13 +97,13 @@ def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: py
     """And the one engine that they are held against has nothing in its prefix cache of what was handed over."""
     ask = disaggregation._ask
 
-    def ask_alone(session: PairSession, request: EvaluationRequest) -> list[Answer]:
+    def ask_alone(session: PairSession, request: EvaluationPlan) -> list[Answer]:
         assert len(session.llm.engine.scheduler.cache) == 0
         return ask(session, request)
 
     monkeypatch.setattr(disaggregation, "_ask", ask_alone)
     rows = tmp_path / "rows.jsonl"
-    document, said = evaluate(*FEW, "--num-prompts", "6", *options, "--rows", rows)
+    document, said = evaluate(*FEW, "--num-prompts", "6", *options, "--output", rows)
     found, plain = document["disaggregation"], [item for item in FEW if item != "--disaggregated"]
     connector = [item for item in options if item in ("--connector", "gloo", "file")]
     one, _ = evaluate(*plain, "--num-prompts", "6", *(item for item in options if item not in connector))
@@ -139,13 +139,12 @@ def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out()
 @pytest.mark.usefixtures("in_thread")
 def test_a_program_gets_the_same_document() -> None:
     document, _ = evaluate(*FEW, "--num-prompts", "4", "--connector", "gloo")
-    params = SamplingParams(max_new_tokens=12, seed=0)
     found = dflash_cli.evaluate(
-        "tiny", num_prompts=4, params=params, num_resamples=0, disaggregated=True, connector="gloo"
+        draft="tiny", num_prompts=4, max_new_tokens=12, num_resamples=0, disaggregated=True, connector="gloo"
     )
     assert found.disaggregation is not None
     found.disaggregation.check()
-    again = json.loads(console.json_document(found.to_json()))
+    again = json.loads(console.json_document(found))
     for own in (document, again):
         assert own["disaggregation"]["num_handed"] == 4
         for name in ("date", "argv", "lock_sha256"):
@@ -157,11 +156,11 @@ def test_a_program_gets_the_same_document() -> None:
 @pytest.mark.usefixtures("in_thread")
 def test_a_program_is_refused_what_does_not_fit() -> None:
     with pytest.raises(HandoffMismatch, match="draft: here dflash, there none"):
-        dflash_cli.evaluate("tiny", num_prompts=2, disaggregated=True, prefill_draft="none")
-    with pytest.raises(UsageError, match="--connector goes with --disaggregated"):
-        dflash_cli.evaluate("tiny", connector="gloo")
-    with pytest.raises(UsageError, match="--workers does not go with --disaggregated"):
-        dflash_cli.evaluate("tiny", disaggregated=True, workers=2)
+        dflash_cli.evaluate(draft="tiny", num_prompts=2, disaggregated=True, prefill_draft="none")
+    with refuses(UsageError, field="--connector"):
+        dflash_cli.evaluate(draft="tiny", connector="gloo")
+    with refuses(UsageError, field="--workers"):
+        dflash_cli.evaluate(draft="tiny", disaggregated=True, workers="2")
 
 
 @pytest.fixture
@@ -184,9 +183,9 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     """At once, not when their time is up; the text stays right, one warning says so, and the report counts them."""
     prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
-    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--bootstrap", "0"]
+    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--num-resamples", "0"]
     lost_before.append(2)
-    document, said = evaluate(*asked, "--rows", rows)
+    document, said = evaluate(*asked, "--output", rows)
     found = document["disaggregation"]
     assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 6)
     assert document["seconds"] < 30
@@ -195,7 +194,7 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
     assert sum("num_loaded" in line for line in lines) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
-    resumed, _ = evaluate(*asked, "--rows", rows, "--resume")
+    resumed, _ = evaluate(*asked, "--output", rows, "--resume")
     assert resumed["disaggregation"]["num_turns"] == 5  # three first turns, and two more of the one asked again
 
 
@@ -207,20 +206,19 @@ def test_what_the_prefill_process_is_refused_ends_the_run_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error_id", "field"),
     [
-        (["--connector", "gloo"], "--connector goes with --disaggregated"),
-        (["--prefill-draft", "none"], "--prefill-draft goes with --disaggregated"),
-        (["--force-mismatch"], "--force-mismatch goes with --disaggregated"),
-        (["--disaggregated", "--workers", "2"], "--workers does not go with --disaggregated"),
-        (["--disaggregated", "--mode", "replay", "--dump", "x"], "--disaggregated does not go with --mode replay"),
-        (["--disaggregated", "--connector", "smoke"], "--connector smoke: expected file, gloo, nccl or nixl"),
+        (["--connector", "gloo"], "option-needs-another", "--connector"),
+        (["--prefill-draft", "none"], "option-needs-another", "--prefill-draft"),
+        (["--force-mismatch"], "option-needs-another", "--force-mismatch"),
+        (["--disaggregated", "--workers", "2"], "options-exclude-each-other", "--workers"),
+        (["--disaggregated", "--mode", "replay", "--dump", "x"], "options-exclude-each-other", "--disaggregated"),
+        (["--disaggregated", "--connector", "smoke"], "usage-error", "--connector"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(arguments: list[str], message: str) -> None:
+def test_options_that_contradict_each_other_are_refused(arguments: list[str], error_id: str, field: str) -> None:
     done = support.run_main("eval-acceptance", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"error: {message}")
+    assert (done.code, done.out, done.error_id, done.field) == (2, "", error_id, field)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dflash_cli.rules.rule import all_rules
+from dflash_cli.terminal import documentation
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -24,7 +25,9 @@ def test_each_rule_is_explained(rule: object) -> None:
 
 
 def test_the_long_text_is_printed() -> None:
-    assert "0.24 and 0.25 do not look at it" in " ".join(support.invoke("explain", "c20").out.split())
+    rule = next(rule for rule in all_rules() if rule.id == "C20")
+    assert len(rule.text) > 100
+    assert " ".join(rule.text.split()) in " ".join(support.invoke("explain", "c20").out.split())
 
 
 def test_without_an_id_all_are_listed_under_their_themes() -> None:
@@ -65,9 +68,9 @@ def test_a_wrong_id_gets_a_guess() -> None:
 
 
 def test_the_table_in_the_documents_is_true() -> None:
-    """docs/checks.md is what `python scripts/rule_table.py` prints."""
+    """The page of checks equals the output of `python scripts/rule_table.py`."""
     render = runpy.run_path(str(ROOT / "scripts" / "rule_table.py"))["render"]
-    assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == render()
+    assert documentation.text("checks") == render()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing import http_client, served_answers
-from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
@@ -53,10 +52,10 @@ def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
 
 
 def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
-    """A file of `eval-acceptance --rows`, of answers that another engine gives: the form of our own number."""
+    """A file of `eval-acceptance --output`, of answers that another engine gives: the form of our own number."""
     path = prompts.with_name("own.jsonl")
     with serving(FakeEngine(reports="detailed", **changes)) as other:
-        probe(other, "-p", prompts, *FEW, "--rows", path)
+        probe(other, "-p", prompts, *FEW, "--output", path)
     return path.with_name("own.1.jsonl")
 
 
@@ -64,13 +63,13 @@ def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None
     """The server is driven by our engine on the bundled pair, and reports its steps as vLLM would."""
     own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
     sample = ("--num-prompts", "12", "-n", "12")
-    evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--rows", own, "--json").out)
+    evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--output", own, "--json").out)
     tokenizer = Tokenizer(ROOT / "dflash_cli" / "tiny" / "target")
     engine = FakeEngine(reports="detailed", texts=texts_of_rows(own), encode=tokenizer.encode)
     on_bundled = ("-p", ROOT / "dflash_cli" / "tiny" / "prompts.jsonl")
     with serving(engine):
         document = probe(
-            engine, *sample, *on_bundled, "--concurrency", "1,4", "--rows", seen, "--result", own, "-d", "tiny"
+            engine, *sample, *on_bundled, "--concurrency", "1,4", "--output", seen, "--result", own, "-d", "tiny"
         )
     for run in document["runs"]:
         for name in ("num_drafts", "per_pos_accepted", "acceptance_len", "acceptance_len_interval", "histogram"):
@@ -117,7 +116,7 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
     engine.faults = {3: "400"}
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 2
-    assert "1 prompt not answered" in done.err
+    assert "1 prompt failed" in done.err
     assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: the prompt is longer" in done.err
     engine.faults = {engine.num_answers + 3: "400"}
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
@@ -126,7 +125,7 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
 def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     engine.faults = dict.fromkeys(range(6, 40), "500")
-    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--rows", rows, "--retries", "0")
+    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--output", rows, "--retries", "0")
     assert done.code == 4
     assert "answered 500, after 1 try; 5 answers kept in" in done.err
     assert "--resume" in done.err
@@ -135,7 +134,7 @@ def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: Fake
     engine.faults = {}
     time.sleep(0.1)  # a request that was under way
     before = engine.num_answers
-    document = probe(engine, "-p", prompts, *FEW, "--rows", rows, "--resume")
+    document = probe(engine, "-p", prompts, *FEW, "--output", rows, "--resume")
     assert engine.num_answers - before == 1 + 14 - 5
     assert document["runs"][0]["num_conversations"] == 14
     whole = probe(engine, "-p", prompts, *FEW)
@@ -144,9 +143,9 @@ def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: Fake
 
 def test_rows_of_other_settings_are_not_gone_on_with(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
-    probe(engine, "-p", prompts, *FEW, "--rows", rows)
+    probe(engine, "-p", prompts, *FEW, "--output", rows)
     done = support.invoke(
-        "probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--rows", rows, "--resume"
+        "probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--output", rows, "--resume"
     )
     assert (done.code, "made with max_new_tokens 40" in done.err) == (2, True)
 
@@ -341,12 +340,12 @@ def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
 
 
 def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
-    found = dflash_cli.probe_server(
-        engine.url,
-        ProbeOptions(concurrency="2,4"),
+    found = dflash_cli.probe(
+        url=engine.url,
+        concurrency=(2, 4),
         prompts=[row["prompt_token_ids"] for row in map(json.loads, prompts.read_text().splitlines())],
         max_new_tokens=40,
-        journal=tmp_path / "rows.jsonl",
+        output=tmp_path / "rows.jsonl",
     )
     assert [run.concurrency for run in found.runs] == [2, 4]
     by_command = probe(engine, "-p", prompts, *FEW)["runs"][0]
@@ -369,8 +368,8 @@ def test_a_file_that_a_later_run_would_overwrite_is_refused_before_the_first(
     engine: FakeEngine, prompts: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.2.jsonl").touch()
-    for more, name in ((["--concurrency", "1,2"], "rows.2.jsonl"), (["--rows", tmp_path / "no" / "r.jsonl"], "no")):
-        outcome = support.invoke("probe", engine.url, "-p", prompts, "--rows", tmp_path / "rows.jsonl", *more)
+    for more, name in ((["--concurrency", "1,2"], "rows.2.jsonl"), (["--output", tmp_path / "no" / "r.jsonl"], "no")):
+        outcome = support.invoke("probe", engine.url, "-p", prompts, "--output", tmp_path / "rows.jsonl", *more)
         assert outcome.code == 2
         assert f"error: {tmp_path / name}: " in outcome.err
     assert engine.num_answers <= 2  # those by which it is seen whether a draft is served
@@ -383,7 +382,10 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     own = own_result(engine, prompts)
     for more, message in (
-        (["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"], "error: --beside-api-key-env NO_SUCH_KEY: "),
+        (
+            ["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"],
+            "--beside-api-key-env: found 'NO_SUCH_KEY'",
+        ),
         (["--engine", "vlm"], "error: --engine vlm: no such engine"),
         (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),
     ):

@@ -61,11 +61,6 @@ class TestLine:
             ["#", "vllm"], ["vllm", "serve"], ["#", "sglang"], ["python3", "-m"]
         ]  # fmt: skip
 
-    def test_the_old_name_is_an_alias_that_help_does_not_show(self, pair: tuple[Path, Path]) -> None:
-        outcome = support.invoke("launch", "--draft", pair[0], "--target", pair[1], "--engine", "vllm")
-        assert outcome.out.strip() == line(pair, "vllm")
-        assert "launch" not in support.invoke("--help").out
-
     def test_fewer_tokens(self, pair: tuple[Path, Path]) -> None:
         assert '"num_speculative_tokens": 2' in line(pair, "vllm", "-k", "2")
 
@@ -146,8 +141,7 @@ class TestRefusal:
 
     def test_no_engine(self) -> None:
         outcome = support.invoke("serve-command", "tiny", "--engine", ",")
-        assert outcome.code == 2
-        assert "vllm@0.24..0.33" in outcome.err
+        assert (outcome.code, outcome.field) == (2, "--engine")
 
     def test_one_of_two_engines(self, tmp_path: Path) -> None:
         """The other's command is printed all the same; the exit code and the last line are the refusal's."""
@@ -245,7 +239,7 @@ def test_a_draft_without_a_block_is_served_as_it_is_asked_for(tmp_path: Path) ->
     target = support.make_target(tmp_path / "target")
     silent = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
     assert silent.code == 2
-    assert "states no block_size, so how many tokens to draft is not known" in silent.err
+    assert "block_size" in silent.err
     told = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm", "-k", 3)
     assert told.code == 0, told.err
     assert '"num_speculative_tokens": 3' in told.out

@@ -12,8 +12,6 @@ from dflash_cli.tuning import tuner
 from dflash_cli.tuning.step_costs import StepCosts
 from dflash_cli.tuning.tuned_engines import tuned_engines
 from dflash_cli.tuning.tuner import STEP_TIMES_FILE
-from dflash_runtime.config import EngineConfig
-from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 
 TIMES = {
@@ -29,7 +27,7 @@ def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> support.
     file.write_text(json.dumps(times))
     rows = [{"prompt_token_ids": [40 + place, 50, 60], "category": "ab"[place % 2]} for place in range(12)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--prompts", prompts, "-n", 8, "--bootstrap", 200, "--device", "cpu"]
+    small = ["--prompts", prompts, "-n", 8, "--num-resamples", 200, "--device", "cpu"]
     return support.invoke("tune", "tiny", *small, "--step-times", file, *more)
 
 
@@ -84,13 +82,13 @@ def test_engines_are_told_a_k_for_each_batch_size_where_they_can_be(document: di
 def test_a_release_without_a_schedule_is_told_one_k() -> None:
     for release, is_told in (("0.27", False), ("0.28", True)):
         (row,) = tuned_engines(f"vllm@{release}", "tiny", "tiny", 3, ((1, 2, 7), (3, 8, 3)))
-        assert ("num_speculative_tokens_per_batch_size" in row["text"]) == is_told
-        assert f'"num_speculative_tokens": {7 if is_told else 3}' in row["text"]
+        assert ("num_speculative_tokens_per_batch_size" in (row.text or "")) == is_told
+        assert f'"num_speculative_tokens": {7 if is_told else 3}' in (row.text or "")
 
 
 def test_a_schedule_of_one_k_is_none() -> None:
     rows = tuned_engines("vllm,tensorrt-llm", "tiny", "tiny", 7, ((1, 8, 7),))
-    assert not [row for row in rows if "per_batch_size" in row["text"] or "schedule" in row["text"]]
+    assert not [row for row in rows if "per_batch_size" in str(row.text) or "schedule" in str(row.text)]
 
 
 def test_what_ifs_are_paired_with_the_pair_as_it_is(document: dict[str, Any]) -> None:
@@ -122,22 +120,22 @@ def test_where_nothing_pays_no_engine_is_told_anything(tmp_path: Path) -> None:
 
 def test_an_engine_that_would_not_serve_the_pair_is_told_why() -> None:
     (row,) = tuned_engines("sglang", "tiny:reduced", "tiny", 7, ())
-    assert row["text"] is None
-    assert row["refusal"].startswith("sglang 0.5.23 cannot serve the draft: S09 ")
+    assert row.text is None
+    assert str(row.refusal).startswith("sglang 0.5.23 cannot serve the draft: S09 ")
 
 
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
-    assert tune(tmp_path, "--rows", rows).code == 0
+    assert tune(tmp_path, "--output", rows).code == 0
     files = sorted(rows.iterdir())
     assert [file.name for file in files] == ["narrowed-3.jsonl", "resized-3.jsonl", "whole-7.jsonl"]
-    again = tune(tmp_path, "--rows", rows)
+    again = tune(tmp_path, "--output", rows)
     assert (again.code, "pass --resume to continue it" in again.err) == (2, True)
     whole = rows / "whole-7.jsonl"
     lines = whole.read_text().splitlines(keepends=True)
     whole.write_text("".join(lines[:5]))
     before = {file: file.read_bytes() for file in files if file != whole}
-    resumed = tune(tmp_path, "--rows", rows, "--resume")
+    resumed = tune(tmp_path, "--output", rows, "--resume")
     assert resumed.code == 0, resumed.err
     assert {file: file.read_bytes() for file in before} == before
     assert len(whole.read_text().splitlines()) == len(lines)
@@ -149,11 +147,11 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "measure_candidate", stopped)
-    outcome = tune(tmp_path, "--rows", tmp_path / "rows")
+    outcome = tune(tmp_path, "--output", tmp_path / "rows")
     assert outcome.code == 130
     assert "error: interrupted\nhint: answers are kept in " in outcome.err
     assert "the same command with --resume" in outcome.err
-    assert "hint: with --rows FOLDER answers are kept" in tune(tmp_path).err
+    assert "hint: --output DIR keeps answers" in tune(tmp_path).err
 
 
 def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,20 +166,21 @@ def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tuner, "measure_step_costs", made)
     options: dict[str, Any] = {
-        "params": SamplingParams(max_new_tokens=24),
+        "draft": "tiny",
+        "max_new_tokens": 24,
         "prompts": [[5, 6, 7], [8, 9]],
-        "batches": [1],
-        "config": EngineConfig(device="cpu"),
-        "folder": tmp_path,
-        "numbers": [7],
+        "concurrency": [1],
+        "device": "cpu",
+        "output": tmp_path,
+        "num_speculative_tokens": [7],
     }
-    first = dflash_cli.tune("tiny", **options)
-    second = dflash_cli.tune("tiny", resume=True, **options)
+    first = dflash_cli.tune(**options)
+    second = dflash_cli.tune(resume=True, **options)
     assert (len(measured), second.costs) == (1, first.costs)
-    dflash_cli.tune("tiny", resume=True, **options, num_rounds=5)
+    dflash_cli.tune(resume=True, **options, rounds=5)
     assert len(measured) == 2
     (tmp_path / STEP_TIMES_FILE).write_text("[1]")
-    dflash_cli.tune("tiny", resume=True, **options)
+    dflash_cli.tune(resume=True, **options)
     assert len(measured) == 3
 
 
@@ -192,7 +191,7 @@ def test_answers_that_a_later_k_would_overwrite_end_the_run_before_it_begins(
     (tmp_path / "rows").mkdir()
     last = tmp_path / "rows" / "what-if-draft-int4.jsonl"
     last.touch()
-    outcome = tune(tmp_path, "--rows", last.parent, "--what-if", "draft=int4")
+    outcome = tune(tmp_path, "--output", last.parent, "--what-if", "draft=int4")
     assert (outcome.code, f"error: {last}: exists already" in outcome.err) == (2, True)
     assert list(last.parent.iterdir()) == [last]
 
@@ -202,23 +201,22 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
     outcome = tune(tmp_path, times=times)
     assert outcome.code == 2
     assert f"{tmp_path / 'times.json'}: has steps of 15 speculative tokens, expected 1 to 7" in outcome.err
-    assert "hint: choose among them: --num-speculative-tokens-list 3,7" in outcome.err
+    assert "hint: choose among them: --num-speculative-tokens 3,7" in outcome.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "3"], "-k and --verify-width are what is tried here"),
-        (["--verify-width", "3"], "-k and --verify-width are what is tried here"),
-        (["--num-speculative-tokens-list", "1,x"], "--num-speculative-tokens-list 1,x: expected whole numbers"),
-        (["--num-speculative-tokens-list", "9"], "9 speculative tokens, expected 1 to 7"),
-        (["--batch-sizes", "0"], "--batch-sizes 0: expected whole numbers"),
-        (["--batch-sizes", "2"], "made: plain.2: missing"),
-        (["--resume"], "--resume needs --rows FOLDER"),
-        (["--confidence", "1"], "--confidence 1, expected a number between 0 and 1"),
+        (["--verify-width", "3"], "--verify-width"),
+        (["--num-speculative-tokens", "1,x"], "--num-speculative-tokens: found 'x'"),
+        (["--num-speculative-tokens", "9"], "9 speculative tokens, expected 1 to 7"),
+        (["--concurrency", "0"], "--concurrency: found 0"),
+        (["--concurrency", "2"], "made: plain.2: missing"),
+        (["--resume"], "--resume needs --output"),
+        (["--confidence", "1"], "--confidence: found 1.0"),
         (["--what-if", "draft=fp7"], "--what-if draft=fp7: expected PART=FORMAT"),
         (["--engine", "vlm"], "unknown engine 'vlm'"),
-        (["--rows", "no/such/folder"], "--rows no/such/folder: cannot be made"),
+        (["--output", "no/such/folder"], "--output: found 'no/such/folder'"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(

@@ -9,6 +9,7 @@ import pytest
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, read_result
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 VLLM = {  # vllm 0.33, benchmarks/serve.py: `benchmark`, and `main` around it, without --save-detailed
     "date": "20261120-101112", "endpoint_type": "openai-chat", "backend": "openai-chat", "label": None,
@@ -173,16 +174,40 @@ def test_what_lacks_acceptance_is_refused_in_a_line(tmp_path: Path, content: Any
 
 def test_rows_of_an_interrupted_run_are_read_up_to_the_line_that_was_cut_off(tmp_path: Path) -> None:
     """Also rows of a release that kept no widths; a later line about a turn overrules an earlier one."""
-    row = {"index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2]}
+    head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3}}
+    row = {
+        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
+        "text": "a", "finish_reason": "length",
+    }  # fmt: skip
     first, second, again = (
         row | {"turn": turn, "acceptance_lengths": lengths, "committed_lengths": lengths}
         for turn, lengths in ((0, [1, 1]), (1, [4]), (0, [3, 2]))
     )
-    text = lines({"settings": {"num_speculative_tokens": 3}}, first, second, again) + '{"index": 1, "tu'
+    text = lines(head, first, second, again) + '{"index": 1, "tu'
     result = read(tmp_path, text)
     assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("prompt 1", 9, 3)]
     assert result.counts is not None
     assert (result.counts.per_pos_accepted, result.acceptance_len) == ([3, 2, 1], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "id", "field"),
+    [
+        ({"turn": "0"}, "wrong-value", "turn"),
+        ({"acceptance_lengths": [1.5]}, "wrong-value", "acceptance_lengths[0]"),
+        ({"accepted": []}, "unknown-key", "accepted"),
+    ],
+)
+def test_a_malformed_row_is_refused_with_its_line_and_field(
+    changes: dict[str, Any], id: str, field: str, tmp_path: Path
+) -> None:
+    head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3}}
+    row = {
+        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
+        "text": "a", "finish_reason": "length", "acceptance_lengths": [1], "committed_lengths": [1],
+    }  # fmt: skip
+    with refuses(UsageError, id, field=field, path=f"{tmp_path / 'result'}:3"):
+        read(tmp_path, lines(head, row, row | changes))
 
 
 def test_each_sample_is_known_by_one_format_only(tmp_path: Path) -> None:

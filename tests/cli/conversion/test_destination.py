@@ -8,7 +8,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion import staging
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 
@@ -141,7 +141,7 @@ class TestAppearing:
             (out / "thesis.txt").write_text("x")
 
         monkeypatch.setattr("dflash_cli.conversion.execute.verify_roundtrip", appear)
-        plan = plan_conversion(open_draft(source), ConversionRequest(to="native"))
+        plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
         with pytest.raises(UsageError):
             convert_draft(plan, out, force=force)
         assert (out / "thesis.txt").read_text() == "x"

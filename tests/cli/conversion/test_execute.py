@@ -168,7 +168,7 @@ class TestVerifier:
         source = support.make_native(tmp_path / "source")
         outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators")
         assert outcome.code == 2
-        assert "--verifier" in outcome.err
+        assert "--target-name" in outcome.err
 
 
 class TestReducedHead:
@@ -311,7 +311,7 @@ class TestRefusals:
     def test_scales(self, tmp_path: Path) -> None:
         config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "output_multiplier": 0.5}
         source = support.make_native(tmp_path / "source", dflash_config=config)
-        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "acme/target"]
+        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
         assert support.invoke(*args).code == 5
         outcome = support.invoke(*args, "--allow-lossy")
         assert outcome.code == 0
@@ -320,7 +320,7 @@ class TestRefusals:
     def test_mask_embedding(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         (source / "mask_embedding.pt").write_bytes(b"")
-        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "acme/target"]
+        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
         refused = support.invoke(*args)
         assert refused.code == 5
         assert "mask_embedding.pt" in refused.err
@@ -342,7 +342,7 @@ class TestRefusals:
         del arrays["norm.weight"]
         arrays["extra"] = np.zeros(1, dtype=np.float32)
         source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "a/b")
+        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
         assert outcome.code == 3
         assert "missing tensors: norm.weight; unexpected tensors: extra" in outcome.err
 

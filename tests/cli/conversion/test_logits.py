@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.logits import draft_logits, verify_logits
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed
@@ -45,9 +45,7 @@ def test_speculators_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """Golden values: speculators 0.9.0 on what `convert --to speculators` wrote, taps as it numbers them."""
     source, target_path = support.make_logit_case(tmp_path, name)
     target = open_target(target_path)
-    request = ConversionRequest(
-        to="speculators", target=target, target_reference=str(target_path), verifier="acme/target"
-    )
+    request = ConversionSpec(to="speculators", target=target, target_reference=str(target_path), verifier="acme/target")
     convert_draft(plan_conversion(open_draft(source), request), tmp_path / "converted")
     expected = torch.tensor(RECORDED["logits"][name])
     model = open_runtime_target(target_path)
@@ -69,7 +67,7 @@ def test_golden_cases_differ() -> None:
 def test_the_bundled_pair_converts_to_equal_logits(name: str, tmp_path: Path) -> None:
     target = fetch_directory(TINY, Role.TARGET)
     source = open_draft(fetch_directory(name, Role.DRAFT))
-    request = ConversionRequest(to="speculators", target=open_target(target), target_reference=TINY)
+    request = ConversionSpec(to="speculators", target=open_target(target), target_reference=TINY)
     convert_draft(plan_conversion(source, request), tmp_path / "out")
     model = open_runtime_target(target)
     prompt = list(range(100, 140))
@@ -81,7 +79,7 @@ def test_the_bundled_pair_converts_to_equal_logits(name: str, tmp_path: Path) ->
 class TestVerifyLogits:
     def convert(self, tmp_path: Path, to: str = "speculators", **changes: Any) -> tuple[DraftCheckpoint, Path]:
         source = support.make_native(tmp_path / "source", **changes)
-        request = ConversionRequest(to=to, verifier="acme/target")
+        request = ConversionSpec(to=to, verifier="acme/target")
         convert_draft(plan_conversion(open_draft(source), request), tmp_path / "out")
         return open_draft(source), tmp_path / "out"
 

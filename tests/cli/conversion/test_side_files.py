@@ -182,7 +182,7 @@ class TestConversion:
 
     @pytest.mark.parametrize("to", ["speculators", "mlx"])
     def test_others_have_no_place(self, to: str, tmp_path: Path) -> None:
-        args = ["convert", source(tmp_path), tmp_path / "out", "--to", to, "--verifier", "a/b"]
+        args = ["convert", source(tmp_path), tmp_path / "out", "--to", to, "--target-name", "a/b"]
         outcome = support.invoke(*args)
         assert outcome.code == 5
         assert "cannot hold" in outcome.err

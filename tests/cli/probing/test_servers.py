@@ -75,14 +75,15 @@ def test_each_engine_is_read_as_every_definition_says(name: str, expected: dict[
     assert {key: total.definitions[key] for key in expected} == pytest.approx(expected)
     positions = [sum(number > place for text in made() for number in text.accepted) for place in range(K)]
     assert total.counts.per_pos_accepted == positions
-    assert total.interval is not None
+    assert total.acceptance_len_interval is not None
 
 
 def test_counters_of_requests_that_overlap_give_totals_and_no_interval(expected: dict[str, float]) -> None:
     with serving(FakeEngine()) as engine:
         total = measure(engine, concurrency=4)
     assert total.counts.acceptance_len == pytest.approx(expected["vllm"])
-    assert (total.interval, total.no_interval) == (None, "the server counts all requests together")
+    assert total.acceptance_len_interval is None
+    assert total.acceptance_len_no_interval == "the server counts all requests together"
     assert total.histogram == tuple(
         sum(number == value for text in made() for number in text.accepted) for value in range(K + 1)
     )

@@ -34,7 +34,7 @@ def test_the_hubs_library_reads_the_figures() -> None:
     made("--engine", "none", "-o", "README.md")
     card = HubCard.load("README.md", ignore_metadata_errors=False)
     evaluation = drawn_evaluation()
-    interval = evaluation.total.interval
+    interval = evaluation.total.acceptance_len_interval
     assert interval is not None
     assert card.data.base_model == "org/target"
     assert card.data.model_name == "draft"
@@ -53,13 +53,13 @@ def test_the_hubs_library_reads_the_figures() -> None:
 def test_a_pair_that_is_here_has_its_commands(result: Path) -> None:
     settings = drawn_evaluation(draft="tiny", target="tiny").settings
     write_evaluation(result, drawn_evaluation(num_drafted=7), settings=dict(settings))
-    text = made("--name", "org/d", "--base-model", "org/t")
+    text = made("--draft-name", "org/d", "--target-name", "org/t")
     assert "vllm serve org/t --speculative-config" in text
     assert '"model": "org/d", "num_speculative_tokens": 7' in text
     assert "--speculative-draft-model-path org/d" in text
     known, unknown = (
         support.run_main("card", str(result), *names)
-        for names in (("--name", "org/d", "--base-model", "org/t"), ("--name", "org/d"))
+        for names in (("--draft-name", "org/d", "--target-name", "org/t"), ("--draft-name", "org/d"))
     )
     assert ["folders of this machine" in done.err for done in (known, unknown)] == [False, True]
     absent = write_evaluation(result, drawn_evaluation(draft="./absent"))

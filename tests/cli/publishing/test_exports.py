@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_cli.commands.export import export
+from dflash_cli.commands.export import ExportRequest
 from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
+from dflash_cli.terminal.requests import parameters_of
+from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
@@ -37,8 +39,8 @@ def exported(to: str, *arguments: str) -> str:
 
 def test_the_command_names_every_format() -> None:
     EXPORTS.discover(PACKAGE)
-    to = export.__annotations__["to"].__args__[0].__args__
-    assert sorted(to) == sorted(EXPORTS)
+    (to,) = [item for item in parameters_of(ExportRequest) if item.name == "to"]
+    assert sorted(to.choices) == sorted(EXPORTS)
 
 
 def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:
@@ -109,9 +111,9 @@ def test_golden_lengths_are_gathered_in_one_file() -> None:
 
 def test_a_golden_length_is_of_the_coding_prompts_where_there_are_some() -> None:
     evaluation = drawn_evaluation(max_new_tokens=4096)
-    coding = evaluation.to_json()["categories"]["code"]
+    coding = to_json(evaluation)["categories"]["code"]
     write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
-    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--model", "my-model")
+    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--target-name", "my-model")
     assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}
     assert "warning" not in done.err
 

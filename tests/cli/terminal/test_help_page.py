@@ -1,4 +1,4 @@
-"""Help pages: essentials first, everything named, no widths broken, documents that exist."""
+"""Help pages: examples and essentials first, everything with --help-all, no word split, topics that exist."""
 
 import re
 
@@ -6,57 +6,66 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.main import COMMANDS, app
-from dflash_testing.paths import ROOT
+from dflash_cli.terminal.command_line import load_command
+from dflash_cli.terminal.help_page import MAX_SHORT_OPTIONS, WIDEST_PAGE
+from dflash_cli.terminal.requests import parameters_of
 
-SHOWN = [name for name, entry in COMMANDS.items() if not entry.is_hidden]
 
-
-def page(*arguments: str) -> str:
-    result = CliRunner().invoke(app, [*arguments, "--help"])
+def page(*arguments: str, flag: str = "--help", width: int = 80) -> str:
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*arguments, flag])
     assert result.exit_code == 0
     return str(result.stdout)
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_each_page_has_examples_and_plain_metavars(name: str) -> None:
-    text = page(name)
-    assert re.search(r"^Examples?:$", text, re.MULTILINE)
-    assert f"dflash {name}" in text
-    assert " range" not in text
-    assert not re.search(r"<(int|str|float|path)", text, re.IGNORECASE)
-    assert max(map(len, text.splitlines())) <= 80
+def rows(text: str) -> list[str]:
+    """The flags and arguments of a page, in the order of its rows."""
+    after = text[text.index("\n\n", text.index("\nExample")) :]
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+|[A-Z]\w*)", after, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["generate", "eval-acceptance"])
-def test_essentials_come_before_sampling_and_engine(name: str) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_short_page_has_examples_first_and_few_options(name: str) -> None:
     text = page(name)
+    assert 0 < text.index(f"dflash {name}") < text.index("\nOptions:")
+    options = [item for item in rows(text) if item.startswith("-")]
+    assert len(options) <= MAX_SHORT_OPTIONS
+    assert "--help-all" in options
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_full_page_has_every_option(name: str) -> None:
+    shown = set(rows(page(name, flag="--help-all")))
+    expected = {item.flag or item.metavar for item in parameters_of(load_command(name, COMMANDS[name]).kind)}
+    assert {item for item in expected if item.startswith("--")} - shown <= {"--draft", "--target"}
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_lines_use_the_width_and_no_word_is_split(width: int) -> None:
+    text = page("eval-acceptance", flag="--help-all", width=width)
+    widest = max(len(line) for line in text.splitlines() if not line.startswith("  dflash"))
+    assert widest <= max(min(width, WIDEST_PAGE), 64)
+    if width >= 100:
+        assert widest > 90
+    words = " ".join(text.split())
+    assert "--num-speculative-tokens" in words
+    assert "prompt_token_ids" in words
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_examples_are_never_wrapped(width: int) -> None:
+    for example in COMMANDS["eval-acceptance"].examples:
+        assert f"\n  {example}\n" in page("eval-acceptance", width=width)
+
+
+def test_groups_come_in_their_order() -> None:
+    text = page("generate", flag="--help-all")
     panels = re.findall(r"^(\w+):$", text, re.MULTILINE)
-    assert panels[0] == "Essentials"
+    assert panels[:2] == ["Examples", "Essentials"]
     assert panels.index("Sampling") < panels.index("Engine")
-    essentials = text[text.index("Essentials:") : text.index("Sampling:")]
-    for flag in ("--draft", "--target", "--prompts", "--max-new-tokens"):
-        assert flag in essentials
-    for flag in ("--device", "--max-num-seqs", "--max-num-batched-tokens", "--num-speculative-tokens", "-k,"):
-        assert flag in text
 
 
-def test_the_first_page_groups_the_commands_and_hides_old_names() -> None:
+def test_the_first_page_groups_the_commands() -> None:
     text = page()
-    places = [text.index(f"\n  {name}  ") for name in SHOWN]
+    places = [text.index(f"\n  {name} ") for name in COMMANDS]
     assert places == sorted(places)
     assert text.index("Run a pair:") < text.index("Look at a draft:") < text.index("Convert and serve:")
-    assert 'dflash generate "def fibonacci(n):"' in text
-    assert "launch" not in text
-
-
-def test_documents_that_pages_point_to_exist() -> None:
-    named = {entry.docs for entry in COMMANDS.values() if entry.docs is not None}
-    assert named
-    for document in named:
-        assert (ROOT / document).is_file(), document
-
-
-def test_the_way_out_of_verify_width_and_k_is_in_words() -> None:
-    text = " ".join(page("generate").split())
-    assert "the maximum, and the default, is the draft's block size minus one" in text
-    assert "Verify only the first N positions of each block" in text

@@ -60,13 +60,13 @@ def num_lines(path: Path) -> int:
 )
 def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals, word: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    options = ["eval-acceptance", "--rows", rows, "--max-num-requests", "1", "-n", "64", "--bootstrap", "0"]
+    options = ["eval-acceptance", "--output", rows, "--concurrency", "1", "-n", "64", "--num-resamples", "0"]
     done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
     assert done.code == 128 + number
     kept = num_lines(rows) - 1
     said, hint = done.err.splitlines()[-2:]
     assert said.startswith(f"error: {word}: {kept} of 64 answered, acceptance length ")
-    assert hint == f"hint: the answers are kept in {rows}; give the same command with --resume to go on"
+    assert hint == f"hint: the answers are kept in {rows}; run the same command with --resume to continue"
     assert done.out == ""
 
 
@@ -148,7 +148,7 @@ def test_closed_streams_are_empty_ones(line: str, code: int) -> None:
 
 def test_a_file_that_is_opened_is_never_the_closed_stdout(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    assert shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --rows {rows} >&-").code == 0
+    assert shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --output {rows} >&-").code == 0
     assert all(isinstance(json.loads(line), dict) for line in rows.read_text().splitlines())
     assert num_lines(rows) == 3
 
@@ -172,8 +172,7 @@ def test_a_full_stdout_is_named(line: str) -> None:
     "arguments",
     [
         ["generate", "x", "-n", "4", "--output"],
-        ["eval-acceptance", "--num-prompts", "1", "-n", "4", "--rows"],
-        ["eval-acceptance", "--num-prompts", "1", "-n", "4", "--report"],
+        ["eval-acceptance", "--num-prompts", "1", "-n", "4", "--output"],
     ],
     ids=" ".join,
 )
@@ -188,7 +187,7 @@ def test_a_full_disk_is_named(arguments: list[str]) -> None:
 def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
     rows = tmp_path / "rows.jsonl"
-    options = ["--num-prompts", "8", "-n", "16", "--max-num-requests", "1", "--bootstrap", "0", "--rows", str(rows)]
+    options = ["--num-prompts", "8", "-n", "16", "--concurrency", "1", "--num-resamples", "0", "--output", str(rows)]
     done = shell(f"ulimit -f 4; dflash eval-acceptance {' '.join(options)}")
     assert done.code == 6
     assert done.err.splitlines()[-1] == f"error: {rows}: larger than a file may be here"
@@ -199,7 +198,7 @@ def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
     assert num_lines(rows) == 9
 
 
-@pytest.mark.parametrize("option", ["--rows", "--report"])
+@pytest.mark.parametrize("option", ["--output"])
 def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
     """--output is the same code; see test_atomic_file."""
     pipe, real, link = tmp_path / "pipe", tmp_path / "real", tmp_path / "link"
@@ -223,7 +222,7 @@ def test_a_pipe_whose_reader_goes_is_named(tmp_path: Path) -> None:
     """Only stdout may lose its reader in silence."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    done = shell(f"head -c 1 < {pipe} > {tmp_path / 'first'} & dflash eval-acceptance --num-prompts 4 --rows {pipe}")
+    done = shell(f"head -c 1 < {pipe} > {tmp_path / 'first'} & dflash eval-acceptance --num-prompts 4 --output {pipe}")
     assert done.code != 0
     assert done.err.splitlines()[-1] == f"error: {pipe}: its reader has gone"
 

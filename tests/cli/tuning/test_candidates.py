@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.acceptance.acceptance_report import PromptSource
-from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import smallest
 from dflash_runtime.errors import RequestError, UsageError
@@ -28,8 +28,8 @@ def test_each_number_below_the_trained_one_is_tried_in_both_ways() -> None:
         candidates_for([8], 7)
 
 
-def request_for(count: int, **params: Any) -> EvaluationRequest:
-    return EvaluationRequest(
+def request_for(count: int, **params: Any) -> EvaluationPlan:
+    return EvaluationPlan(
         rows=bundled_rows(count),
         params=SamplingParams(max_new_tokens=16, **params),
         source=PromptSource(name="bundled", num_available=count),

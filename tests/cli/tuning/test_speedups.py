@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, PromptSource
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.statistics import summarise
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best, speedup
 from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_testing.evaluations import evaluation_run
 
 ONE, THREE, SEVEN = Candidate(1, "resized"), Candidate(3, "resized"), Candidate(7, "whole")
 
@@ -44,8 +46,8 @@ def evaluation_of(rows: Sequence[Sequence[int]], categories: str = "a", num_resa
         total=summarise(outputs, 7, num_resamples=num_resamples),
         categories={name: summarise(item, 7, num_resamples=num_resamples) for name, item in by_name.items()},
         settings={},
-        measured={},
-        source=PromptSource(name="made", num_available=len(rows)),
+        measured=evaluation_run(),
+        prompts=PromptSource(name="made", num_available=len(rows)),
         conversations=counts,
         seconds=0.0,
     )
@@ -70,7 +72,7 @@ def test_a_speedup_is_length_times_plain_over_drafting() -> None:
     found = speedup(evaluation, costs_of({4: (10.0, 10.0)}, whole7={4: (15.0, 15.0)}), SEVEN, None, 4)
     assert found is not None
     assert found.interval is not None
-    assert (found.value, found.interval.low, found.interval.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert (found.speedup, found.interval.low, found.interval.high) == pytest.approx((2.0, 2.0, 2.0))
     assert found.payoff == "pays"
 
 
@@ -84,7 +86,7 @@ def test_an_interval_has_the_errors_of_both() -> None:
         found = speedup(evaluation, costs_of(plain, whole7=times), SEVEN, None, 1)
         assert found is not None
         assert found.interval is not None
-        widths.append(math.log(found.interval.high / found.value))
+        widths.append(math.log(found.interval.high / found.speedup))
     assert min(widths) > 0.01
     assert widths[2] == pytest.approx(math.hypot(widths[0], widths[1]))
 
@@ -98,8 +100,8 @@ def test_what_slows_a_whole_round_is_no_error_of_the_ratio() -> None:
     assert apart is not None
     assert paired.interval is not None
     assert apart.interval is not None
-    assert paired.interval.high == pytest.approx(paired.value)
-    assert apart.interval.high > 1.5 * apart.value
+    assert paired.interval.high == pytest.approx(paired.speedup)
+    assert apart.interval.high > 1.5 * apart.speedup
 
 
 def test_too_few_prompts_have_no_interval() -> None:
@@ -126,8 +128,8 @@ def test_the_best_k_falls_with_the_batch_size_until_none_pays() -> None:
     found = choices_of(TRADE_OFF)
     assert [found[batch].best.candidate for batch in (1, 8, 64)] == [SEVEN, ONE, ONE]
     assert [found[batch].payoff for batch in (1, 8, 64)] == ["pays", "pays", "does not pay"]
-    assert found[1].best.value == pytest.approx((LENGTHS[SEVEN].total.counts.acceptance_len or 0) * 10 / 12)
-    assert found[1].level == ()
+    assert found[1].best.speedup == pytest.approx((LENGTHS[SEVEN].total.counts.acceptance_len or 0) * 10 / 12)
+    assert found[1].level == []
 
 
 def test_one_candidate_that_may_pay_leaves_it_undecided() -> None:
@@ -144,10 +146,10 @@ def test_what_cannot_be_told_from_the_best_is_level_with_it() -> None:
     evaluations = {THREE: evaluation_of(spread(3, seed=1)), SEVEN: evaluation_of(spread(3, seed=2)), ONE: LENGTHS[ONE]}
     costs = costs_of({1: (10.0,)}, resized3={1: (12.0,)}, whole7={1: (12.0,)}, resized1={1: (12.0,)})
     (choice, _) = choose(evaluations, costs, 0.95)
-    assert {choice.best.candidate, *choice.level} == {THREE, SEVEN}
+    assert {choice.best.candidate, *choice.ties} == {THREE, SEVEN}
     loose = costs_of({1: (10.0,)}, resized3={1: (12.0,)}, whole7={1: (12.0,)}, resized1={1: (3.0, 12.0, 25.0)})
     (choice, _) = choose(evaluations, loose, 0.95)
-    assert ONE in (choice.best.candidate, *choice.level), "its steps are not known well enough to say that it is slower"
+    assert ONE in (choice.best.candidate, *choice.ties), "its steps are not known well enough to say that it is slower"
 
 
 def test_each_category_has_a_best_of_its_own() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.terminal import documentation
 from dflash_cli.tuning.candidates import Candidate, candidates_for
 from dflash_cli.tuning.speed import smallest, speed_request
 from dflash_cli.tuning.step_costs import (
@@ -18,9 +19,11 @@ from dflash_cli.tuning.step_costs import (
     read_step_costs,
 )
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing.dumps import rows_of
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 
 def written(path: Path, document: Any) -> Path:
@@ -44,25 +47,31 @@ def test_times_are_numbers_or_lists_of_them(tmp_path: Path) -> None:
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     """As it is, and as part of what `dflash tune --json` prints."""
     costs = read_step_costs(written(tmp_path, TIMES), 7)
-    for document in (costs.to_json(), {"kind": "tune", "step_times": costs.to_json()}):
+    for document in (to_json(costs.times), {"kind": "tune", "step_times": to_json(costs.times)}):
         assert read_step_costs(written(tmp_path, document), 7) == costs
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("document", "id", "field"),
     [
-        ([1], "is no JSON object of step times"),
-        ({"plane": {}}, "plane: not known, expected plain"),
-        ({"resized": TIMES["resized"]}, "plain: found None, expected an object"),
-        ({"plain": {"1": 5}}, "resized: found none"),
-        ({**TIMES, "plain": {"1": "5 ms"}}, r"plain\.1: found '5 ms', expected milliseconds"),
-        ({**TIMES, "plain": {"1": []}}, r"plain\.1: found \[\], expected milliseconds"),
-        ({**TIMES, "plain": {"1": 0}}, r"plain\.1: found 0, expected milliseconds"),
-        ({**TIMES, "resized": {"7": {"x": 5}}}, r"resized\.7: found the key 'x', expected a whole number"),
+        ([1], None, None),
+        ({"plane": {}}, "unknown-key", "plane"),
+        ({"resized": TIMES["resized"]}, "missing-key", "plain"),
+        ({"plain": {"1": 5}}, "usage-error", "resized"),
+        ({**TIMES, "plain": {"1": "5 ms"}}, "wrong-value", "plain.1"),
+        ({**TIMES, "plain": {"1": []}}, "usage-error", "plain.1"),
+        ({**TIMES, "plain": {"1": 0}}, "wrong-value", "plain.1"),
+        ({**TIMES, "plain": {"1": 1e6}}, "wrong-value", "plain.1"),
+        ({**TIMES, "plain": {"1": [5, True]}}, "wrong-value", "plain.1[1]"),
+        ({**TIMES, "resized": {"7": {"x": 5}}}, "unknown-key", "resized.7.x"),
+        ({**TIMES, "resized": {"0": {"1": 5}}}, "usage-error", "resized.0"),
+        ({"kind": "tune"}, "wrong-value", "document"),
     ],
 )
-def test_another_form_is_refused_with_the_field(document: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_another_form_is_refused_with_the_field(
+    document: Any, id: str | None, field: str | None, tmp_path: Path
+) -> None:
+    with refuses(UsageError, id, field=field, path=tmp_path / "times.json"):
         read_step_costs(written(tmp_path, document), 7)
 
 
@@ -95,11 +104,11 @@ def test_every_candidate_is_timed_as_often_as_asked() -> None:
 
 
 def test_the_times_that_come_with_the_examples_are_whole() -> None:
-    """Measured on one H200 for a draft with blocks of 16; docs/tuning.md has what they say."""
+    """Measured on one H200 for a draft with blocks of 16; docs/how-to/tuning.md shows them."""
     costs = read_step_costs(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", 15)
     check_complete(costs, (1, 3, 7, 15), (1, 8, 32))
     assert set(costs.drafting) == set(candidates_for((1, 3, 7), 15))
-    rows = [line.split() for line in (ROOT / "docs" / "tuning.md").read_text().splitlines()]
+    rows = [line.split() for line in documentation.text("tuning").splitlines()]
     assert ["plain", *means(costs.plain)] in rows
     assert ["7", "whole", *means(costs.drafting[Candidate(7, "resized")])] in rows
 

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, PromptSource
-from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.answers import Event, fail_row
 from dflash_cli.generation.loaded_pair import PairSession, open_session
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import PromptRow, gather_rows
+from dflash_cli.generation.run_facts import EvaluationRun, Workers
 from dflash_cli.workers import prompt_worker
 from dflash_cli.workers.crew import Crew, WorkersLost
 from dflash_cli.workers.messages import WorkerSpec
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
@@ -53,9 +56,9 @@ def rows() -> list[PromptRow]:
     return [*gather_rows([], str(tiny_directory() / "prompts.jsonl"))[:11], TURNS]
 
 
-def request(params: SamplingParams = GREEDY, **given: Any) -> EvaluationRequest:
+def request(params: SamplingParams = GREEDY, **given: Any) -> EvaluationPlan:
     source = PromptSource(name="given", num_available=12)
-    return EvaluationRequest(rows=rows(), params=params, source=source, num_resamples=50, **given)
+    return EvaluationPlan(rows=rows(), params=params, source=source, num_resamples=50, **given)
 
 
 def crew_of(session: PairSession, cluster: OwnCluster, size: int = 2) -> Crew:
@@ -64,9 +67,15 @@ def crew_of(session: PairSession, cluster: OwnCluster, size: int = 2) -> Crew:
 
 def figures(evaluation: Evaluation) -> dict[str, Any]:
     """All of a document but when, how long and by whom."""
-    document = evaluation.to_json()
+    document = to_json(evaluation)
     measured = {key: value for key, value in document["measured"].items() if key not in ("date", "workers", "engine")}
     return {**document, "measured": measured, "seconds": None}
+
+
+def workers_of(evaluation: Evaluation) -> Workers:
+    assert isinstance(evaluation.measured, EvaluationRun)
+    assert evaluation.measured.workers is not None
+    return evaluation.measured.workers
 
 
 def once_with(index: int) -> Losses:
@@ -88,10 +97,10 @@ def test_results_are_those_of_one_process(session: PairSession, alone: Alone, pa
     together = measure(crew_of(session, cluster, size=3), request(params))
     assert figures(together) == alone[params]
     assert sorted(index for batch in cluster.batches for index in batch) == [row.index for row in rows()]
-    workers = together.measured["workers"]
-    assert (workers["num_workers"], workers["num_lost"]) == (3, 0)
-    assert [item["num_prompts"] > 0 for item in workers["engines"]] == [True] * 3
-    assert sum(item["num_prompts"] for item in workers["engines"]) == 12
+    workers = workers_of(together)
+    assert (workers.num_workers, workers.num_lost) == (3, 0)
+    assert [item.num_prompts > 0 for item in workers.engines] == [True] * 3
+    assert sum(item.num_prompts for item in workers.engines) == 12
 
 
 def test_prompts_of_a_lost_worker_are_asked_again(
@@ -102,8 +111,8 @@ def test_prompts_of_a_lost_worker_are_asked_again(
     journal = tmp_path / "rows.jsonl"
     together = measure(crew_of(session, cluster), request(journal=journal))
     assert figures(together) == alone[GREEDY]
-    assert together.measured["workers"]["num_lost"] == 1
-    assert sum(item["num_prompts"] for item in together.measured["workers"]["engines"]) == 12
+    assert workers_of(together).num_lost == 1
+    assert sum(item.num_prompts for item in workers_of(together).engines) == 12
     assert len(journal.read_text().splitlines()) == 1 + 12 + 1
     assert [TURNS.index] in cluster.batches, "it may be to blame, so it is asked alone"
     assert "on " in capsys.readouterr().err
@@ -112,7 +121,7 @@ def test_prompts_of_a_lost_worker_are_asked_again(
 def test_a_prompt_that_ends_two_workers_fails_alone(session: PairSession) -> None:
     cluster = OwnCluster(lambda worker, left: 4 in left)
     found = measure(crew_of(session, cluster), request())
-    (failure,) = found.failures
+    (failure,) = found.failed
     assert failure.index == 4
     assert "two workers were lost while answering it; the second: its process has ended" in failure.error
     assert failure.exit_code == CapacityError.exit_code
@@ -160,8 +169,8 @@ def test_a_device_that_fails_is_not_the_prompts_fault(
     with monkeypatch.context() as patched:
         patched.setattr(PairSession, "answer", fail_once)
         found = measure(crew_of(session, cluster), request())
-    assert not found.failures
-    assert found.measured["workers"]["num_lost"] == 1
+    assert not found.failed
+    assert workers_of(found).num_lost == 1
     assert [failed[0].index] in cluster.batches
     assert figures(found) == alone[GREEDY]
 

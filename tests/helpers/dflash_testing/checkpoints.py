@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.notices import Notice
 from dflash_testing.documents import check_printed
 from dflash_testing.paths import ROOT
 
@@ -284,11 +286,25 @@ def json_junk() -> "SearchStrategy[Any]":
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the command line gave."""
+    """The result of a run of the command line. `error` and `notices` are known for runs in this process.
+
+    `notices` are the ids of the warnings and notes on stderr that have one.
+    """
 
     code: int
     out: str
     err: str
+    error: DFlashError | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def error_id(self) -> str | None:
+        return self.error.id if self.error is not None else None
+
+    @property
+    def field(self) -> str | None:
+        """The field that the error names."""
+        return self.error.field if self.error is not None else None
 
 
 def invoke(*args: object) -> Outcome:
@@ -296,28 +312,56 @@ def invoke(*args: object) -> Outcome:
     from typer.testing import CliRunner
 
     from dflash_cli.main import app
-    from dflash_runtime.errors import DFlashError
 
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    with _recorded() as notices:
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
     error = result.exception
     if isinstance(error, DFlashError):
         hint = f"\nhint: {error.hint}" if error.hint else ""
-        return Outcome(error.exit_code, result.stdout, f"{result.stderr}error: {error.message}{hint}\n")
+        text = f"{result.stderr}error: {error.message}{hint}\n"
+        return Outcome(error.exit_code, result.stdout, text, error, tuple(notices))
     if error is not None and not isinstance(error, SystemExit):
         raise error
     check_printed(result.stdout)
-    return Outcome(result.exit_code, result.stdout, result.stderr)
+    return Outcome(result.exit_code, result.stdout, result.stderr, None, tuple(notices))
+
+
+@contextmanager
+def _recorded() -> Iterator[list[str]]:
+    """The ids of warnings and notes while the block runs."""
+    from unittest.mock import patch
+
+    from dflash_cli.terminal import console
+
+    ids: list[str] = []
+    say = console._say
+
+    def record(kind: str, colour: str, text: str) -> None:
+        ids.extend([text.id] if isinstance(text, Notice) else [])
+        say(kind, colour, text)
+
+    with patch.object(console, "_say", record):
+        yield ids
 
 
 def run_main(*args: object) -> Outcome:
     """Run `main` in this process, with its own handling of errors; for what needs no process of its own."""
     from unittest.mock import patch
 
+    from dflash_cli import main as module
     from dflash_cli.main import main
 
     out, err = StringIO(), StringIO()
-    code = 0
+    code, errors = 0, list[DFlashError]()
+    report = module._report
+
+    def record(error: DFlashError) -> None:
+        errors.append(error)
+        report(error)
+
     with (
+        _recorded() as notices,
+        patch.object(module, "_report", record),
         patch.object(sys, "argv", ["dflash", *map(str, args)]),
         patch.object(sys, "stdin", StringIO()),
         redirect_stdout(out),
@@ -328,7 +372,7 @@ def run_main(*args: object) -> Outcome:
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     check_printed(out.getvalue())
-    return Outcome(code, out.getvalue(), err.getvalue())
+    return Outcome(code, out.getvalue(), err.getvalue(), errors[-1] if errors else None, tuple(notices))
 
 
 def launch(*args: object, env: Mapping[str, str] | None = None) -> Outcome:
@@ -363,9 +407,9 @@ def convert(source: Path, destination: Path, to: str, *, target: Path | None = N
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionRequest
+    from dflash_cli.conversion.request import ConversionSpec
 
-    conversion = ConversionRequest(
+    conversion = ConversionSpec(
         to=to,
         target=None if target is None else open_target(target),
         target_reference=None if target is None else str(target),

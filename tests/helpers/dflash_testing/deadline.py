@@ -1,4 +1,4 @@
-"""A limit on time that turns waiting for ever into a failure."""
+"""A time limit that turns a hang into a failure."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside where the body takes longer; works in the main thread, where tests run."""
+    """Raise `TimeoutError` in the body after `seconds`. Works only in the main thread, where tests run."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"longer than {seconds:g} s")

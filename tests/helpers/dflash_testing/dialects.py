@@ -10,12 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.formats.dialect import Format, all_formats
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_testing import checkpoints as support
 
 MIXED = support.Shape(windows=(16, None))
 NESTED: dict[str, Any] = {"mask_token_id": 31, "target_layer_ids": [0, 2]}
 UNSTATED = {"is_causal": support.REMOVED}
+
+
+def named_dialect(name: str) -> Format:
+    """The dialect of that name."""
+    return next(item for item in all_formats() if item.name == name)
 
 
 def zlab(**changes: Any) -> dict[str, Any]:

@@ -1,23 +1,23 @@
-"""Distributions written out, which the kernels never do, and given, where they make them of logits."""
+"""Convert between distributions as tensors of probabilities and the forms that the sampling kernels use."""
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.candidates import KEY_BITS
 from dflash_kernels.categorical import categorical_ref
-from dflash_kernels.launch_config import MIN_TEMPERATURE
 from dflash_kernels.sampling import Chosen, Distribution
 from dflash_kernels.suite import Kernels, triton_kernels
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_kernels.uniform import TARGET, uniform_ref
 
 
 def sample_probs_ref(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
-    """Tokens [T] of distributions [T, V], with the numbers that belong to these positions."""
+    """Sample tokens [T] from distributions [T, V] with the random numbers of these positions."""
     return categorical_ref(probs, uniform_ref(seeds, positions, purpose))
 
 
 def draw_probs(kernels: Kernels, probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Chosen:
-    """The same by a sample from logits that have this distribution; a seed for T / R rows each."""
+    """Sample from distributions [T, V] through the kernels, as logits. `seeds` [R] has one seed per T / R rows."""
     ones, zeros = torch.ones(len(seeds), dtype=torch.float64, device=probs.device), torch.zeros_like(seeds)
     return kernels.sample(
         probs.log().float(), ones, zeros, ones, seeds, positions, has_filters=False, purpose=purpose
@@ -25,7 +25,7 @@ def draw_probs(kernels: Kernels, probs: Tensor, seeds: Tensor, positions: Tensor
 
 
 def given(kernels: Kernels, probs: Tensor, num_requests: int) -> Distribution | Tensor:
-    """Distributions [T, V] as the `reject` of these kernels takes them."""
+    """Distributions [T, V] in the form that the `reject` of these kernels takes."""
     logits = probs.log().float()
     if kernels.name == "reference":
         return logits.double().softmax(-1)
@@ -39,19 +39,19 @@ def given(kernels: Kernels, probs: Tensor, num_requests: int) -> Distribution | 
 def reject_probs(
     kernels: Kernels, draft_ids: Tensor, p: Tensor, q: Tensor, seeds: Tensor, positions: Tensor, most: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rejection with given distributions [R, N, V] and [R, K, V]."""
+    """Run rejection sampling with target distributions p [R, N, V] and draft distributions q [R, K, V]."""
     num_requests, num_rows, _ = p.shape
     target, draft = (given(kernels, probs.flatten(0, 1), num_requests) for probs in (p, q))
-    places = positions[:, None] + torch.arange(num_rows, device=p.device)
-    sampled = sample_probs_ref(p.flatten(0, 1), seeds.repeat_interleave(num_rows), places.flatten())
-    return kernels.reject(draft_ids, sampled.view(places.shape), target, draft, None, seeds, positions, most)
+    row_positions = positions[:, None] + torch.arange(num_rows, device=p.device)
+    sampled = sample_probs_ref(p.flatten(0, 1), seeds.repeat_interleave(num_rows), row_positions.flatten())
+    return kernels.reject(draft_ids, sampled.view(row_positions.shape), target, draft, None, seeds, positions, most)
 
 
 def filtered_probs(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *, is_greedy: bool = False,
     has_filters: bool = True,
 ) -> Tensor:  # fmt: skip
-    """What the kernels sample from, [T, V] float64."""
+    """The distributions that the kernels sample from, [T, V] float64."""
     seeds, positions = torch.zeros_like(top_ks), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     rows = temperatures, top_ks, top_ps, seeds, positions
     chosen = triton_kernels().sample(logits, *rows, is_greedy=is_greedy, has_filters=has_filters)
@@ -62,6 +62,7 @@ def filtered_probs(
 
 
 def written(distribution: Distribution) -> Tensor:
+    """The probabilities of a `Distribution`, [T, V] float64."""
     logits, temperatures, max_scores, keys, last_ids, masses = distribution
     scores = logits.float()
     scores = torch.where(scores.isnan(), float("-inf"), scores).clamp(max=torch.finfo(torch.float32).max)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
-from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, write_dump
+from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, write_dump
 from dflash_cli.acceptance.replay import Replay, Replayed, ReplayRequest
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, tiny_directory
@@ -36,8 +36,8 @@ def dump_to(
 ) -> Dump:
     session = open_session(None, TINY, replace(config, num_draft_tokens=0))
     request: dict[str, Any] = {"rows": rows, "params": params, "taps": TAPS, "folder": folder, "num_overhang": 8}
-    summary = write_dump(session, DumpRequest(**request | changes), lambda event: None)
-    assert not summary.failures
+    summary = write_dump(session, DumpPlan(**request | changes), lambda event: None)
+    assert not summary.failed
     return open_dump(folder)
 
 

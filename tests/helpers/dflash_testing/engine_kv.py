@@ -1,7 +1,7 @@
-"""KV of ours written as vLLM's ExampleConnector would have written it.
+"""Write KV of this runtime as vLLM's ExampleConnector would write it.
 
-No engine runs here. Each function follows the engine's code line by line, with its names, from where the rows of a
-layer go into the paged cache; the lines are named beside it.
+No engine runs here. From the write into the paged cache on, each function follows vLLM's code line by line with its
+names. The docstrings name the source lines.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ BLOCK_SIZE = 16
 
 
 def prefill_layers(llm: LLM, prompt: Sequence[int]) -> dict[str, Tensor]:
-    """What this pair keeps of a prompt: by vLLM's name of each layer, keys and values [rows, 2, KV, D].
+    """The KV of a prompt: keys and values [rows, 2, KV, D] by vLLM's name of each layer.
 
-    Both sides rotate keys before they are kept, and begin at position 0.
+    Both engines store keys after the rotary embedding, with positions from 0.
 
-    model_executor/models/qwen3_dflash.py:471: the draft's are `layers.{layer_idx + start_layer_id}`, which :751 gives
-    the number of the target's layers.
+    Draft layers are named `layers.{layer_idx + start_layer_id}` (model_executor/models/qwen3_dflash.py:471), and
+    `start_layer_id` is the number of target layers (:751).
     """
     kept = MemoryConnector()
     plan = HandoffPlan(connector=kept, keys=("kept",), is_sending=True)
@@ -56,13 +56,13 @@ def save_as_vllm(
     layout: str = "NHD",
     num_scheduled: int | None = None,
 ) -> Path:
-    """The step that a prompt is scheduled in, its first `num_scheduled` tokens, and its layers saved.
+    """Save the layers of a prompt in the step that schedules its first `num_scheduled` tokens.
 
-    Rows of `layers` that are zeros were not written. Returns the prompt's folder.
+    Rows of zeros in `layers` stand for rows that vLLM did not write. Returns the prompt's folder.
     """
     num_tokens = num_scheduled or len(prompt_token_ids)
     num_blocks = -(-num_tokens // block_size)
-    block_ids = list(range(num_blocks))[::-1]  # no order of the text's
+    block_ids = list(range(num_blocks))[::-1]  # another order than the text
     # ReqMeta.make_meta
     valid_num_tokens = align_to_block_size(len(prompt_token_ids), block_size)
     token_ids = torch.tensor(list(prompt_token_ids))[:valid_num_tokens]
@@ -83,19 +83,19 @@ def save_as_vllm(
 
 
 def extract_kv_from_layer(layer: Tensor, slot_mapping: Tensor, block_size: int) -> Tensor:
-    """example_connector.py:226, the function of this name; the same in 0.24.0."""
+    """The function of this name in example_connector.py:226. It is the same in 0.24.0."""
     block_idxs = slot_mapping // block_size
     offsets = slot_mapping % block_size
     return layer[block_idxs, :, offsets]
 
 
 def align_to_block_size(num_tokens: int, block_size: int) -> int:
-    """example_connector.py:461."""
+    """The function of this name in example_connector.py:461."""
     return (num_tokens - 1) // block_size * block_size
 
 
 def _generate_filename_debug(storage_path: Path, layer_name: str, token_ids: Tensor) -> Path:
-    """example_connector.py:443, and :416 for the folder; utils/hashing.py:106 for the hash."""
+    """The path of a layer file: example_connector.py:443, the folder :416, and the hash utils/hashing.py:106."""
     token_bytes = token_ids.numpy().tobytes()
     input_ids_hash = hashlib.md5(token_bytes, usedforsecurity=False).hexdigest()
     foldername = storage_path / input_ids_hash
@@ -104,10 +104,10 @@ def _generate_filename_debug(storage_path: Path, layer_name: str, token_ids: Ten
 
 
 def kv_cache_of_033(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str) -> Tensor:
-    """A layer's view [B, H, N, 2 * D] with the rows in their slots.
+    """The paged cache of a layer in 0.33, a view [B, H, N, 2 * D], with the rows in their slots.
 
-    v1/kv_cache_layout.py: NHD is LBNHC and HND is LBHNC, which decide strides alone. flash_attn.py:1448:
-    `kv_cache.transpose(1, 2).split(head_size, dim=-1)` are keys and values.
+    NHD is LBNHC and HND is LBHNC, which only changes strides (v1/kv_cache_layout.py). Keys and values are
+    `kv_cache.transpose(1, 2).split(head_size, dim=-1)` (flash_attn.py:1448).
     """
     _, _, num_heads, head_size = rows.shape
     content = 2 * head_size
@@ -122,10 +122,10 @@ def kv_cache_of_033(rows: Tensor, slots: Tensor, num_blocks: int, block_size: in
 
 
 def kv_cache_of_024(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str) -> Tensor:
-    """A layer's cache [B, 2, N, H, D] with the rows in their slots.
+    """The paged cache of a layer in 0.24, [B, 2, N, H, D], with the rows in their slots.
 
-    flash_attn.py:149 `get_kv_cache_shape`, and `get_kv_cache_stride_order`: (0, 1, 2, 3, 4) for NHD, (0, 1, 3, 2, 4)
-    for HND.
+    The stride order is (0, 1, 2, 3, 4) for NHD and (0, 1, 3, 2, 4) for HND: `get_kv_cache_stride_order`, next to
+    `get_kv_cache_shape` (flash_attn.py:149).
     """
     _, _, num_heads, head_size = rows.shape
     if layout == "NHD":

@@ -5,11 +5,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.statistics import summarise
 from dflash_cli.acceptance.rejected_tokens import RejectedToken, Replacement
-from dflash_cli.terminal import console
+from dflash_cli.checkpoints.checkpoint_identity import Identity
+from dflash_cli.generation.prompt_source import Failure, PromptSource
+from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_runtime.documents import to_json
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 CATEGORIES = ("code", "talk & <b>more</b>")
@@ -28,6 +31,19 @@ def request_output(lengths: list[int], index: int = 0) -> RequestOutput:
     )
 
 
+def evaluation_run(**changes: Any) -> EvaluationRun:
+    """Facts about a run that was never made."""
+    facts: dict[str, Any] = {
+        "draft": None, "target": Identity(name="org/target", digest="4567"), "template_digest": None,
+        "device_name": "cpu", "python": "3.11.7", "packages": {"dflash-cli": "0.1.0"},
+        "date": "2026-01-01T00:00:00+00:00", "prompts_digest": "89ab", "rendered_prompts_digest": "cdef",
+        "argv": ("dflash", "eval-acceptance", "org/draft", "-p", "my prompts.jsonl"),
+        "engine": {"num_draft_tokens": None}, "max_num_requests": 8, "scheduling": "async", "num_prompts": 40,
+        "target_runtime": "native", "prefix_cache": True, "adaptive_width": False,
+    }  # fmt: skip
+    return EvaluationRun(**facts | changes)
+
+
 def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int = 4, **settings: Any) -> Evaluation:
     """An evaluation of drafts that are each accepted with one chance, on prompts of two categories."""
     generator = random.Random(count)
@@ -44,14 +60,11 @@ def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int =
             "num_speculative_tokens": num_drafted, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
             "max_new_tokens": 128, "chat": True, **settings,
         },
-        measured={
-            "draft": {"name": "org/draft", "commit": "a" * 40, "digest": "0123", "modified_ns": None},
-            "target": {"name": "org/target", "commit": None, "digest": "4567", "modified_ns": None},
-            "device_name": "cpu", "packages": {"dflash-cli": "0.1.0"}, "date": "2026-01-01T00:00:00+00:00",
-            "argv": ["dflash", "eval-acceptance", "org/draft", "-p", "my prompts.jsonl"], "prompts_digest": "89ab",
-            "engine": {"num_draft_tokens": None},
-        },
-        source=PromptSource(name="my prompts.jsonl", num_available=count),
+        measured=evaluation_run(
+            draft=Identity(name="org/draft", commit="a" * 40, digest="0123"),
+            target=Identity(name="org/target", digest="4567"),
+        ),
+        prompts=PromptSource(name="my prompts.jsonl", num_available=count),
         conversations=tuple(
             ConversationCounts(
                 digest=str(item.index),
@@ -62,7 +75,7 @@ def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int =
             )
             for item in outputs
         ),
-        failures=(Failure(index=99, id="x", error="line 100: too long", exit_code=0),),
+        failed=(Failure(index=99, id="x", error="line 100: too long"),),
         rejected_tokens=(
             RejectedToken(
                 token_id=7,
@@ -85,6 +98,5 @@ def _draw(generator: random.Random, chance: float, num_drafted: int) -> int:
 
 def write_evaluation(path: Path, evaluation: Evaluation, **changes: Any) -> Path:
     """The document of an evaluation as a file; `changes` replace keys of it."""
-    head = {"schema_version": console.SCHEMA_VERSION, "kind": "eval-acceptance"}
-    path.write_text(json.dumps(head | evaluation.to_json() | changes))
+    path.write_text(json.dumps(to_json(evaluation) | changes))
     return path

@@ -1,4 +1,4 @@
-"""A connector on which nothing can be relied: it delays, loses, doubles and reorders, as a seed says."""
+"""A faulty connector: it delays, loses, duplicates and reorders hand-offs at random, from a seed."""
 
 import random
 import threading
@@ -7,16 +7,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from dflash_runtime.errors import PeerUnreachable
-from dflash_runtime.kv_transfer.connector import Connector, settle
+from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.handoff import Handoff
 
 
 class FaultyConnector:
-    """Another connector, seen through faults.
+    """Passes calls to another connector, with faults.
 
-    Of saves and loads the share `lost` never arrives: such a load waits until it is cancelled, such a save ends as if
-    it had arrived or with PeerUnreachable. The share `doubled` is done twice. Each is late by up to `delay_s` seconds,
-    by which they overtake one another. `lost_keys` and `num_doubled` say what was done.
+    lost       this share of saves and loads does not reach the other connector. A lost load waits until it is
+               cancelled. A lost save ends with PeerUnreachable or as if it had arrived.
+    doubled    this share of saves and loads is passed on twice
+    delay_s    each call is delayed by up to this many seconds, so calls overtake one another
+
+    `lost_keys` has the keys of lost calls, and `num_doubled` counts duplicated calls.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class FaultyConnector:
         """See `Connector.load`."""
         outer: Future[Handoff] = Future()
         is_lost, is_doubled, delay_s = self._draw(key)
-        if is_lost:  # the word that it is not waited for any more does get through
+        if is_lost:  # a cancellation still reaches the other side
             outer.add_done_callback(lambda done: self._inner.load(key).cancel() if done.cancelled() else None)
         else:
             self._later(delay_s, lambda: self._pass_on(outer, self._inner.load, key, is_doubled))
@@ -87,7 +91,7 @@ class FaultyConnector:
             return
         try:
             inner = [begin(what) for _ in range(1 + doubled)]
-        except Exception as error:  # as after it was closed
+        except Exception as error:  # for example because the connector was closed
             settle(outer, error)
             return
         outer.add_done_callback(lambda done: [future.cancel() for future in inner] if done.cancelled() else None)

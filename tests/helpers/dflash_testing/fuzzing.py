@@ -1,6 +1,6 @@
-"""Spoil a checkpoint, run commands on it, and hold every outcome to what is promised.
+"""Spoil a checkpoint, run commands on it, and check that every outcome keeps the documented promises.
 
-A case is known by its seed and its index, so one that fails can be run again alone.
+A case is identified by its seed and its index, so a failed case can be run again alone.
 """
 
 import os
@@ -20,13 +20,13 @@ from dflash_testing.deadline import deadline
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
 SECONDS = 10.0
-"""Of the processor's time, which a busy machine does not lengthen."""
+"""Limit on processor time, which does not depend on other load on the machine."""
 LONGEST_S = 60.0
-"""By the clock, for what waits and does not compute."""
+"""Limit on wall time, for commands that hang without computing."""
 
 
 class Watch:
-    """Notes every file that Python opens below a directory. An audit hook cannot be taken away, so it is switched."""
+    """Records the files that Python opens below `root`. An audit hook cannot be removed, so `root` None disables it."""
 
     def __init__(self) -> None:
         self.root: str | None = None
@@ -46,7 +46,7 @@ WATCH = Watch()
 
 @dataclass
 class Totals:
-    """Outcomes by command and exit code, and one case of each fault by the place in the code that it leads to."""
+    """The number of outcomes by command and exit code, and one failed case for each code line that fails."""
 
     outcomes: Counter[tuple[str, int]] = field(default_factory=Counter)
     broken: dict[str, str] = field(default_factory=dict)
@@ -65,16 +65,16 @@ class Ground:
         shutil.copytree(home / "bases" / "native", home / "elsewhere")
         self.target = support.make_target(home / "target")
         self.target_files = {item.name: item.read_bytes() for item in self.target.iterdir()}
-        import torch  # noqa: F401  (a deadline that cuts its first import short leaves half of it behind)
+        import torch  # noqa: F401  (a deadline during the first import would leave torch half imported)
 
     def run(self, seed: int, index: int, totals: Totals) -> None:
-        """One case."""
+        """Run one case and add its outcomes to `totals`."""
         generator = random.Random(seed * 1_000_003 + index)
         spoils_target = generator.random() < 0.1
         spoiled = mutations.spoil(self.target_files if spoils_target else generator.choice(self.bases), generator)
-        place = self.home / "case"
-        spoiled.write(place)
-        draft, target = (self.home / "bases" / "native", place) if spoils_target else (place, self.target)
+        case = self.home / "case"
+        spoiled.write(case)
+        draft, target = (self.home / "bases" / "native", case) if spoils_target else (case, self.target)
         for command in commands(draft, target, self.home / "out", index):
             what = f"{seed}:{index}: {' '.join(spoiled.kinds)}: {' '.join(map(str, command))}"
             try:
@@ -82,18 +82,18 @@ class Ground:
             except AssertionError as error:
                 totals.broken.setdefault(where(error), str(error))
             shutil.rmtree(self.home / "out", ignore_errors=True)
-        shutil.rmtree(place)
+        shutil.rmtree(case)
 
 
 def commands(draft: Path, target: Path, out: Path, index: int) -> list[tuple[object, ...]]:
-    """What is run on each: always validate, and by turns another command that reads the whole checkpoint."""
+    """The commands of a case: always validate, and in turn one other command that reads the whole checkpoint."""
     level = "weights" if index % 7 == 0 else "headers"
     engines = "vllm,sglang,transformers,llama.cpp"
     others: list[tuple[object, ...]] = [
         ("inspect", draft, "--tensors"),
         ("inspect", draft, "--json"),
         ("convert", draft, out, "--to", "native", "--target", target, "--dry-run"),
-        ("convert", draft, out, "--to", "speculators", "--verifier", "a/b"),
+        ("convert", draft, out, "--to", "speculators", "--target-name", "a/b"),
         ("launch", draft, "--target", target, "--engine", "vllm"),
         ("validate", draft, "--target", target, "--fix-out", out),
         ("inspect", draft, target.parent / "bases" / "native"),
@@ -106,10 +106,11 @@ def commands(draft: Path, target: Path, out: Path, index: int) -> list[tuple[obj
 
 
 def held(command: tuple[object, ...], what: str, home: Path) -> int:
-    """Run one command; a traceback, an undocumented code, slowness, a stray read or a lost file is an error.
+    """Run one command and return its exit code.
 
     Raises:
-        AssertionError: naming the case.
+        AssertionError: a traceback, an undocumented exit code, a timeout, a read outside the case, or a lost file.
+            Its message starts with `what`, which identifies the case.
     """
     replaced = Path(str(command[2])) if command[0] == "convert" and command[2] != home / "out" else None
     foreign = {item.name for item in replaced.iterdir()} if replaced is not None else set()
@@ -137,7 +138,7 @@ def held(command: tuple[object, ...], what: str, home: Path) -> int:
 
 
 def where(error: AssertionError) -> str:
-    """The place in the code that broke the promise, by which the same fault found again is known."""
+    """The exception and code line that failed, which identify a fault that several cases find."""
     cause = error.__cause__
     if cause is None:
         return str(error).partition(": ")[2]

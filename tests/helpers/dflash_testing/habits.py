@@ -1,4 +1,4 @@
-"""Drafts with the habits of exporters that engines differ about."""
+"""Drafts with exporter habits that engines treat differently."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from dflash_testing.rule_cases.base import MIXED, Case, both, build, fuse, neste
 
 
 def make(path: Path, habit: str) -> Path:
-    """Write a draft with one habit; `plain` has none."""
+    """Write a draft with one habit. `plain` is a draft without any."""
     return build(CASES[habit], path)
 
 
@@ -21,13 +21,13 @@ def _use_encoder_names(arrays: dict[str, Any]) -> None:
 
 
 def _flatten(config: dict[str, Any]) -> None:
-    """The form of z-lab's MLX exports: every key at the top level, and no architecture."""
+    """Change a config to the form of z-lab's MLX exports: every key at the top level, without `architectures`."""
     config.update(config.pop("dflash_config"))
     del config["architectures"]
 
 
 def _case(**changes: Any) -> Case:
-    return Case(rule="", message="", **changes)
+    return Case(**changes)
 
 
 def _write(name: str) -> Callable[[Path], object]:

@@ -1,24 +1,24 @@
-"""One side of a deployment in a process of its own: an engine with a small random pair that hands prompts off, or goes
-on from what it is handed. Both sides make the same pair and the same prompts of a seed.
+"""One side of a disaggregated deployment in its own process: an engine with a small random pair.
 
-python -m dflash_testing.handoff_peer PLACE ROLE NUM_PROMPTS SEED FAULTS
+The prefill side hands prompts off, and the decode side continues them. Both sides make the same pair and the same
+prompts from a seed. `Peers(__name__)` starts peers with the arguments of `run_peer`.
 """
 
-import os
 import random
-import subprocess
+import socket
 import sys
 
 from dflash_runtime.kv_transfer.connector import Connector
-from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.faulty_connector import FaultyConnector
 from dflash_testing.pairs import random_draft, random_llm, random_target
+from dflash_testing.transfers import fork_peers
 
 LOAD_SECONDS = 1.0
-"""Until a prompt whose hand-off does not come is run where it is waited for."""
+"""How long the decode side waits for a hand-off before it prefills the prompt itself."""
 
 
 def make_llm(num_pages: int = 120) -> LLM:
@@ -28,7 +28,10 @@ def make_llm(num_pages: int = 120) -> LLM:
 
 
 def make_requests(num_prompts: int, seed: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
-    """Prompts of 1 to 60 tokens, some of which begin alike, and 1 to 12 tokens to say, a third of them sampled."""
+    """Prompts of 1 to 60 tokens and their parameters: 1 to 12 new tokens, a third of them sampled.
+
+    Some prompts share a prefix.
+    """
     generator = random.Random(seed)
     beginning = tuple(generator.randrange(97) for _ in range(40))
     prompts, params = [], []
@@ -45,7 +48,7 @@ def keys_of(num_prompts: int) -> tuple[str, ...]:
 
 
 def run_side(llm: LLM, connector: Connector, role: str, num_prompts: int, seed: int) -> list[RequestOutput]:
-    """Everything of one side; what is not handed over in time is run where it is waited for."""
+    """Run all prompts of one side. The decode side prefills a prompt itself if its hand-off is late."""
     prompts, params = make_requests(num_prompts, seed)
     plan = HandoffPlan(
         connector=connector, keys=keys_of(num_prompts), is_sending=role == "prefill", timeout=LOAD_SECONDS
@@ -53,30 +56,20 @@ def run_side(llm: LLM, connector: Connector, role: str, num_prompts: int, seed: 
     return llm.generate(prompts, params, handoffs=plan)
 
 
-def start_peer(place: str, role: str, num_prompts: int, seed: int, *, faults: bool) -> "subprocess.Popen[str]":
-    """The other side, in a process, once it can begin; with a place between processes it then waits for this one."""
-    arguments = [place, role, str(num_prompts), str(seed), str(int(faults))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", __name__, *arguments]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def open_side(place: str, role: str, seed: int, *, faults: bool) -> Connector:
-    connector = open_connector(place, role, 60.0)  # type: ignore[arg-type]
+def open_side(location: str, role: str, seed: int, *, faults: bool) -> Connector:
+    connector = open_connector(location, role, 60.0)  # type: ignore[arg-type]
     return FaultyConnector(connector, seed) if faults else connector
 
 
-def main(place: str, role: str, num_prompts: int, seed: int, faults: int) -> None:
+def run_peer(connection: socket.socket, location: str, role: str, num_prompts: int, seed: int, faults: bool) -> None:
+    """Say `true` when the engine is ready, run all prompts of one side, and stay until `connection` is closed."""
     llm = make_llm()
-    print("ready", flush=True)
-    connector = open_side(place, role, seed, faults=bool(faults))
+    connection.sendall(b"true\n")
+    connector = open_side(location, role, seed, faults=faults)
     run_side(llm, connector, role, num_prompts, seed)
-    sys.stdin.read()  # stays until nobody wants anything of it any more
+    connection.recv(1)
     connector.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    fork_peers(int(sys.argv[1]), run_peer)

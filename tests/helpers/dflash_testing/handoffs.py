@@ -1,8 +1,9 @@
-"""Hand-offs for tests: a connector within the process, whose deliveries tests time, and engines at both ends."""
+"""Hand-offs for tests: a connector within the process, with deliveries timed by the test, and engines on both sides."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from dflash_runtime.errors import PeerUnreachable
@@ -16,9 +17,9 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 NUM_DRAFTS = 7
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 63)
-"""Pages have 16 tokens: every remainder that matters, and several pages."""
+"""Prompt lengths around the bounds of pages of 16 tokens, with one to four pages."""
 
-PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
+PROMPTS = tuple(prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False))
 PARAMS = SamplingParams(max_new_tokens=16)
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("tiny", {}),
@@ -34,15 +35,29 @@ def make_llm(draft: str = "full", **engine: Any) -> LLM:
     return bundled_llm(bundled_draft_model(name, **changes), NUM_DRAFTS, **{"max_num_requests": 4} | engine)
 
 
+@cache
+def whole_run(
+    prompts: tuple[tuple[int, ...], ...], params: SamplingParams = PARAMS, draft: str = "full", **engine: Any
+) -> list[RequestOutput]:
+    """The outputs of one engine that runs these prompts from start to end. Computed once per process."""
+    return make_llm(draft, **engine).generate(prompts, params)
+
+
 def traces(outputs: list[RequestOutput]) -> list[Any]:
-    """Texts, and every step's drafts."""
+    """Token ids, finish reason and the drafts of every step, for each output."""
     return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
 
 
 @dataclass(slots=True)
 class MemoryConnector:
-    """Keeps what is saved. What is held back is delivered by `deliver`; `change` is done to what is loaded,
-    or a `failure` comes instead. Saves that are held are done when `confirm` is called."""
+    """Keeps saved hand-offs in memory.
+
+    holds_back     loads wait until `deliver` is called
+    change         applied to each loaded hand-off
+    failure        raised by each load instead
+    save_failure   raised by each save
+    holds_saves    saves are done only when `confirm` is called
+    """
 
     name: str = "memory"
     takes_device: bool = False
@@ -68,7 +83,7 @@ class MemoryConnector:
         return future
 
     def confirm(self) -> None:
-        """Say that the oldest hand-off that was saved has been taken."""
+        """Confirm that the oldest saved hand-off was taken."""
         self.unconfirmed.pop(0).set_result(None)
 
     def load(self, key: str) -> "Future[Handoff]":
@@ -79,7 +94,7 @@ class MemoryConnector:
         return future
 
     def deliver(self, which: int = 0) -> None:
-        """Let one that is waited for come; of a key that nobody saved, nothing comes."""
+        """Deliver one awaited hand-off. The load of a key that was never saved keeps waiting forever."""
         key, future = self.waiting.pop(which)
         if self.failure is not None:
             future.set_exception(self.failure)
@@ -106,7 +121,7 @@ def keys_of(prompts: Sequence[object]) -> tuple[str, ...]:
 def hand_off(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Params, *, takes_device: bool = False
 ) -> MemoryConnector:
-    """Run prompts and hand all of them off."""
+    """Prefill prompts and hand all of them off."""
     connector = MemoryConnector(takes_device=takes_device)
     outputs = llm.generate(
         prompts, params, handoffs=HandoffPlan(connector=connector, keys=keys_of(prompts), is_sending=True)
@@ -115,6 +130,16 @@ def hand_off(
     assert all(len(output.token_ids) == 1 for output in outputs)
     llm.engine.scheduler.check_integrity()
     return connector
+
+
+def handed_off(prompts: tuple[tuple[int, ...], ...], params: SamplingParams = PARAMS) -> MemoryConnector:
+    """A connector with the hand-offs of these prompts. They are computed once per process."""
+    return MemoryConnector(saved=dict(_saved_hand_offs(prompts, params)))
+
+
+@cache
+def _saved_hand_offs(prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> dict[str, Handoff]:
+    return hand_off(make_llm(), prompts, params).saved
 
 
 def go_on(
@@ -126,7 +151,7 @@ def go_on(
     timeout: float = 60.0,
     force: bool = False,
 ) -> list[RequestOutput]:
-    """Go on from hand-offs to the end."""
+    """Continue all prompts from their hand-offs to the end."""
     plan = HandoffPlan(connector=connector, keys=keys_of(prompts), timeout=timeout, force=force)
     outputs = llm.generate(prompts, params, handoffs=plan)
     llm.engine.scheduler.check_integrity()

@@ -1,6 +1,6 @@
-"""Small random models made by transformers' own classes, saved and opened as targets; and drafts that know their text.
+"""Small random models of transformers' own classes, saved and opened as targets, and drafts that know the text.
 
-They are made in float32 on the CPU. Their weights are wide enough for texts without ties and without loops.
+The models are in float32 on the CPU. Their weights vary enough for texts without ties and without loops.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ SERVED: Mapping[str, Json] = {
     "starcoder2": {},
     "vaultgemma": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0},
 }
-"""Model type -> what its config has beyond `BODY`. The first three are run by default, all in slow tests."""
+"""Model type -> the keys of its config beyond `BODY`. By default tests run the first three; slow tests run all."""
 
 DEFAULT = tuple(SERVED)[:3]
 
@@ -199,29 +199,33 @@ OWN_CACHE: Mapping[str, Json] = {
         "layers_block_type": ["mamba", "hybrid"] * 2,
     },
 }  # fmt: skip
-"""The same of those that keep their own cache, the first three by default: a state, one token at a time, no state."""
+"""Model type with its own cache -> the keys of its config beyond `BODY`.
 
-REFUSED: Mapping[str, tuple[Json, str]] = {
-    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
-    "bart": ({}, "an encoder"),
-    "deepseek_v4": ({}, "4 residual streams, of which a draft could be given no one (hc_mult)"),
-    "gemma3n_text": ({}, "4 residual streams, of which a draft could be given no one (altup_num_inputs)"),
+The first three, which tests run by default, have a state, read one token at a time, and have no state.
+"""
+
+NOT_RUN, UNKNOWN = "target-not-run", "target-unknown-to-transformers"
+
+REFUSED: Mapping[str, tuple[Json, str, str]] = {
+    "gemma3_text": ({"use_bidirectional_attention": True}, NOT_RUN, "use_bidirectional_attention"),
+    "bart": ({}, NOT_RUN, "is_encoder_decoder"),
+    "deepseek_v4": ({}, NOT_RUN, "hc_mult"),
+    "gemma3n_text": ({}, NOT_RUN, "altup_num_inputs"),
     "glm5_next_text": (
-        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}},
-        "4 residual streams, of which a draft could be given no one (hc_mult)",
+        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}}, NOT_RUN, "hc_mult",
     ),
-    "qwen4_exp_text": ({}, "4 residual streams, of which a draft could be given no one (hc_count)"),
-    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
-    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
-    "clip": ({}, "transformers has no causal language model of this type"),
-}
-"""Model type that is not run -> what its config has beyond `BODY`, and what the refusal says."""
+    "qwen4_exp_text": ({}, NOT_RUN, "hc_count"),
+    "never_published": ({}, UNKNOWN, "dflash_runtime/models"),
+    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, UNKNOWN, "trust_remote_code"),
+    "clip": ({}, "target-without-causal-model", ""),
+}  # fmt: skip
+"""Model type that nothing runs -> the keys of its config beyond `BODY`, the refusal's id, and a name in the refusal."""
 
 OWN_CACHE_DEFAULT = tuple(OWN_CACHE)[:3]
 
 
 def skip_unknown(kind: str) -> None:
-    """Skip the test where this release of transformers does not know the type of its model."""
+    """Skip the test if this release of transformers does not know the model type."""
     from transformers import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -229,7 +233,7 @@ def skip_unknown(kind: str) -> None:
 
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:
-    """A random model of transformers, saved in a directory as safetensors."""
+    """Return a random model of transformers, saved in a directory as safetensors."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, logging
 
     skip_unknown(kind)
@@ -248,14 +252,14 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
 
 
 def run_auto(path: Path) -> HostedTarget | OwnCacheTarget:
-    """The model of a directory, run by transformers' code in whichever way does."""
+    """Load a directory's model, which transformers' code runs over our pages or with its own cache."""
     target = load_target(open_target(path), placement(), "auto")
     assert isinstance(target, HostedTarget | OwnCacheTarget)
     return target
 
 
 def host(path: Path) -> HostedTarget:
-    """The model of a directory, run by transformers' code over our pages."""
+    """Load a directory's model, which transformers' code runs over our pages."""
     source = open_target(path)
     found, config = find_target_runtime(source, "transformers")
     assert found == "transformers"
@@ -263,23 +267,23 @@ def host(path: Path) -> HostedTarget:
 
 
 def host_own_cache(path: Path) -> OwnCacheTarget:
-    """The same with transformers' own cache."""
+    """Load a directory's model, which transformers' code runs with its own cache."""
     target = load_target(open_target(path), placement(), "transformers-cache")
     assert isinstance(target, OwnCacheTarget)
     return target
 
 
 def plain_text(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers' own greedy generation says after a prompt, stop tokens passed over."""
+    """Return the text of transformers' own greedy generation after a prompt, which does not end at stop tokens."""
     return list(_greedy_text(model, tuple(prompt), num_tokens))
 
 
 @lru_cache(maxsize=256)
 def _greedy_text(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """Said once for all tests of a module that ask the same model the same."""
+    """Generate a text once for all tests that use the same model and prompt."""
     from transformers import GenerationConfig
 
-    model.generation_config.eos_token_id = None  # what the call leaves open is taken from here
+    model.generation_config.eos_token_id = None  # transformers takes missing settings of the call from here
     config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = torch.tensor([prompt])
     said: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0].tolist()
@@ -287,7 +291,7 @@ def _greedy_text(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[
 
 
 class WindowedAttention:
-    """An `Attend` over the rows alone, written out, with each layer's window, cap and sinks."""
+    """An `Attend` without a cache, written out with each layer's window, cap and sinks."""
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self._windows = windows
@@ -315,14 +319,14 @@ class WindowedAttention:
 
 @dataclass(frozen=True)
 class Known:
-    """A text of which a draft proposes the first `num_right` tokens of each block rightly, and the rest wrongly."""
+    """A text that a draft knows. The draft gets the first `num_right` tokens of each block right, the rest wrong."""
 
     token_ids: Sequence[int]
     num_right: int
 
 
 class KnowingDraft(ScriptedDraft):
-    """Proposes the texts that it knows, whichever is being said, as far as it may."""
+    """Proposes tokens of the texts that it knows, and recognises a text by its anchor and position."""
 
     def __init__(self, draft: Draft, known: Sequence[Known]) -> None:
         super().__init__(draft, lambda position: 0)

@@ -1,7 +1,7 @@
-"""Conversions that are killed at random moments: `python -m dflash_testing.killing DIRECTORY COUNT SEED`.
+"""Kill conversions at random moments: `python -m dflash_testing.killing DIRECTORY COUNT SEED`.
 
-A process of its own, with no threads, forks a child for each kill; the child converts one draft after another, with
-and without --force, until it dies. Prints what was found as JSON.
+This process has no threads and forks a child for each kill. The child converts one draft after another, with and
+without --force, until it is killed. Prints the states of all destinations as JSON.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.conversion.staging import clear_remains
 from dflash_testing import checkpoints as support
 
@@ -27,15 +27,15 @@ LONGEST_S = 0.2
 
 
 def convert_for_ever(home: Path, kill: int) -> None:
-    """Replace one destination in turn by two drafts, and write each into a new one as well."""
-    plans = [plan_conversion(open_draft(home / name), ConversionRequest(to="native")) for name in ("one", "two")]
+    """Convert two drafts in turn, each over the same destination and into a new one, until killed."""
+    plans = [plan_conversion(open_draft(home / name), ConversionSpec(to="native")) for name in ("one", "two")]
     for turn in count():
         convert_draft(plans[turn % 2], home / "out", force=True)
         convert_draft(plans[turn % 2], home / f"new-{kill}-{turn}")
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a result reads back and its weights are those that its manifest says."""
+    """Whether a result can be opened, and its weights have the digests of its manifest."""
     manifest = json.loads((path / "conversion.json").read_text())
     open_draft(path).select_tensors()
     stated = manifest["weights"]["result"]
@@ -43,7 +43,7 @@ def is_whole(path: Path) -> bool:
 
 
 def look(home: Path, kill: int, found: Counter[str]) -> None:
-    """Count what a kill has left; what is neither whole nor absent fails."""
+    """Count the states of destinations after a kill, and check that each destination is whole or absent."""
     for path in (home / "out", *home.glob(f"new-{kill}-*")):
         state = "whole" if path.exists() else "absent"
         assert state == "absent" or is_whole(path), f"{path} is neither whole nor absent after kill {kill}"

@@ -1,4 +1,4 @@
-"""Small random multimodal models made by transformers' own classes, saved, of which the text part runs as a target."""
+"""Small random multimodal models of transformers' own classes, saved, with text parts that run as targets."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,10 +40,10 @@ WRAPPERS: Mapping[str, Json] = {
     "qwen3_vl_moe": {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "smolvlm": {"model_type": "llama"},
 }
-"""Model type of a multimodal model -> what its decoder's config has beyond `BODY`. The first two are run by default."""
+"""Multimodal model type -> the keys of its decoder's config beyond `BODY`. By default tests run the first two."""
 
 WITH_OWN_CACHE = frozenset({"inkling2", "inkling_mm_model", "kimi_k25", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"})
-"""Those of which the decoder keeps transformers' own cache."""
+"""Multimodal model types with decoders that keep transformers' own cache."""
 
 VISION: Json = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "depth": 2,
@@ -62,11 +62,11 @@ AROUND: Mapping[str, Json] = {
     },
     "nemotron_h_omni": {"projector_hidden_size": 16, "vision_hidden_size": 16},
 }  # fmt: skip
-"""What the config of a multimodal model has beside those of its decoder and of what sees."""
+"""Multimodal model type -> the keys of its config outside the decoder's and the vision part's configs."""
 
 
 def make_wrapper(path: Path, kind: str) -> Any:
-    """A random multimodal model of transformers, saved in a directory as safetensors."""
+    """Return a random multimodal model of transformers, saved in a directory as safetensors."""
     from transformers import AutoConfig, AutoModelForImageTextToText, logging
 
     skip_unknown(kind)

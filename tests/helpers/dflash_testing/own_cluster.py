@@ -1,4 +1,4 @@
-"""A cluster of workers in this process, which are lost when a test says so."""
+"""A cluster of workers in this process. The test decides when a worker is lost."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class _Hired:
 
 
 class OwnCluster:
-    """Workers take turns. `is_lost` is asked before each piece, with the worker's number and the rows it has left."""
+    """Runs workers in turn. Before each piece it calls `is_lost` with the worker's number and its remaining rows."""
 
     address = "own"
 
@@ -34,13 +34,13 @@ class OwnCluster:
 
     def give(self, worker: int, batch: Batch) -> None:
         hired = self._hired[worker]
-        assert hired.batch is None, "it has one already"
+        assert hired.batch is None, "the worker already has a batch"
         self.batches.append([row.index for row in batch.rows])
         hired.batch, hired.is_begun, hired.left = batch, False, {row.index for row in batch.rows}
 
     def wait(self) -> Report:
         number, hired = next(item for item in self._hired.items() if item[1].spec or item[1].batch)
-        self._hired[number] = self._hired.pop(number)  # behind the others
+        self._hired[number] = self._hired.pop(number)  # its next turn is after all others
         if self._is_lost(number, sorted(hired.left)):
             return Report(number, Lost("its process has ended"))
         if hired.spec is not None:

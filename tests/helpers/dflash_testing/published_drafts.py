@@ -1,8 +1,8 @@
-"""The drafts that are published, in the key layout of their configs and in small sizes, and what becomes of each.
+"""The published drafts, with the keys of their configs in small sizes, and the result of each.
 
-Layers, taps, blocks and kinds of attention are as published; widths, vocabularies, windows and lengths are small,
-and so is the target's depth. Sources: the drafts' config.json as quoted in sgl-project/SpecForge
-configs/, vllm-project/vllm#38300, #41703, #43397, #46104, #56692, z-lab/dflash#152, and the models' own loaders.
+Layers, taps, blocks and kinds of attention are as published. Widths, vocabularies, windows, lengths and the target's
+depth are small. Sources: the drafts' config.json as quoted in sgl-project/SpecForge configs/,
+vllm-project/vllm#38300, #41703, #43397, #46104, #56692, z-lab/dflash#152, and the models' own loaders.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,17 @@ RUNS = "runs"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedDraft:
-    """One row of docs/drafts.md. `outcome` is RUNS, or words of the refusal."""
+    """One row of docs/reference/drafts.md.
+
+    outcome   RUNS, or the reason of the refusal in the table
+    rule      id of the rule that refuses the draft
+    named     a name in every refusal of the draft: a config key, or the draft's own kind
+    """
 
     name: str
     beyond: str
+    rule: str = ""
+    named: str = ""
     shape: Shape = SMALL
     changes: Json = field(default_factory=dict)
     nested: Json = field(default_factory=dict)
@@ -47,7 +54,7 @@ class PublishedDraft:
 
 
 def shape(layers: int, taps: int, block: int, **changes: Any) -> Shape:
-    """So many layers, taps and block rows, and a target that is twice as deep as its taps are many."""
+    """Return a shape with these layers, taps and block rows, and a target with two layers per tap and one more."""
     changes.setdefault("windows", (None,) * layers)
     spread = tuple(range(1, 2 * taps, 2))
     return replace(SMALL, layers=layers, taps=spread, block=block, target_layers=2 * taps + 1, **changes)
@@ -58,7 +65,7 @@ def windows(*kinds: str) -> tuple[int | None, ...]:
 
 
 ZLAB: Json = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "is_causal": REMOVED}
-"""z-lab states no causality: sliding layers are causal, full ones are not."""
+"""z-lab's configs leave out causality: sliding layers are causal, full layers are not."""
 
 SPEC: Json = {"speculators_version": "0.5.0.dev163", "sliding_window_non_causal": REMOVED}
 
@@ -150,7 +157,8 @@ PUBLISHED = (
     PublishedDraft(
         name="nvidia Nemotron-3.5-Lightning", beyond="an embedding of its own, NVFP4, no `block_size`",
         shape=shape(5, 6, 4),
-        outcome="the draft has its own weights where a DFlash draft uses those of the target",
+        outcome="the draft has its own weights where a DFlash draft uses the target's", rule="C48",
+        named="has_embed_tokens",
         changes={
             "has_embed_tokens": True, "has_lm_head": False, "block_size": REMOVED, "pard_token": 31,
             "quantization_config": {"quant_algo": "W4A16_NVFP4"}, "model_type": "qwen3",
@@ -159,47 +167,51 @@ PUBLISHED = (
     PublishedDraft(
         name="XiaomiMiMo V2.5-Pro-FP4", shape=shape(5, 5, 16),
         beyond="attention sinks, scaled values, rope over half a head, `mask_embedding.pt`",
-        outcome="attention values are scaled",
+        outcome="attention values are scaled", rule="C48", named="attention_value_scale",
         changes={"layer_types": REMOVED, "partial_rotary_factor": 0.5, "v_head_dim": 8, "is_causal": REMOVED},
         nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
     ),
     PublishedDraft(
         name="HunYuan (vllm#43397)", beyond="rope before the norms of queries and keys", shape=shape(5, 5, 16),
         changes={"model_type": "hunyuan_vl"}, outcome="it applies rope to queries and keys before their norms",
+        rule="C01", named="HunYuan",
     ),
     PublishedDraft(
         name="z-lab Qwen3.8-27B-DFlash2", beyond="convolutions, a candidate selector", shape=shape(5, 5, 8),
         changes={"architectures": ["DFlash2DraftModel"], "block_size": REMOVED},
         nested={"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4},
-        outcome="convolutions surround each sublayer, and a candidate selector chooses",
+        outcome="convolutions surround each sublayer, and a candidate selector chooses", rule="C01", named="DFlash 2",
     ),
     PublishedDraft(
         name="z-lab Muse-Glimmer-30B-DFlash2", beyond="as above, and scaled logits with a soft cap",
         shape=shape(5, 5, 16), changes={"architectures": ["DFlash2DraftModel"]},
         nested={"conv_kernel_size": 2, "selector_rank": 4, "output_multiplier": 0.196, "final_logit_softcapping": 20},
-        outcome="DFlash 2",
+        outcome="DFlash 2", rule="C01", named="DFlash 2",
     ),
     PublishedDraft(
         name="RedHatAI Qwen3-8B dflash2", beyond="DFlash 2 in speculators", dialect="speculators",
-        shape=shape(8, 5, 16), changes={"speculators_model_type": "dflash2"}, outcome="DFlash 2",
+        shape=shape(8, 5, 16), changes={"speculators_model_type": "dflash2"}, outcome="DFlash 2", rule="C01",
+        named="DFlash 2",
     ),
     PublishedDraft(
         name="lightseekorg kimi-k3-dflash2", beyond="DFlash 2 with latent attention", shape=shape(5, 5, 8),
         changes={"architectures": ["DFlash2DraftModel"]}, nested={"attention_mode": "mla"}, outcome="DFlash 2",
+        rule="C01", named="DFlash 2",
     ),
     PublishedDraft(
         name="RedHatAI GLM-5.3 dspark", beyond="predicts at the anchor; Markov and confidence heads",
         dialect="speculators", shape=shape(5, 5, 8), outcome="it also predicts at the last committed token",
-        changes={"speculators_model_type": "dspark", "sample_from_anchor": True},
+        changes={"speculators_model_type": "dspark", "sample_from_anchor": True}, rule="C01", named="DSpark",
     ),
     PublishedDraft(
         name="deepseek-ai dflash_qwen3_8b_block7", beyond="DSpark without its head, under DFlash's name",
         shape=shape(5, 5, 7), changes={"markov_rank": 0}, outcome="it also predicts at the last committed token",
+        rule="C01", named="DSpark",
     ),
     PublishedDraft(
         name="poolside Laguna XS.2, XS-2.1, S-2.1", beyond="gated attention, a norm for each tap",
         shape=shape(6, 5, 16), changes={"architectures": ["DFlashLagunaForCausalLM"]},
-        outcome="its attention is gated, and the output of each tapped layer has a norm",
+        outcome="its attention is gated, and the output of each tapped layer has a norm", rule="C01", named="Laguna",
     ),
     PublishedDraft(
         name="meta-models Muse-Glimmer assistant", beyond="other names and settings", shape=shape(5, 5, 16),
@@ -207,13 +219,13 @@ PUBLISHED = (
             "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
             "dflash_config": {},
         },
-        outcome="its context encoder has other tensor names",
+        outcome="its context encoder has other tensor names", rule="C01", named="Muse Glimmer assistant",
     ),
 )  # fmt: skip
 
 
 def table() -> str:
-    """The table of docs/drafts.md."""
+    """Return the table of docs/reference/drafts.md."""
     rows = ["| draft | beyond a Qwen3 draft of a Qwen3 target | here |", "|---|---|---|"]
     for item in PUBLISHED:
         what = RUNS if item.outcome == RUNS else f"refused: {item.outcome}"

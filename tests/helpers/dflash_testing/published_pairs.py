@@ -1,9 +1,9 @@
-"""The published pairs in tests/data/pairs.jsonl, a row each, made of a config and of headers without weights.
+"""The published pairs in tests/data/pairs.jsonl, one per row, as configs and headers without weights.
 
-A row has what is known of a pair, and stand-ins of the kind where a config was not at hand. The rest is a default: the
-target's sizes are those of its config in tests/data/targets unless `sizes` has others, taps are spread as z-lab's code
-does where only their number is known, and the mask is the last id. `config`, `nested` and `body` change the draft's
-config, `tensors` adds tensors to its headers.
+A row has the known facts of a pair, or stand-ins of the same kind if a config was not available. The rest has defaults.
+The target's sizes come from its config in tests/data/targets unless `sizes` changes them. If only the number of taps is
+known, they are spread as in z-lab's code. The mask is the last id. `config`, `nested` and `body` change the draft's
+config, and `tensors` adds tensors to its headers.
 """
 
 import json
@@ -30,9 +30,13 @@ NUM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "BOOL": 1, "U8": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPair:
-    """One row. `errors` are all that vLLM and SGLang are told of the pair, id and why each is true; so with `warnings`,
-    but for P17, which is about this runtime. `served` names the engines that serve the pair. `not_converted` is
-    by what a conversion to the other dialect is refused, `asked` how many tokens a draft without a block is asked for.
+    """One row.
+
+    errors          every rule that finds an error for vLLM and SGLang, with the reason why it is true
+    warnings        every rule that finds a warning, except P17, which is about this runtime
+    served          the engines that serve the pair
+    not_converted   a name in the refusal of a conversion to the other dialect, or nothing if it is converted
+    asked           the number of tokens to draft, for a draft without a block size
     """
 
     draft: str
@@ -54,11 +58,11 @@ class PublishedPair:
 
     @property
     def is_read(self) -> bool:
-        """Whether its config can be read: that of no relative, and of no draft that leaves out its block."""
+        """Whether the draft's config can be read. Relatives of DFlash and drafts without a block size cannot."""
         return not {"C01", "C03"} & self.errors.keys()
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """Directories of the draft and the target, named as they are published."""
+        """Write the draft and the target to directories with their published names."""
         target = folder / "target" / self.of.rpartition("/")[2]
         draft = folder / "draft" / self.draft.rpartition("/")[2]
         config = self._target_config()
@@ -132,13 +136,13 @@ class PublishedPair:
 
 
 def read_table() -> list[PublishedPair]:
-    """Every row."""
+    """Return every row."""
     rows = TABLE.read_text(encoding="utf-8").splitlines()
     return [PublishedPair(**json.loads(row)) for row in rows]
 
 
 def write_headers(path: Path, config: Json, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """A checkpoint as far as `validate` reads it: the weights of its one file are a hole."""
+    """Write a checkpoint for `validate`: its one file has a header, and a hole instead of weights."""
     path.mkdir(parents=True)
     write_config(path, config)
     header: Json = {}
@@ -153,7 +157,7 @@ def write_headers(path: Path, config: Json, tensors: Mapping[str, tuple[str, tup
 
 
 def _reduced(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The head of a reduced vocabulary, with its id map."""
+    """Return the head of a reduced vocabulary and its id map."""
     return {
         "lm_head.weight": ("BF16", (shape.draft_vocab, shape.hidden)),
         "d2t": ("I64", (shape.draft_vocab,)),
@@ -179,7 +183,7 @@ def _depth(decoder: Json) -> int:
 
 
 def _set_depth(decoder: Json, before: int, depth: int) -> None:
-    """Another number of layers; what is listed for each is repeated or cut."""
+    """Set the number of layers, and repeat or cut lists with one value per layer."""
     for key, value in decoder.items():
         if isinstance(value, list) and len(value) == before:
             decoder[key] = (value * (depth // before + 1))[:depth]
@@ -188,5 +192,5 @@ def _set_depth(decoder: Json, before: int, depth: int) -> None:
 
 
 def _spread(depth: int, count: int) -> tuple[int, ...]:
-    """Source: z-lab/dflash model.py build_target_layer_ids."""
+    """Return evenly spread taps. Source: z-lab/dflash model.py build_target_layer_ids."""
     return tuple(round(1 + index * (depth - 4) / (count - 1)) for index in range(count))

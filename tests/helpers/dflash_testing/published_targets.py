@@ -1,4 +1,4 @@
-"""Configs of targets as they are published, small: the keys and their values' kinds are real, the sizes are not."""
+"""Configs of published targets in small sizes: the keys and the types of values are as published."""
 
 from typing import Any
 
@@ -211,4 +211,4 @@ TARGETS: dict[str, Json] = {
         "rope_theta": 10000.0,
     },
 }
-"""Name -> config. All have the sizes of the smallest test draft's target."""
+"""Name -> config. All have the sizes of the target of the smallest test draft."""

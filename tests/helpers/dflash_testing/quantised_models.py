@@ -1,4 +1,4 @@
-"""Small random models with packed weights, written here number by number, and the same models with plain weights."""
+"""Small random models with quantised weights, packed by this module, and the same models with plain weights."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -15,9 +15,9 @@ BLOCK = 16
 
 
 def quantise(path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]], config: Any) -> Any:
-    """Save a random model with the matrices of its layers packed; returns the model that the packed numbers stand for.
+    """Save a random model with the matrices of its layers packed, and return the model with the dequantised matrices.
 
-    `pack` gives of a matrix what it stands for then, and the tensors that hold it, by the ends of their names.
+    `pack` returns a matrix after dequantisation, and the tensors that store it, by the ends of their names.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def quantise(path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[
 
 
 def pack_blocks(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eight bits and a scale for each block, as DeepSeek and Qwen publish them."""
+    """Pack into eight bits with a scale per block, as DeepSeek and Qwen publish weights."""
     rows, columns = (size // BLOCK for size in matrix.shape)
     blocks = matrix.view(rows, BLOCK, columns, BLOCK)
     scales = blocks.abs().amax(dim=(1, 3)) / 448
@@ -54,14 +54,14 @@ FP8 = {
 
 
 def pack_rows(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Eight bits and a scale for each row, as compressed-tensors has them."""
+    """Pack into eight bits with a scale per row, as compressed-tensors does."""
     scales = matrix.abs().amax(dim=1, keepdim=True) / 448
     packed = (matrix / scales).to(torch.float8_e4m3fn)
     return packed.float() * scales, {"weight": packed, "weight_scale": scales}
 
 
 def pack_groups(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Four bits, eight to an integer, and a scale for each 16 of a row, as compressed-tensors has them."""
+    """Pack into four bits with a scale per 16 numbers of a row, eight numbers to an integer (compressed-tensors)."""
     groups = matrix.view(len(matrix), -1, BLOCK)
     scales = groups.abs().amax(dim=2) / 7
     numbers = (groups / scales[..., None]).round()
@@ -103,6 +103,6 @@ GROUPED = {
 
 
 def _matrices(stored: dict[str, Tensor]) -> Iterable[str]:
-    """Those that exporters pack: not the router of experts."""
+    """Return the names of the matrices that exporters quantise: all but the router of experts."""
     layers = (name for name, tensor in stored.items() if ".layers." in name and tensor.dim() == 2)
     return (name for name in layers if not name.endswith("mlp.gate.weight"))

@@ -1,4 +1,4 @@
-"""The search for another reading in small: for faults that cost so much that fewer prompts and anchors show them."""
+"""A smaller search for another reading, for faults large enough to show with fewer prompts and anchors."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dflash_cli.diagnosis import readings
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than half of the new prompts, and less than half of the anchors; every reading is tried all the same."""
+    """Use less than half of the new prompts and less than half of the anchors. Every reading is still tried."""
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
     monkeypatch.setattr(readings, "FEW_ANCHORS", 24)
     monkeypatch.setattr(readings, "MANY_ANCHORS", 96)

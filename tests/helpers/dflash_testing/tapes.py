@@ -1,4 +1,4 @@
-"""Captured pieces without a GPU: a tape of what torch ran, run again into the same tensors."""
+"""CUDA graphs of prefill pieces without a GPU: a tape of torch operations that is replayed into the same tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,17 +26,17 @@ class _Tape(TorchDispatchMode):
         return found
 
     def play(self) -> None:
-        """As a graph does it: what was read is read where it lay, and what was made is put where it was."""
+        """Replay like a CUDA graph: read inputs from the same memory, and write outputs to the same memory."""
         for func, args, kwargs, made in self.calls:
             found = [item for item in tree_leaves(func(*args, **kwargs)) if isinstance(item, Tensor)]
             for old, new in zip(made, found, strict=True):
                 if old.data_ptr() != new.data_ptr():
-                    # A mask chooses as many rows as it says, where a GPU would go by a mask of fixed size.
+                    # A boolean mask may select another number of rows, which a graph on a GPU could not do.
                     old.resize_(new.shape).copy_(new)
 
 
 class TapeRecorder:
-    """A `Recorder` for the CPU and the reference kernels. Recordings in `refused` have no memory."""
+    """A `Recorder` for the CPU and the reference kernels. Recordings with numbers in `refused` run out of memory."""
 
     def __init__(self) -> None:
         self._tape: _Tape | None = None
@@ -62,7 +62,7 @@ class TapeRecorder:
 
 
 def with_tapes(llm: LLM) -> PiecewiseGraphs:
-    """Let an LLM on the CPU run its prompts in captured pieces."""
+    """Make an LLM on the CPU run its prompts in captured pieces."""
     runner = llm.engine.runner
     runner.pieces = pieces = PiecewiseGraphs(
         runner.target, runner._taps, runner.kernels, runner.target_kv, runner.limits.max_rows, TapeRecorder()

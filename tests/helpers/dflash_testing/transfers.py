@@ -1,6 +1,6 @@
-"""Hand-offs to carry, both ends of a connector in one process, and peers: other processes that are one end.
+"""Hand-offs for tests, both sides of a connector in one process, and peers: processes that are one side.
 
-Peers are forked by one process that has imported all and has no threads: `python -m dflash_testing.transfers`.
+`python -m dflash_testing.transfers` forks peers. It imports all modules once and starts no threads, so forks are quick.
 """
 
 import json
@@ -10,28 +10,29 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
-from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.processes import are_gone
 
 LIMIT_S = 20.0
-"""Of whatever is waited for; what is quick takes milliseconds."""
+"""Time limit for every wait of the tests. Fast operations take milliseconds."""
 
 
 def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
-    """A request of every dtype a payload has, with an empty tensor and one number, the same for the same arguments.
+    """A hand-off with tensors of many dtypes, an empty tensor and a scalar. Equal arguments give equal hand-offs.
 
-    `num_bytes` more than that are in the target's KV.
+    The target's KV has `num_bytes` bytes, by default 64.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(2, 3, 2, 4, 8, generator=generator)
@@ -58,24 +59,24 @@ def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
 
 
 def are_same(one: Handoff, other: Handoff) -> bool:
-    """Whether all of two hand-offs is equal, to the bit."""
+    """Whether two hand-offs have equal headers and bitwise equal tensors."""
     return one.to_header() == other.to_header() and all(
         torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors
     )
 
 
-def free_place(name: str) -> str:
-    """A place between processes of this machine at which nobody listens."""
+def free_location(name: str) -> str:
+    """A location of connector `name` on this machine, with a port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"{name}://127.0.0.1:{server.getsockname()[1]}"
 
 
 @contextmanager
-def open_both(place: str) -> Iterator[tuple[Connector, Connector]]:
-    """Both ends of a place, in this process: the one that saves, the one that loads."""
+def open_both(location: str) -> Iterator[tuple[Connector, Connector]]:
+    """Both sides of a location, opened in this process: prefill, which saves, and decode, which loads."""
     with ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(open_connector, place, "prefill", LIMIT_S)
-        decode = open_connector(place, "decode", LIMIT_S)
+        opening = pool.submit(open_connector, location, "prefill", LIMIT_S)
+        decode = open_connector(location, "decode", LIMIT_S)
         prefill = opening.result()
     try:
         yield prefill, decode
@@ -85,12 +86,12 @@ def open_both(place: str) -> Iterator[tuple[Connector, Connector]]:
 
 
 def transfer_threads() -> list[str]:
-    """Names of the threads of connectors that run in this process."""
+    """Names of all running threads of connectors in this process."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("handoff-")]
 
 
 class Peer:
-    """One end of a connector in a process of its own, which does what it is told."""
+    """One side of a connector in another process, which obeys commands."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -98,37 +99,46 @@ class Peer:
         self.pid: int = json.loads(self._lines.readline())
 
     def ask(self, *command: Any) -> Any:
-        """Have it do something, and wait for the answer."""
+        """Send a command and wait for the answer."""
         self.tell(*command)
+        return self.hear()
+
+    def hear(self) -> Any:
+        """Wait for an answer."""
         return json.loads(self._lines.readline())
 
     def tell(self, *command: Any) -> None:
+        """Send a command that has no answer."""
         self._connection.sendall(f"{json.dumps(command)}\n".encode())
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        """Kill the process, if it still runs, and wait until it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        assert are_gone([self.pid])
 
     def close(self) -> None:
-        """It ends when nobody is left to tell it anything."""
+        """Close the connection. The process ends when it can receive no more commands."""
         self._lines.close()
         self._connection.close()
 
 
 class Peers:
-    """Starts peers, a few milliseconds each."""
+    """Starts peers, in a few milliseconds each, by forking a process that runs `module`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = __name__) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(60)
         port = str(self._server.getsockname()[1])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, port]
+        command = [sys.executable, "-m", module, port]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self._started: list[Peer] = []
 
-    def start(self, place: str, role: str) -> Peer:
+    def start(self, *arguments: Any) -> Peer:
+        """Start a peer. The arguments are JSON: location and role, unless `module` takes others."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([place, role])}\n".encode())
+        self._process.stdin.write(f"{json.dumps(arguments)}\n".encode())
         self._process.stdin.flush()
         connection, _ = self._server.accept()
         self._started.append(Peer(connection))
@@ -142,23 +152,33 @@ class Peers:
 
 
 def outcome(future: "Future[Any]", limit_s: float = LIMIT_S) -> Any:
-    """What a future came to: its error, its result, or a hand-off's seed if it is the one that `make_handoff` makes."""
+    """The outcome of a future, as JSON.
+
+    An error is its class and id: `PeerUnreachable handoff-refused`. A hand-off is its seed if it equals the result of
+    `make_handoff`, and "another" otherwise. Any other result is unchanged.
+    """
     try:
         result = future.result(limit_s)
     except DFlashError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__} {error.id}"
     if isinstance(result, Handoff):
         size = result.tensors["target"].numel()
         return result.seed if are_same(result, make_handoff(result.key, result.seed, size)) else "another"
     return result
 
 
-def _obey(connection: socket.socket, place: str, role: Any) -> None:
+def error_of(future: "Future[Any]", limit_s: float = LIMIT_S) -> DFlashError:
+    """The error that ends a future."""
+    error = future.exception(limit_s)
+    assert isinstance(error, DFlashError), error
+    return error
+
+
+def _obey(connection: socket.socket, location: str, role: Any) -> None:
     def answer(value: Any) -> None:
         connection.sendall(f"{json.dumps(value)}\n".encode())
 
-    answer(os.getpid())
-    connector = open_connector(place, role, LIMIT_S)
+    connector = open_connector(location, role, LIMIT_S)
     futures: dict[str, Future[Any]] = {}
     for line in connection.makefile("r"):
         match json.loads(line):
@@ -168,8 +188,6 @@ def _obey(connection: socket.socket, place: str, role: Any) -> None:
                 futures[key] = connector.load(key)
             case ["refuse", key, reason]:
                 connector.refuse(key, reason)
-            case ["cancel", key]:
-                answer(futures[key].cancel())
             case ["outcome", key]:
                 answer(outcome(futures[key]))
             case ["close"]:
@@ -177,15 +195,21 @@ def _obey(connection: socket.socket, place: str, role: Any) -> None:
                 answer(transfer_threads())
 
 
-def main(port: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    CONNECTORS.discover("dflash_runtime.kv_transfer")  # once, and not in every peer
+def fork_peers(port: int, run: Callable[..., None]) -> None:
+    """Fork a peer for each line on stdin, which has its arguments. Peers connect to `port` and send their process id.
+
+    `run(connection, *arguments)` is the work of a peer.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the peers
+    CONNECTORS.discover("dflash_runtime.kv_transfer")  # once here instead of in every peer
     for line in sys.stdin:
         if not os.fork():
-            _obey(socket.create_connection(("127.0.0.1", port)), *json.loads(line))
-            return  # ends as a program does that never closed its connector
-    os._exit(0)  # has nothing to tidy up, and torch takes long to
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(f"{os.getpid()}\n".encode())
+            run(connection, *json.loads(line))
+            return  # the peer ends like a program that never closed its connector
+    os._exit(0)  # skips torch's slow cleanup, since nothing needs cleaning up
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    fork_peers(int(sys.argv[1]), _obey)

@@ -1,11 +1,11 @@
-"""Width policies that do not adapt: widths from a list, and random ones."""
+"""Width policies that do not adapt: a list of widths, and random widths."""
 
 import random
 from collections.abc import Collection, Sequence
 
 
 class ListedWidths:
-    """These widths, step by step, then all rows. `chosen` has those of every step."""
+    """Chooses these widths step by step, then whole blocks. `chosen` has the width of every step."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = list(widths)
@@ -25,7 +25,7 @@ class ListedWidths:
 
 
 class RandomWidths(ListedWidths):
-    """Another width in every step, plain steps among them."""
+    """Chooses a random width for every step, including 1, which is plain decoding."""
 
     def __init__(self, seed: int, widest: int) -> None:
         generator = random.Random(seed)

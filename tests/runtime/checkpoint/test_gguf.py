@@ -1,14 +1,16 @@
-"""GGUF drafts are recognised by their header and refused by name, whatever the rest of the file holds."""
+"""GGUF drafts are recognised by their header, and the refusal names their architecture, even in a damaged file."""
 
 import struct
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from dflash_runtime.checkpoint.gguf import MAX_BYTES, read_gguf_keys, refuse_gguf
+from dflash_runtime.checkpoint.gguf import DRAFTS, MAX_BYTES, read_gguf_keys, refuse_gguf
 from dflash_runtime.errors import UnknownFormat
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 U32, STRING, ARRAY, BOOL = 4, 8, 9, 7
 
@@ -34,19 +36,21 @@ LAYERS = pair("dflash.target_layers", ARRAY, struct.pack("<IQ3I", U32, 3, 2, 10,
 
 
 @pytest.mark.parametrize(
-    ("pairs", "message"),
+    ("pairs", "found", "words"),
     [
-        ([architecture("dflash"), LAYERS], "a DFlash draft for llama.cpp"),
-        ([architecture("dflash-draft")], "early llama.cpp builds"),
-        ([architecture("gemma4-dflash-draft")], "a fork of llama.cpp"),
-        ([architecture("dspark")], "a DSpark draft"),
-        ([architecture("dflash"), pair("dflash.conv_kernel_size", U32, b"\x02\0\0\0")], "a DFlash 2 draft"),
-        ([architecture("llama")], "general.architecture 'llama': no draft of a known kind"),
-        ([LAYERS], "general.architecture None"),
+        ([architecture("dflash"), LAYERS], "dflash", DRAFTS["dflash"]),
+        ([architecture("dflash-draft")], "dflash-draft", DRAFTS["dflash-draft"]),
+        ([architecture("gemma4-dflash-draft")], "gemma4-dflash-draft", DRAFTS["gemma4-dflash-draft"]),
+        ([architecture("dspark")], "dspark", DRAFTS["dspark"]),
+        ([architecture("dflash"), pair("dflash.conv_kernel_size", U32, b"\x02\0\0\0")], "dflash", "DFlash 2"),
+        ([architecture("llama")], "llama", ""),
+        ([LAYERS], None, ""),
     ],
 )
 @pytest.mark.parametrize("where", ["file", "directory", "directory with a config"])
-def test_refused_by_name(pairs: list[bytes], message: str, where: str, tmp_path: Path) -> None:
+def test_the_refusal_names_the_architecture(
+    pairs: list[bytes], found: str | None, words: str, where: str, tmp_path: Path
+) -> None:
     path = tmp_path / "draft.gguf"
     if where != "file":
         (tmp_path / "draft").mkdir()
@@ -55,25 +59,23 @@ def test_refused_by_name(pairs: list[bytes], message: str, where: str, tmp_path:
         support.write_config(tmp_path / "draft", support.native_config())
     path.write_bytes(gguf(*pairs))
     reference = path if where == "file" else path.parent
+    with refuses(UnknownFormat, "gguf", path=path, field="general.architecture", found=found) as caught:
+        refuse_gguf(reference)
+    assert words in caught.value.message
+    assert caught.value.hint is not None
     outcome = support.invoke("convert", reference, tmp_path / "out", "--to", "native")
     assert outcome.code == 5
-    assert message in outcome.err
-    assert "pass the safetensors checkpoint" in outcome.err
+    assert caught.value.message in outcome.err
 
 
-def test_a_gguf_beside_weights_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_gguf_file_does_not_hide_safetensors_weights(tmp_path: Path) -> None:
     source = support.make_native(tmp_path / "source")
     (source / "draft.gguf").write_bytes(gguf(architecture("dflash")))
     manifest = support.convert(source, tmp_path / "out", "native")
-    assert {
-        "from": "draft.gguf",
-        "to": None,
-        "change": "dropped",
-        "why": "weights that the checkpoint does not name",
-    } in (manifest["files"])
+    assert ("draft.gguf", None, "dropped") in [(item["from"], item["to"], item["change"]) for item in manifest["files"]]
 
 
-def test_another_file_is_no_gguf(tmp_path: Path) -> None:
+def test_another_file_is_not_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"not GGUF")
     assert read_gguf_keys(path) is None
@@ -92,10 +94,7 @@ def test_keys_of_every_kind() -> None:
 
 
 def read(data: bytes) -> dict[str, Any]:
-    path = Path(support.__file__).parent
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory:
         path = Path(directory) / "a.gguf"
         path.write_bytes(data)
         found = read_gguf_keys(path)
@@ -116,7 +115,7 @@ def read(data: bytes) -> dict[str, Any]:
     ],
 )
 def test_a_damaged_header_still_names_the_file(tail: bytes) -> None:
-    """Lengths that point nowhere cost neither time nor memory."""
+    """Wrong lengths cost neither time nor memory."""
     assert read(gguf(architecture("dflash"), tail, count=2**60)) == {"general.architecture": "dflash"}
 
 
@@ -125,5 +124,5 @@ def test_only_the_first_bytes_are_read(tmp_path: Path) -> None:
     with path.open("wb") as stream:
         stream.write(gguf(architecture("dflash"), count=2**40))
         stream.truncate(MAX_BYTES * 4096)
-    with pytest.raises(UnknownFormat, match="DFlash draft"):
+    with refuses(UnknownFormat, "gguf", found="dflash"):
         refuse_gguf(path)

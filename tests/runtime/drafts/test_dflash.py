@@ -1,7 +1,7 @@
-"""The draft's context KV is what the target's hidden states say, at every committed position.
+"""The draft's context KV follows from the target's hidden states at every committed position.
 
-Text stays right when context KV is wrong, so it is compared with a computation of its own: hidden states from
-transformers' model, projected row by row.
+Wrong context KV does not change the text. So the tests compute it independently: they project the hidden states of
+transformers' model row by row.
 """
 
 from itertools import product
@@ -30,9 +30,10 @@ from dflash_testing.pairs import (
     random_weights,
     target_logits,
 )
+from dflash_testing.refusals import refuses
 
 TOLERANCE = 5e-5
-"""On values of up to about ten in float32."""
+"""For float32 values of up to about ten."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def check(reference: torch.nn.Module, draft: Draft, llm: LLM, request: Request) 
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
-def test_logits_of_fewer_drafts_are_the_first_of_all(num_drafts: int) -> None:
+def test_logits_of_fewer_drafts_are_the_first_rows_of_all_logits(num_drafts: int) -> None:
     draft = bundled_draft_model()
     block = draft.config.block_size
     ids, positions = torch.randint(97, (2, block)), torch.arange(5, 5 + block).expand(2, -1)
@@ -95,21 +96,21 @@ def test_logits_of_fewer_drafts_are_the_first_of_all(num_drafts: int) -> None:
 
 
 def test_logits_agree_with_transformers(reference: torch.nn.Module) -> None:
-    """How far two correct float32 programs are apart, which is what the golden traces' gaps are held against."""
+    """Two correct float32 programs differ by this much; golden traces compare their logit gaps with it."""
     prompt = max(bundled_prompts(), key=len)
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     assert (target_logits(bundled_target_model(), prompt) - expected).abs().max() < 2e-5
 
 
-def test_two_draft_ids_of_one_target_id_are_refused_by_name() -> None:
-    """Sampled drafting would keep the probability of one of them, and no longer follow the target's law."""
+def test_an_id_map_that_repeats_or_leaves_the_vocabulary_is_refused() -> None:
+    """With a repeated id, sampled drafting would keep one of two probabilities and leave the target's distribution."""
     target = random_target()
     config = random_draft_config(target.config, draft_vocab_size=4)
     weights = random_weights(owned_shapes(config), torch.float32, 1)
     weights[DRAFT_TO_TARGET] = torch.tensor([3, 9, 8, 7])  # ids 3, 10, 10, 10
-    with pytest.raises(CheckpointError, match="draft ids 1 and 2 both map to target id 10, expected each target id"):
+    with refuses(CheckpointError, "map-repeats-id", field=DRAFT_TO_TARGET, found=[1, 2]):
         DFlashDraft(config, stack_projections(weights.items()), target, placement())
     weights[DRAFT_TO_TARGET] = torch.tensor([3, -9, 8, 7])
-    with pytest.raises(CheckpointError, match=r"maps to id -8, expected ids in \[0, 97\)"):
+    with refuses(CheckpointError, "map-outside-vocabulary", field=DRAFT_TO_TARGET, found=-8):
         DFlashDraft(config, stack_projections(weights.items()), target, placement())

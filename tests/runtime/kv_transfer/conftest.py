@@ -1,4 +1,4 @@
-"""Other processes at the end of a connection, and that none leaves anything behind."""
+"""Fixtures for tests with peers: start other processes, and check that no thread or process hangs."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from dflash_testing.deadline import deadline
 from dflash_testing.transfers import Peers, transfer_threads
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def peers() -> Iterator[Peers]:
     starter = Peers()
     yield starter
@@ -17,7 +17,7 @@ def peers() -> Iterator[Peers]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No test takes longer than it should, and none leaves a thread behind."""
+    """Fail a test that takes more than 120 s or leaves a connector thread behind."""
     with deadline(120):
         yield
         assert not transfer_threads()

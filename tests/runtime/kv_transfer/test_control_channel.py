@@ -1,4 +1,4 @@
-"""Addresses, messages, and what two processes make of words that come twice, late, or not at all."""
+"""Addresses, messages, and how both sides handle messages that come twice, late, or not at all."""
 
 import socket
 import struct
@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dflash_runtime.errors import PeerUnreachable, UsageError
+from dflash_runtime.errors import MISSING, InvalidHandoff, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer import control_channel
 from dflash_runtime.kv_transfer.carrier import Staged
 from dflash_runtime.kv_transfer.control_channel import LONGEST_BYTES, Address, ControlChannel, connect, listen
 from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec, header_with_checksums
-from dflash_runtime.kv_transfer.receiving import ReceivingSide
+from dflash_runtime.kv_transfer.receiving import NOT_WANTED, ReceivingSide
 from dflash_runtime.kv_transfer.sending import LONGEST_MEMORY, SendingSide
-from dflash_testing.transfers import free_place, make_handoff, outcome
+from dflash_testing.refusals import refuses
+from dflash_testing.transfers import error_of, free_location, make_handoff, outcome
 
 
 @pytest.mark.parametrize(
     ("text", "host", "port"), [("127.0.0.1:80", "127.0.0.1", 80), ("a.b:1", "a.b", 1), ("[::1]:65535", "::1", 65535)]
 )
-def test_addresses(text: str, host: str, port: int) -> None:
+def test_addresses_are_parsed(text: str, host: str, port: int) -> None:
     assert Address.parse(text) == Address(host, port)
     assert str(Address.parse(text)) == text
 
@@ -32,14 +33,14 @@ def test_addresses(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", ":80", "host:", "host:0", "host:65536", "host:-1", "host:x", "a/b:80", "h:²"]
 )
-def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(UsageError, match="is no address, expected HOST:PORT"):
+def test_malformed_addresses_are_refused(text: str) -> None:
+    with refuses(UsageError, field="address", found=text):
         Address.parse(text)
 
 
 @pytest.fixture
 def channels() -> Iterator[tuple[ControlChannel, ControlChannel]]:
-    address = Address.parse(free_place("gloo").removeprefix("gloo://"))
+    address = Address.parse(free_location("gloo").removeprefix("gloo://"))
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(listen, address, {"carrier": "none"}, 10.0)
         other = connect(address, {"carrier": "none"}, 10.0)
@@ -66,7 +67,7 @@ class TestChannel:
             one.send({"text": "a" * (1 << 20)})
         one.close()
 
-    def test_closing_wakes_who_reads(self, channels: Any) -> None:
+    def test_closing_wakes_the_reader(self, channels: Any) -> None:
         one, _ = channels
         reader = threading.Thread(target=one.read, daemon=True)
         reader.start()
@@ -75,9 +76,9 @@ class TestChannel:
         assert not reader.is_alive()
 
     @pytest.mark.parametrize(
-        "words", [struct.pack(">I", LONGEST_BYTES + 1), b"\x00\x00\x00\x02{]", b"\x00\x00\x00\x02[]"]
+        "data", [struct.pack(">I", LONGEST_BYTES + 1), b"\x00\x00\x00\x02{]", b"\x00\x00\x00\x02[]"]
     )
-    def test_what_is_no_message_is_the_end(self, words: bytes) -> None:
+    def test_a_malformed_message_ends_the_stream(self, data: bytes) -> None:
         here, there = socket.socketpair()
         address = socket.create_server(("127.0.0.1", 0))
         there.close()
@@ -86,19 +87,19 @@ class TestChannel:
         there, _ = address.accept()
         address.close()
         channel = ControlChannel(here, {})
-        there.sendall(words)
+        there.sendall(data)
         assert channel.read() is None
         there.close()
         channel.close()
 
 
 class Wire:
-    """Both sides of a connection without threads or sockets: what they say is kept until it is passed on."""
+    """Both sides of a connection without threads or sockets. Messages are kept until the test passes them on."""
 
     def __init__(self) -> None:
         self.to_decode: list[dict[str, Any]] = []
         self.to_prefill: list[dict[str, Any]] = []
-        self.jobs: list[Callable[[], None]] = []  # of the prefill side; the other's are in `decode_jobs`
+        self.jobs: list[Callable[[], None]] = []  # of the prefill side
         self.decode_jobs: list[Callable[[], None]] = []
         self.pipe: list[Mapping[str, Tensor]] = []
         self.num_sent, self.times = 0, 1
@@ -131,7 +132,7 @@ class Wire:
     def close(self) -> None: ...
 
     def run_prefill(self) -> None:
-        """Let the prefill side read one message and do one thing."""
+        """Let the prefill side read one message and run one job."""
         if self.to_prefill:
             message = self.to_prefill.pop(0)
             for _ in range(self.times):
@@ -140,7 +141,7 @@ class Wire:
             self.jobs.pop(0)()
 
     def run(self) -> None:
-        """Pass on every message, `times` times each, and do all there is to do."""
+        """Pass on all messages, each `times` times, and run all jobs."""
         while self.jobs or self.decode_jobs or self.to_decode or self.to_prefill:
             self.run_prefill()
             if self.to_decode:
@@ -151,7 +152,7 @@ class Wire:
                 self.decode_jobs.pop(0)()
 
 
-class TestWords:
+class TestMessages:
     def test_each_may_come_twice(self) -> None:
         wire = Wire()
         loads = [wire.decode.load(key) for key in "abc"]
@@ -186,17 +187,19 @@ class TestWords:
         assert first.cancel()
         second = wire.decode.load("a")
         wire.run()
-        assert "no longer wanted" in outcome(saving, 0)
-        assert "no longer wanted" in outcome(second, 0), "it was let go of, so none will come"
+        assert outcome(saving, 0) == "PeerUnreachable handoff-not-taken"
+        assert outcome(second, 0) == "PeerUnreachable handoff-refused", "the save ended, so no hand-off will come"
+        assert all(NOT_WANTED in error_of(future, 0).message for future in (saving, second))
 
-    def test_what_was_given_up_before_it_was_saved_is_not_held(self) -> None:
+    def test_a_hand_off_given_up_before_its_save_is_not_held(self) -> None:
         wire = Wire()
         wire.decode.load("a").cancel()
         wire.run()
-        saving = wire.prefill.save(make_handoff("a"))
-        assert outcome(saving, 0) == "PeerUnreachable: hand-off a was not taken: it is no longer wanted"
+        error = error_of(wire.prefill.save(make_handoff("a")), 0)
+        assert (type(error), error.id, error.found) == (PeerUnreachable, "handoff-not-taken", "a")
+        assert NOT_WANTED in error.message
 
-    def test_what_was_given_up_before_it_was_saved_can_be_wanted_again(self) -> None:
+    def test_a_hand_off_given_up_before_its_save_can_be_wanted_again(self) -> None:
         wire = Wire()
         wire.decode.load("a").cancel()
         wire.run()
@@ -206,8 +209,8 @@ class TestWords:
         wire.run()
         assert [outcome(loading, 0), outcome(saving, 0)] == [8, None]
 
-    def test_the_prefill_side_knows_what_the_other_one_waits_for(self) -> None:
-        """Whether it is saved already or not, and until it is there."""
+    def test_the_prefill_side_knows_which_keys_are_wanted(self) -> None:
+        """A key is wanted before and after its save, until the hand-off has arrived."""
         wire = Wire()
         wire.prefill.save(make_handoff("a"))
         wire.decode.load("a")
@@ -221,7 +224,7 @@ class TestWords:
         wire.run()
         assert not any(map(wire.prefill.is_wanted, "abc"))
 
-    def test_a_word_of_nothing_that_is_known_does_nothing(self) -> None:
+    def test_messages_with_an_unknown_key_or_kind_have_no_effect(self) -> None:
         wire = Wire()
         for kind in ("take", "got", "drop", "later"):
             wire.prefill.read({"kind": kind, "key": "x", "number": 7, "reason": "", "header": {}, "directions": {}})
@@ -230,17 +233,18 @@ class TestWords:
         wire.run()
         assert wire.num_sent == 0
 
-    def test_all_are_cancelled_between_the_offer_and_its_taking(self) -> None:
+    def test_a_load_is_cancelled_between_the_offer_and_its_taking(self) -> None:
         wire = Wire()
         saving, loading = wire.prefill.save(make_handoff("a")), wire.decode.load("a")
         wire.prefill.read(wire.to_prefill.pop(0))
         wire.jobs.pop(0)()
         wire.decode.read(wire.to_decode.pop(0))
-        loading._state = "CANCELLED"  # as it is for a moment, before its callbacks have run
+        loading._state = "CANCELLED"  # the state of a cancelled future before its callbacks run
         wire.run()
-        assert "no longer wanted" in outcome(saving, 0)
+        assert outcome(saving, 0) == "PeerUnreachable handoff-not-taken"
+        assert NOT_WANTED in error_of(saving, 0).message
 
-    def test_no_more_refusals_are_remembered_than_there_is_room_for(self) -> None:
+    def test_the_number_of_remembered_refusals_is_limited(self) -> None:
         wire = Wire()
         for number in range(LONGEST_MEMORY + 10):
             wire.prefill.refuse(str(number), "none")
@@ -248,6 +252,17 @@ class TestWords:
         oldest, newest = wire.decode.load("0"), wire.decode.load(str(LONGEST_MEMORY + 9))
         wire.run()
         assert (oldest.done(), newest.done()) == (False, True)
+
+    def test_an_offer_with_the_header_of_another_key_is_refused(self) -> None:
+        wire = Wire()
+        loading = wire.decode.load("a")
+        header = header_with_checksums(make_handoff("b"))
+        wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
+        wire.decode_jobs.pop(0)()
+        error = error_of(loading, 0)
+        assert (type(error), error.path) == (InvalidHandoff, "hand-off a")
+        assert (error.field, error.found, error.expected) == ("key", "b", "'a'")
+        assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]
 
     @pytest.mark.parametrize("field", ["kind", "version", "key", "tensors"])
     def test_a_header_without_a_field_is_refused_before_tensors_travel(self, field: str) -> None:
@@ -257,5 +272,6 @@ class TestWords:
         del header[field]
         wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
         wire.decode_jobs.pop(0)()
-        assert outcome(loading, 0).startswith("InvalidHandoff: hand-off a: ")
+        error = error_of(loading, 0)
+        assert (type(error), error.path, error.field, error.found) == (InvalidHandoff, "hand-off a", field, MISSING)
         assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]

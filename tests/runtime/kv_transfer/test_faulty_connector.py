@@ -1,4 +1,4 @@
-"""The faults that soak tests are given, and that a connector under them loses nothing that it was not told to lose."""
+"""The faulty connector of the soak tests, and that a connector under it loses nothing else."""
 
 from concurrent.futures import wait
 from pathlib import Path
@@ -6,38 +6,38 @@ from pathlib import Path
 import pytest
 
 from dflash_runtime.errors import PeerUnreachable
-from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_testing.deadline import deadline
 from dflash_testing.faulty_connector import FaultyConnector
-from dflash_testing.transfers import LIMIT_S, free_place, make_handoff, open_both, outcome
+from dflash_testing.transfers import LIMIT_S, free_location, make_handoff, open_both, outcome
 
 NUM_KEYS = 40
 
 
 def run(prefill: FaultyConnector, decode: FaultyConnector) -> None:
-    """Save and load all keys through faults: each comes as it was saved, but those that were lost."""
+    """Save and load all keys through faults. Each arrives as it was saved, except the lost keys."""
     loads = {str(number): decode.load(str(number)) for number in range(NUM_KEYS)}
     saves = [prefill.save(make_handoff(key, int(key))) for key in loads]
     lost = prefill.lost_keys | decode.lost_keys
     for key, load in loads.items():
         if key in lost:
-            assert load.cancel(), "it did not come"
+            assert load.cancel(), "a lost hand-off arrived"
         else:
             assert outcome(load) == int(key)
-    assert not wait(saves, LIMIT_S).not_done, "a load that is given up ends its save too"
+    assert not wait(saves, LIMIT_S).not_done, "a cancelled load did not end its save"
     assert {type(save.exception()) for save in saves} <= {type(None), PeerUnreachable}
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_lost_is_what_was_to_be_lost(seed: int) -> None:
-    with deadline(60), open_both(free_place("gloo")) as (prefill, decode):
+def test_exactly_the_lost_keys_are_missing(seed: int) -> None:
+    with deadline(60), open_both(free_location("gloo")) as (prefill, decode):
         faulty = FaultyConnector(prefill, seed), FaultyConnector(decode, seed + 100)
         run(*faulty)
         assert all(one.lost_keys and one.num_doubled for one in faulty)
 
 
-def test_delays_and_doubles_alone_lose_nothing(tmp_path: Path) -> None:
-    with deadline(60), open_both(free_place("gloo")) as (prefill, decode):
+def test_delays_and_duplicates_lose_nothing(tmp_path: Path) -> None:
+    with deadline(60), open_both(free_location("gloo")) as (prefill, decode):
         run(FaultyConnector(prefill, 1, lost=0, doubled=0.5), FaultyConnector(decode, 2, lost=0, doubled=0.5))
     folder = open_connector(str(tmp_path), "prefill")
     faulty = FaultyConnector(folder, 3, lost=0, doubled=0.5)
@@ -47,7 +47,7 @@ def test_delays_and_doubles_alone_lose_nothing(tmp_path: Path) -> None:
         faulty.close()
 
 
-def test_the_same_seed_has_the_same_faults(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_faults(tmp_path: Path) -> None:
     folder = open_connector(str(tmp_path), "prefill")
     drawn = [FaultyConnector(folder, seed)._draw("a") for seed in (5, 5, 6)]
     folder.close()

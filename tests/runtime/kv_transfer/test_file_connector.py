@@ -1,4 +1,4 @@
-"""Hand-offs as files: whole or not there, waited for, refused, and every way in which a file can be wrong."""
+"""Hand-offs as files: saved completely or not at all, awaited, refused, and damaged in every way."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.errors import CapacityError, InvalidHandoff, PeerUnreachable, UsageError
+from dflash_runtime.errors import MISSING, CapacityError, InvalidHandoff, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer import file_connector
 from dflash_runtime.kv_transfer.file_connector import (
     HEADER,
@@ -23,8 +23,8 @@ from dflash_runtime.kv_transfer.file_connector import (
     write_handoff,
 )
 from dflash_testing.deadline import deadline
-from dflash_testing.processes import are_gone
-from dflash_testing.transfers import LIMIT_S, Peers, are_same, make_handoff, outcome, transfer_threads
+from dflash_testing.refusals import refuses
+from dflash_testing.transfers import LIMIT_S, Peers, are_same, error_of, make_handoff, outcome, transfer_threads
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def connector(tmp_path: Path) -> Iterator[FileConnector]:
         assert not transfer_threads()
 
 
-def test_what_is_saved_is_loaded_as_often_as_it_is_wanted(connector: FileConnector) -> None:
+def test_a_saved_hand_off_can_be_loaded_any_number_of_times(connector: FileConnector) -> None:
     connector.save(make_handoff("a", 3)).result(LIMIT_S)
     assert [outcome(connector.load("a")) for _ in range(2)] == [3, 3]
     assert list_handoffs(connector.folder) == ["a"]
     assert not [item for item in connector.folder.iterdir() if item.name.startswith(".")]
 
 
-def test_keys_are_waited_for_in_any_order(connector: FileConnector) -> None:
+def test_loads_wait_for_keys_in_any_order(connector: FileConnector) -> None:
     keys = [f"key-{number}" for number in range(20)]
     loads = {key: connector.load(key) for key in reversed(keys)}
     time.sleep(0.05)
@@ -54,7 +54,7 @@ def test_keys_are_waited_for_in_any_order(connector: FileConnector) -> None:
     assert [outcome(save) for save in saves] == [None] * 20
 
 
-def test_a_load_that_is_cancelled_is_not_read(connector: FileConnector) -> None:
+def test_a_cancelled_load_is_not_read(connector: FileConnector) -> None:
     given_up, wanted = connector.load("a"), connector.load("b")
     assert given_up.cancel()
     for key in "ab":
@@ -62,18 +62,20 @@ def test_a_load_that_is_cancelled_is_not_read(connector: FileConnector) -> None:
     assert are_same(wanted.result(LIMIT_S), make_handoff("b"))
 
 
-def test_a_refusal_ends_the_wait_until_something_is_saved_after_all(connector: FileConnector) -> None:
+def test_a_refusal_ends_loads_until_a_hand_off_is_saved_after_all(connector: FileConnector) -> None:
     waiting = connector.load("a")
     connector.refuse("a", "no page is free")
-    assert outcome(waiting) == "PeerUnreachable: hand-off a will not come: no page is free"
-    assert outcome(connector.load("a")) == "PeerUnreachable: hand-off a will not come: no page is free"
+    for loading in (waiting, connector.load("a")):
+        error = error_of(loading)
+        assert (type(error), error.id, error.found) == (PeerUnreachable, "handoff-refused", "a")
+        assert "no page is free" in error.message
     connector.save(make_handoff("a", 2)).result(LIMIT_S)
     assert [item.name for item in connector.folder.iterdir()] == ["a"]
     connector.refuse("a", "too late")
     assert outcome(connector.load("a")) == 2
 
 
-def test_saving_anew_replaces_and_whoever_reads_meanwhile_gets_one_or_the_other(connector: FileConnector) -> None:
+def test_saving_again_replaces_and_loads_meanwhile_get_the_old_or_the_new(connector: FileConnector) -> None:
     connector.save(make_handoff("a", 0)).result(LIMIT_S)
     saves = [connector.save(make_handoff("a", 1 + number)) for number in range(12)]
     loads = [connector.load("a") for _ in range(12)]
@@ -82,10 +84,10 @@ def test_saving_anew_replaces_and_whoever_reads_meanwhile_gets_one_or_the_other(
     assert sorted(item.name for item in connector.folder.iterdir()) == ["a"]
 
 
-def test_what_is_away_for_a_moment_while_it_is_replaced_is_read_after_it(
+def test_a_hand_off_that_is_absent_while_it_is_replaced_is_read_afterwards(
     connector: FileConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process replaces a hand-off while another one, that has seen the old one, begins to read."""
+    """One process replaces a hand-off while another process, which has seen the old one, begins to read it."""
     connector.save(make_handoff("a", 1)).result(LIMIT_S)
     found, aside = connector.folder / "a", connector.folder / ".aside"
     looks: list[Path] = []
@@ -104,7 +106,7 @@ def test_what_is_away_for_a_moment_while_it_is_replaced_is_read_after_it(
     assert len(looks) >= 3
 
 
-def test_closing_cancels_what_waits_and_refuses_what_comes(tmp_path: Path) -> None:
+def test_closing_cancels_waiting_and_later_loads(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
     waiting = connector.load("a")
     connector.close()
@@ -113,33 +115,34 @@ def test_closing_cancels_what_waits_and_refuses_what_comes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["", ".", "..", ".hidden", "../a", "/etc/passwd", "a/b", "a\\b", "a\0b"])
-def test_a_key_leads_nowhere_else(connector: FileConnector, key: str) -> None:
-    with pytest.raises(UsageError, match="is no key of a hand-off"):
+def test_a_key_cannot_name_another_folder(connector: FileConnector, key: str) -> None:
+    with refuses(UsageError, field="key of a hand-off", found=key):
         connector.load(key)
-    with pytest.raises(UsageError, match="is no key of a hand-off"):
+    with refuses(UsageError, field="key of a hand-off", found=key):
         connector.refuse(key, "")
-    assert "is no key of a hand-off" in outcome(connector.save(make_handoff(key)))
+    error = error_of(connector.save(make_handoff(key)))
+    assert (type(error), error.field, error.found) == (UsageError, "key of a hand-off", key)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_read_says_so(connector: FileConnector) -> None:
+def test_a_folder_without_read_permission_is_reported(connector: FileConnector) -> None:
     connector.save(make_handoff("a")).result(LIMIT_S)
     connector.folder.chmod(0)
     try:
-        assert outcome(connector.load("a")).startswith("InvalidHandoff: ")
+        assert outcome(connector.load("a")) == "InvalidHandoff unreadable-handoff"
     finally:
         connector.folder.chmod(0o700)
 
 
-def test_a_folder_that_cannot_be_looked_into_says_so(connector: FileConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_reported(connector: FileConnector, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", fail)
-    loading = connector.load("a")
-    error = loading.exception(LIMIT_S)
+    error = error_of(connector.load("a"))
     monkeypatch.undo()
-    assert str(error) == f"{connector.folder / 'a'}: cannot be read: Permission denied"
+    assert (type(error), error.id, error.path) == (InvalidHandoff, "unreadable-handoff", connector.folder / "a")
+    assert "Permission denied" in error.message
 
 
 class TestWrongFiles:
@@ -148,89 +151,93 @@ class TestWrongFiles:
         write_handoff(tmp_path, make_handoff("a"))
         return tmp_path / "a"
 
-    def refused(self, saved: Path) -> str:
-        with pytest.raises(InvalidHandoff) as raised:
-            read_handoff(saved)
-        assert str(saved) in raised.value.message
-        assert raised.value.exit_code == 3
-        return raised.value.message.replace(str(saved), "a")
-
     @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
     def test_tensors_that_are_cut_short(self, saved: Path, share: float) -> None:
         file = saved / TENSORS
         os.truncate(file, int(file.stat().st_size * share))
-        assert self.refused(saved).startswith(f"a/{TENSORS}: cannot be read, it may be cut short: ")
+        with refuses(InvalidHandoff, "unreadable-handoff", path=file):
+            read_handoff(saved)
 
-    def test_tensors_that_are_gone(self, saved: Path) -> None:
+    def test_tensors_that_are_missing(self, saved: Path) -> None:
         (saved / TENSORS).unlink()
-        assert self.refused(saved).startswith(f"a/{TENSORS}: cannot be read")
+        with refuses(InvalidHandoff, "unreadable-handoff", path=saved / TENSORS):
+            read_handoff(saved)
 
     def test_a_flipped_bit(self, saved: Path) -> None:
         data = bytearray((saved / TENSORS).read_bytes())
         data[-1] ^= 1
         (saved / TENSORS).write_bytes(data)
-        assert "damaged, its checksum is not that of the header" in self.refused(saved)
+        with refuses(InvalidHandoff, "damaged", path=saved):
+            read_handoff(saved)
 
     @pytest.mark.parametrize(
         "text", ["", "{", "[]", "null", '{"kind": "handoff", "kind": "handoff"}', "\ufeff{}", "\0"]
     )
-    def test_a_header_that_is_no_object(self, saved: Path, text: str) -> None:
+    def test_a_header_that_is_not_an_object(self, saved: Path, text: str) -> None:
         (saved / HEADER).write_text(text)
-        assert self.refused(saved).startswith(f"a/{HEADER}: ")
+        with refuses(InvalidHandoff, "malformed-header", path=saved / HEADER):
+            read_handoff(saved)
 
     @pytest.mark.parametrize("field", [*make_handoff("a").to_header()])
     def test_a_header_without_a_field(self, saved: Path, field: str) -> None:
         header = json.loads((saved / HEADER).read_text())
         del header[field]
         (saved / HEADER).write_text(json.dumps(header))
-        self.refused(saved)
+        with refuses(InvalidHandoff, field=field, found=MISSING) as caught:
+            read_handoff(saved)
+        assert caught.value.path in (saved, saved / HEADER)
 
     @pytest.mark.parametrize(
-        ("field", "value"),
+        ("field", "value", "wrong"),
         [
-            ("kind", "dump"),
-            ("key", 7),
-            ("seed", "7"),
-            ("seed", True),
-            ("num_rows", [3]),
-            ("state_values", None),
-            ("note", "mine"),
-            ("version", 2),
-            ("version", None),
-            ("fingerprint", []),
-            ("prompt_token_ids", "abc"),
-            ("prompt_token_ids", [1, 2.5]),
-            ("prompt_token_ids", [True]),
-            ("output_token_ids", None),
-            ("params", {}),
-            ("params", {"stop_token_ids": [], "top_p": 7}),
-            ("params", {"stop_token_ids": [], "unknown": 7}),
-            ("finish_reason", "tired"),
-            ("tensors", []),
-            ("tensors", {"target": None}),
-            ("tensors", {"target": {"dtype": "int4", "shape": [64]}}),
-            ("tensors", {"target": {"dtype": "bool", "shape": [-1]}}),
-            ("tensors", {"target": {"dtype": "bool", "shape": ["64"]}}),
-            ("tensors", {"target": {"dtype": "bool", "shape": [65]}}),
-            ("tensors", {"another": {"dtype": "bool", "shape": [64]}}),
+            ("kind", "dump", "kind"),
+            ("key", 7, "key"),
+            ("seed", "7", "seed"),
+            ("seed", True, "seed"),
+            ("num_rows", [3], "num_rows"),
+            ("num_rows", {"target": -3}, "num_rows"),
+            ("state_values", None, "state_values"),
+            ("note", "mine", "note"),
+            ("version", 2, "version"),
+            ("version", None, "version"),
+            ("fingerprint", [], "fingerprint"),
+            ("prompt_token_ids", "abc", "prompt_token_ids"),
+            ("prompt_token_ids", [1, 2.5], "prompt_token_ids"),
+            ("prompt_token_ids", [True], "prompt_token_ids"),
+            ("output_token_ids", None, "output_token_ids"),
+            ("params", {}, "params.stop_token_ids"),
+            ("params", {"stop_token_ids": [], "top_p": 7}, "params.top_p"),
+            ("params", {"stop_token_ids": [], "unknown": 7}, "params.unknown"),
+            ("finish_reason", "tired", "finish_reason"),
+            ("tensors", [], "tensors"),
+            ("tensors", {"target": None}, "tensors.target.dtype"),
+            ("tensors", {"target": {"dtype": "int4", "shape": [64]}}, "tensors.target.dtype"),
+            ("tensors", {"target": {"dtype": [], "shape": [64]}}, "tensors.target.dtype"),
+            ("tensors", {"target": {"dtype": "bool"}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [-1]}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": ["64"]}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [65]}}, "tensors.target"),
+            ("tensors", {"another": {"dtype": "bool", "shape": [64]}}, "tensors.another"),
         ],
     )
-    def test_a_header_with_a_wrong_field(self, saved: Path, field: str, value: Any) -> None:
+    def test_a_header_with_a_wrong_field(self, saved: Path, field: str, value: Any, wrong: str) -> None:
         header = json.loads((saved / HEADER).read_text())
         header[field] = value
         (saved / HEADER).write_text(json.dumps(header))
-        message = self.refused(saved)
-        assert field in message or field in ("params", "finish_reason")  # there it is the value that is named
+        with refuses(InvalidHandoff, field=wrong) as caught:
+            read_handoff(saved)
+        assert caught.value.path in (saved, saved / HEADER)
 
-    def test_what_a_connector_loads_is_checked_the_same(self, saved: Path) -> None:
+    def test_a_connector_checks_a_loaded_hand_off_in_the_same_way(self, saved: Path) -> None:
         (saved / HEADER).write_text("{}")
         connector = FileConnector(saved.parent)
-        assert outcome(connector.load("a")).startswith(f"InvalidHandoff: {saved / HEADER}: kind: found None")
+        error = error_of(connector.load("a"))
+        assert (type(error), error.path, error.field) == (InvalidHandoff, saved / HEADER, "kind")
         connector.close()
 
 
 class TestFullDisk:
-    """Whatever cannot be written leaves nothing behind, and what lay there stays."""
+    """A failed write leaves no partial files, and the older hand-off stays."""
 
     @pytest.mark.parametrize("name", ["save_file", "header_with_checksums"])
     def test_a_step_that_fails(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,37 +246,40 @@ class TestFullDisk:
 
         write_handoff(tmp_path, make_handoff("a", 1))
         monkeypatch.setattr(file_connector, name, fail)
-        with pytest.raises(CapacityError, match="a: hand-off not written: No space left on device"):
+        with refuses(CapacityError, "handoff-not-written", path=tmp_path / "a") as caught:
             write_handoff(tmp_path, make_handoff("a", 2))
+        assert "No space left on device" in caught.value.message
         assert [item.name for item in tmp_path.iterdir()] == ["a"]
         assert are_same(read_handoff(tmp_path / "a"), make_handoff("a", 1))
 
     def test_a_limit_of_the_system(self, tmp_path: Path) -> None:
-        """Files may have no more than 100 kB for a moment, and the payload has more."""
+        """The system limits files to 100 kB, and the payload is larger."""
         connector = FileConnector(tmp_path)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         try:
-            first = outcome(connector.save(make_handoff("a", 0, 1 << 20)))
+            error = error_of(connector.save(make_handoff("a", 0, 1 << 20)))
             second = outcome(connector.save(make_handoff("b", 0, 8)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             connector.close()
-        assert first.startswith(f"CapacityError: {tmp_path / 'a'}: hand-off not written: ")
+        assert (type(error), error.id, error.path) == (CapacityError, "handoff-not-written", tmp_path / "a")
         assert second is None
         assert [item.name for item in tmp_path.iterdir()] == ["b"]
 
     def test_a_refusal_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         connector = FileConnector(tmp_path / "file")
-        with pytest.raises(CapacityError, match="not written"):
+        with refuses(CapacityError, "refusal-not-written", path=tmp_path / "file" / ".a.refused"):
             connector.refuse("a", "none")
         connector.close()
 
 
 @pytest.mark.parametrize("num_kills", [6, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_half(tmp_path: Path, num_kills: int) -> None:
-    generator, peers, num_left = random.Random(5), Peers(), 0
+def test_a_process_killed_while_writing_leaves_only_complete_hand_offs(
+    peers: Peers, tmp_path: Path, num_kills: int
+) -> None:
+    generator, num_left = random.Random(5), 0
     for kill in range(num_kills):
         writer = peers.start(str(tmp_path), "prefill")
         for number in range(30):
@@ -277,24 +287,22 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_half(tm
             writer.tell("save", "same", number, 100_000)
         time.sleep(generator.uniform(0, 0.2))
         writer.kill()
-        assert are_gone([writer.pid])
         keys = [item.name for item in tmp_path.iterdir() if not item.name.startswith(".")]
         assert all(are_same(found, make_handoff(found.key, found.seed, 100_000)) for found in
                    (read_handoff(tmp_path / key) for key in keys))  # fmt: skip
         num_left += len(keys)
         for key in keys:
             shutil.rmtree(tmp_path / key)
-    peers.close()
     assert num_left, "nothing was written before any kill"
 
 
-def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path / "none", "no such directory"), (tmp_path, "no hand-offs in it")):
-        with pytest.raises(UsageError, match=words):
+def test_a_missing_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+    for folder, problem in ((tmp_path / "none", "no-handoff-folder"), (tmp_path, "no-handoffs")):
+        with refuses(UsageError, problem, path=folder):
             list_handoffs(folder)
 
 
-def test_what_connectors_raise_has_an_exit_code() -> None:
+def test_errors_of_connectors_have_an_exit_code() -> None:
     codes: dict[Callable[..., Exception], int] = {CapacityError: 6, InvalidHandoff: 3, PeerUnreachable: 4}
     for kind, code in codes.items():
         assert getattr(kind, "exit_code", None) == code

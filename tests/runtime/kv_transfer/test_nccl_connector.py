@@ -1,4 +1,4 @@
-"""Hand-offs from GPU to GPU over nccl, between two processes; needs two of them."""
+"""Hand-offs from GPU to GPU over nccl, between two processes. Needs two GPUs."""
 
 import os
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dflash_runtime.errors import PeerUnreachable
-from dflash_runtime.kv_transfer.places import open_connector
-from dflash_testing.transfers import LIMIT_S, are_same, free_place, make_handoff, transfer_threads
+from dflash_runtime.kv_transfer.connector_locations import open_connector
+from dflash_testing.transfers import LIMIT_S, are_same, free_location, make_handoff, transfer_threads
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl needs a GPU for either side"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl needs a GPU for each side"),
 ]
 
 SEEDS = range(8)
@@ -24,13 +24,13 @@ SEEDS = range(8)
 PREFILL = """
 import sys, torch
 from dataclasses import replace
-from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_testing.transfers import make_handoff
 prefill = open_connector(sys.argv[1], "prefill", 60.0, torch.device("cuda", 0))
 saves = []
 for seed in range(int(sys.argv[2])):
     handoff = make_handoff(str(seed), seed, 1 << (3 * seed))
-    with torch.cuda.stream(torch.cuda.Stream(0)):  # what writes them is still under way when they are saved
+    with torch.cuda.stream(torch.cuda.Stream(0)):  # the tensors are still being written when they are saved
         torch.cuda._sleep(50_000_000)
         tensors = {name: tensor.to("cuda:0", non_blocking=True) for name, tensor in handoff.tensors.items()}
         saves.append(prefill.save(replace(handoff, tensors=tensors)))
@@ -43,14 +43,14 @@ prefill.close()
 
 
 @pytest.fixture
-def place() -> str:
-    return free_place("nccl")
+def location() -> str:
+    return free_location("nccl")
 
 
 @pytest.fixture
-def prefill(place: str) -> Iterator["subprocess.Popen[str]"]:
+def prefill(location: str) -> Iterator["subprocess.Popen[str]"]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PREFILL, place, str(len(SEEDS))]
+    command = [sys.executable, "-c", PREFILL, location, str(len(SEEDS))]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -58,8 +58,8 @@ def prefill(place: str) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def test_tensors_arrive_on_the_other_gpu(place: str, prefill: "subprocess.Popen[str]") -> None:
-    decode = open_connector(place, "decode", 60.0, torch.device("cuda", 1))
+def test_tensors_arrive_on_the_other_gpu(location: str, prefill: "subprocess.Popen[str]") -> None:
+    decode = open_connector(location, "decode", 60.0, torch.device("cuda", 1))
     loads = [decode.load(str(seed)) for seed in reversed(SEEDS)]
     for seed, load in zip(reversed(SEEDS), loads, strict=True):
         found = load.result(60)
@@ -74,8 +74,8 @@ def test_tensors_arrive_on_the_other_gpu(place: str, prefill: "subprocess.Popen[
     assert not transfer_threads()
 
 
-def test_a_peer_that_is_killed_ends_what_waits(place: str, prefill: "subprocess.Popen[str]") -> None:
-    decode = open_connector(place, "decode", 60.0, torch.device("cuda", 1))
+def test_killing_a_peer_ends_waiting_loads(location: str, prefill: "subprocess.Popen[str]") -> None:
+    decode = open_connector(location, "decode", 60.0, torch.device("cuda", 1))
     decode.load("0").result(60)
     waiting = decode.load("never")
     prefill.kill()

@@ -1,7 +1,9 @@
-"""Prefills of vLLM: every form its connector has, and what is refused, on files written as its code writes them."""
+"""Prefills of vLLM: every file format of its connector, and wrong files. A helper writes files as vLLM's code does."""
 
 import hashlib
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,21 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_runtime.errors import DFlashError, HandoffMismatch, InvalidHandoff, PeerUnreachable, UsageError
+from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills, has_vllm_prefills
 from dflash_testing.engine_kv import layer_name, save_as_vllm
+from dflash_testing.refusals import refuses
 
 PROMPT = tuple(range(100, 141))
-"""41 tokens: two blocks of 16, and 9 tokens that are not saved."""
+"""41 tokens: two blocks of 16 are saved, and 9 tokens are not."""
 
 HEADS, DRAFT_HEADS = [[2, 4], [2, 4], [1, 6]], [[4, 2], [4, 2]]
 NUM_LAYERS = len(HEADS) + len(DRAFT_HEADS)
 
 
 def pair(**changes: object) -> Fingerprint:
-    """The fingerprint of a pair whose layers differ in width, in pages of 10 rows."""
+    """The fingerprint of a pair with layers of different widths and a page size of 10."""
     fields = {
         "target KV heads": HEADS,
         "target runtime": "pages",
@@ -35,7 +38,7 @@ def pair(**changes: object) -> Fingerprint:
 
 
 def layers(*numbers: int) -> dict[str, Tensor]:
-    """Random rows of all the pair's layers, or of these."""
+    """Random rows of the given layers, by default all layers of the pair."""
     generator = torch.Generator().manual_seed(0)
     shapes = [*HEADS, *DRAFT_HEADS]
     rows = [torch.randn(len(PROMPT), 2, *heads, generator=generator) for heads in shapes]
@@ -69,26 +72,26 @@ def test_rows_of_every_layer_come_in_pages(tmp_path: Path, release: str, layout:
         assert not found[:, :, width:].any()
 
 
-def test_a_pair_without_a_draft_leaves_the_drafts_layers_alone(tmp_path: Path) -> None:
+def test_a_pair_without_a_draft_ignores_the_files_of_a_draft(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
     here = Fingerprint({name: value for name, value in pair().fields.items() if name != "draft KV heads"})
     assert set(load(tmp_path, here).tensors) == {TARGET_PAGES}
 
 
-def test_a_prompt_gets_the_longest_of_its_beginnings(tmp_path: Path) -> None:
-    """Another one's beginning with the same tokens too, whatever blocks its server had."""
+def test_a_prompt_gets_its_longest_stored_prefix(tmp_path: Path) -> None:
+    """The prefix may come from another prompt, and from a server with any block size."""
     for num_tokens, block_size in ((17, 16), (38, 7), (41, 16)):
         save_as_vllm(layers(), PROMPT[:num_tokens], tmp_path, block_size=block_size)
     assert load(tmp_path).kv_len == 35
 
 
-def test_the_last_token_is_always_left_to_run(tmp_path: Path) -> None:
+def test_the_last_token_always_runs_here(tmp_path: Path) -> None:
     save_as_vllm({name: rows.repeat(2, 1, 1, 1) for name, rows in layers().items()}, (*PROMPT, 1), tmp_path,
                  block_size=41)  # fmt: skip
     assert load(tmp_path).kv_len == 40
 
 
-def test_a_beginning_is_one_after_it_was_sent_on(tmp_path: Path) -> None:
+def test_a_loaded_prefix_survives_its_header(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
     handoff = load(tmp_path)
     header = handoff.to_header()
@@ -96,107 +99,117 @@ def test_a_beginning_is_one_after_it_was_sent_on(tmp_path: Path) -> None:
     assert again.is_beginning
     assert again.kv_len == 32
     for wrong in ({"target": -1}, {"target": "32"}, [32]):
-        with pytest.raises(InvalidHandoff, match="num_rows"):
+        with refuses(InvalidHandoff, field="num_rows", found=wrong):
             Handoff.read({**header, "num_rows": wrong}, handoff.tensors)
 
 
-def test_names_by_sha256_are_known(tmp_path: Path) -> None:
-    """utils/hashing.py: what names folders where FIPS forbids MD5."""
+def test_folders_named_by_sha256_are_found(tmp_path: Path) -> None:
+    """vLLM uses sha256 where FIPS forbids MD5 (utils/hashing.py)."""
     folder = save_as_vllm(layers(), PROMPT, tmp_path)
     folder.rename(tmp_path / hashlib.sha256(torch.tensor(PROMPT[:32]).numpy().tobytes()).hexdigest())
     assert load(tmp_path).kv_len == 32
 
 
-def test_rows_that_were_not_written_are_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The draft one step behind, as where a prompt is saved before the drafter has run."""
+def test_unwritten_rows_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The draft's rows end early, as when vLLM saves a prompt before the drafter has run."""
     behind = layers()
     for number in (3, 4):
         behind[layer_name(number)][25:] = 0
-    save_as_vllm(behind, PROMPT, tmp_path)
+    folder = save_as_vllm(behind, PROMPT, tmp_path)
     assert load(tmp_path).kv_len == 25
-    assert "25 of 32 rows are in every layer; the rest is run here" in caplog.text
+    (record,) = caplog.records
+    assert (record.levelname, record.args) == ("WARNING", (folder, 25, 32))
 
 
 def halve_heads(rows: Tensor) -> Tensor:
     return rows[:, :, : rows.shape[2] // 2]
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str, str]] = {
-    "no draft layers": (
-        lambda _: layers(0, 1, 2),
-        "there are files of layers 0 to 2; the draft's layers 3 to 4 are missing",
-        "vllm-project/vllm#35158",
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """A change of the layers, and the refusal that it causes: the error's id, found value and part of the hint."""
+
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    id: str
+    found: object
+    hint: str = ""
+    layer: int | None = None  # the error's path is this layer's file, by default the prompt's folder
+
+
+WRONG = {
+    "no draft layers": Wrong(
+        change=lambda _: layers(0, 1, 2), id="draft-layers-missing", found=[3, 4], hint="vllm-project/vllm#35158"
     ),
-    "one draft layer missing": (
-        lambda _: layers(0, 1, 2, 4),
-        "there are files of layers 0 to 2, 4; the draft's layers 3 are missing",
-        "--enforce-eager",
+    "one draft layer missing": Wrong(
+        change=lambda _: layers(0, 1, 2, 4), id="draft-layers-missing", found=[3], hint="--enforce-eager"
     ),
-    "a target's layer missing": (lambda _: layers(0, 2, 3, 4), "the target's layers 1 are missing", ""),
-    "a draft with more layers": (
-        lambda found: found | {layer_name(5): found[layer_name(4)]},
-        "layers 5 are of another draft",
-        "",
+    "a target layer missing": Wrong(change=lambda _: layers(0, 2, 3, 4), id="target-layers-missing", found=[1]),
+    "a draft with more layers": Wrong(
+        change=lambda found: found | {layer_name(5): found[layer_name(4)]}, id="layers-of-another-draft", found=[5]
     ),
-    "saved before the drafter wrote": (
-        lambda found: found | {layer_name(4): torch.zeros_like(found[layer_name(4)])},
-        "no row of the draft's layers was written when vLLM saved them (vllm-project/vllm#35158)",
-        "vllm-project/vllm#35158",
+    "saved before the drafter wrote": Wrong(
+        change=lambda found: found | {layer_name(4): torch.zeros_like(found[layer_name(4)])},
+        id="no-rows-written", found=0, hint="vllm-project/vllm#35158",
     ),
-    "a part of two": (
-        lambda found: {name: halve_heads(rows) if rows.shape[2] > 1 else rows for name, rows in found.items()},
-        "model.layers.0.self_attn.attn.safetensors: kv_cache: shape [32, 1, 8] has 1 of 2 KV heads: with tensor parall",
-        "--tensor-parallel-size 1",
+    "one of two workers": Wrong(
+        change=lambda found: {name: halve_heads(rows) if rows.shape[2] > 1 else rows for name, rows in found.items()},
+        id="tensor-parallel-kv", found=[32, 1, 8], hint="--tensor-parallel-size 1", layer=0,
     ),
-    "another head size": (
-        lambda found: {name: rows.repeat(1, 1, 1, 2) for name, rows in found.items()},
-        "shape [32, 2, 16], expected [rows, 2, 8] or [rows, 2, 2, 4]",
-        "",
+    "another head size": Wrong(
+        change=lambda found: {name: rows.repeat(1, 1, 1, 2) for name, rows in found.items()},
+        id="shape-differs", found=[32, 2, 16], layer=0,
     ),
-    "fp8": (
-        lambda found: {name: rows.to(torch.uint8) for name, rows in found.items()},
-        "quantised (uint8), and its scales are not in the files",
-        "--kv-cache-dtype auto",
+    "fp8": Wrong(
+        change=lambda found: {name: rows.to(torch.uint8) for name, rows in found.items()},
+        id="quantised-kv", found="uint8", hint="--kv-cache-dtype auto", layer=0,
     ),
-    "another dtype": (
-        lambda found: {name: rows.bfloat16() for name, rows in found.items()},
-        "found bfloat16, this engine runs float32",
-        "--dtype bfloat16",
+    "another dtype": Wrong(
+        change=lambda found: {name: rows.bfloat16() for name, rows in found.items()},
+        id="dtype-differs", found="bfloat16", hint="--dtype bfloat16", layer=0,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_gone_on_from_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    change, message, hint = WRONG[case]
-    folder = save_as_vllm(change(layers()), PROMPT, tmp_path)
-    with pytest.raises(HandoffMismatch) as raised:
+def test_files_of_another_pair_or_prefill_are_refused(tmp_path: Path, case: str) -> None:
+    wrong = WRONG[case]
+    folder = save_as_vllm(wrong.change(layers()), PROMPT, tmp_path)
+    path = folder if wrong.layer is None else folder / f"{layer_name(wrong.layer)}.safetensors"
+    with refuses(HandoffMismatch, wrong.id, path=path, found=wrong.found) as caught:
         load(tmp_path)
-    assert message in raised.value.message
-    assert str(folder) in raised.value.message
-    assert hint in (raised.value.hint or "")
+    assert wrong.hint in (caught.value.hint or "")
 
 
-def test_what_does_not_fit_is_known_from_headers(tmp_path: Path) -> None:
-    """Before a row is read, or anything generated."""
+def test_an_error_names_the_numbers_of_layers_and_the_expected_shapes(tmp_path: Path) -> None:
+    save_as_vllm(WRONG["one draft layer missing"].change(layers()), PROMPT, tmp_path / "missing")
+    with refuses(HandoffMismatch, "draft-layers-missing") as caught:
+        load(tmp_path / "missing")
+    assert re.findall(r"\d+", caught.value.message.removeprefix(str(caught.value.path))) == ["0", "2", "4", "3"]
+    save_as_vllm(WRONG["another head size"].change(layers()), PROMPT, tmp_path / "shape")
+    with refuses(HandoffMismatch, "shape-differs", expected="[rows, 2, 8] or [rows, 2, 2, 4]"):
+        load(tmp_path / "shape")
+
+
+def test_missing_layers_are_found_from_headers(tmp_path: Path) -> None:
+    """The check comes before any row is read or any token generated."""
     save_as_vllm(layers(0, 1, 2), PROMPT, tmp_path)
-    with pytest.raises(HandoffMismatch, match="the draft's layers 3 to 4 are missing"):
+    with refuses(HandoffMismatch, "draft-layers-missing", found=[3, 4]):
         find_vllm_prefills(tmp_path, [PROMPT], pair())
 
 
 def test_a_prompt_that_vllm_ran_in_several_steps_is_refused(tmp_path: Path) -> None:
-    """The connector saves in the step in which a prompt is scheduled first, under the name of all its blocks."""
+    """vLLM saves only the rows of the prompt's first step, but names the folder by all its blocks."""
     save_as_vllm(layers(), PROMPT, tmp_path, num_scheduled=10)
-    with pytest.raises(HandoffMismatch, match="16 rows, of 32 tokens by the folder's name") as raised:
+    with refuses(HandoffMismatch, "too-few-rows", found=16, expected="32 rows") as caught:
         load(tmp_path)
-    assert "--max-num-batched-tokens" in (raised.value.hint or "")
+    assert "--max-num-batched-tokens" in (caught.value.hint or "")
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    """extract_kv_from_layer: [rows, C] for MLA."""
+    """For MLA vLLM saves one vector per row: [rows, C] (extract_kv_from_layer)."""
     folder = save_as_vllm(layers(), PROMPT, tmp_path)
     rewrite(folder, lambda rows: rows.flatten(1))
-    with pytest.raises(HandoffMismatch, match=r"shape \[32, 16\] is that of latent attention"):
+    with refuses(HandoffMismatch, "latent-attention-kv", found=[32, 16]):
         load(tmp_path)
 
 
@@ -208,34 +221,34 @@ def rewrite(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     file = save_as_vllm(layers(), PROMPT, tmp_path) / f"{layer_name(1)}.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(InvalidHandoff, match=r"model\.layers\.1\..*cut short"):
+    with refuses(InvalidHandoff, "unreadable-tensor", path=file, field="kv_cache"):
         load(tmp_path)
     save_file({"hidden_states": torch.zeros(32, 2, 8)}, file)
-    with pytest.raises(InvalidHandoff, match="does not contain tensor kv_cache"):
+    with refuses(InvalidHandoff, "unreadable-tensor", path=file, field="kv_cache"):
         load(tmp_path)
 
 
 def test_two_files_of_one_layer_are_refused(tmp_path: Path) -> None:
     folder = save_as_vllm(layers(), PROMPT, tmp_path)
     (folder / "draft.layers.1.self_attn.attn.safetensors").write_bytes(b"")
-    with pytest.raises(InvalidHandoff, match="are of one layer"):
+    with refuses(InvalidHandoff, "two-files-of-a-layer", path=folder, found=1):
         load(tmp_path)
 
 
 def test_prompts_are_known_by_their_hash(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
-    with pytest.raises(UsageError, match="1 prefills by vLLM, none of them of the 1 prompts given"):
+    with refuses(UsageError, "no-prompt-prefilled", path=tmp_path, field="prompts", found=1):
         find_vllm_prefills(tmp_path, [PROMPT[1:]], pair())
     keys, connector = find_vllm_prefills(tmp_path, [PROMPT[1:], PROMPT], pair())
     assert list(connector.prefills) == [keys[1]]
-    with pytest.raises(PeerUnreachable):
+    with refuses(PeerUnreachable, "not-prefilled", found=keys[0]):
         connector.load(keys[0]).result()
-    with pytest.raises(UsageError, match="only read"):
+    with refuses(UsageError, "vllm-prefills-only-load"):
         connector.save(connector.load(keys[1]).result())
     connector.close()
 
 
-def test_such_folders_are_recognised(tmp_path: Path) -> None:
+def test_folders_of_vllm_are_recognised(tmp_path: Path) -> None:
     assert not has_vllm_prefills(tmp_path)
     assert not has_vllm_prefills(tmp_path / "none")
     save_as_vllm(layers(), PROMPT, tmp_path / "there")
@@ -245,6 +258,5 @@ def test_such_folders_are_recognised(tmp_path: Path) -> None:
 
 def test_a_target_with_its_own_cache_is_refused(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
-    with pytest.raises(DFlashError, match="keeps its own cache") as raised:
+    with refuses(UnsupportedError, "own-cache-target", path=tmp_path):
         find_vllm_prefills(tmp_path, [PROMPT], pair(**{"target runtime": "own cache"}))
-    assert raised.value.exit_code == 5

@@ -1,4 +1,4 @@
-"""A router's choice is that of transformers, and both ways of computing the chosen experts agree."""
+"""The router chooses the experts that transformers chooses, and both ways of computing them agree."""
 
 from dataclasses import replace
 
@@ -59,8 +59,8 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("is_normalised", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_choice_and_scores_are_those_of_transformers(is_normalised: bool, dtype: torch.dtype) -> None:
-    """Bit for bit: a score is rounded where transformers rounds it."""
+def test_choice_and_scores_equal_those_in_transformers(is_normalised: bool, dtype: torch.dtype) -> None:
+    """They are equal bit for bit: a score is rounded at the same point as in transformers."""
     block, experts = make(is_normalised)
     hidden = rows(50, dtype)
     with torch.inference_mode():
@@ -73,7 +73,7 @@ def test_choice_and_scores_are_those_of_transformers(is_normalised: bool, dtype:
 @pytest.mark.parametrize("num_chosen", [1, 3, NUM_EXPERTS])
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: int) -> None:
-    """With few rows most experts are chosen by none, with many some are chosen by most."""
+    """With few rows most experts have no rows; with many rows some experts have most of them."""
     block, experts = make(True, num_chosen)
     hidden = rows(count)
     with torch.inference_mode():
@@ -86,7 +86,7 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
 @pytest.mark.interpreter
 @pytest.mark.parametrize("count", [1, 7])
 def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In as many parts as experts are chosen, for the norm to add up."""
+    """The result has one part per chosen expert, which the next norm sums."""
     monkeypatch.setattr(Experts, "is_grouped", True)
     block, experts = make(True)
     hidden = rows(count)
@@ -97,7 +97,7 @@ def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch:
     assert_rows_close(parts.sum(0), wanted.double(), torch.float32)
 
 
-def test_a_layer_hands_its_kernels_on() -> None:
+def test_a_layer_passes_its_kernels_to_its_experts() -> None:
     experts = make(True)[1]
     names = ("gate", "experts.gate_up_proj", "experts.down_proj")
     factors = (experts.router, experts.gate_up, experts.down)
@@ -121,7 +121,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 
 def fake(hidden_size: int = HIDDEN, inner: int = INNER, num_chosen: int = 3) -> Experts:
-    """Experts without values, under a `FakeTensorMode`."""
+    """Return experts of tensors without values, for use under a `FakeTensorMode`."""
     shapes = ((NUM_EXPERTS, hidden_size), (NUM_EXPERTS, 2 * inner, hidden_size), (NUM_EXPERTS, hidden_size, inner))
     router, gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
     return Experts(router, gate_up, down, num_chosen, has_normalised_scores=True)
@@ -129,7 +129,7 @@ def fake(hidden_size: int = HIDDEN, inner: int = INNER, num_chosen: int = 3) -> 
 
 @pytest.mark.parametrize("count", [1, 16, 512])
 def test_a_grouped_product_follows_from_shapes(count: int) -> None:
-    """Tensors without values have nothing to look at: a shape or a branch that depends on one raises."""
+    """Code that reads a value for a shape or a branch raises an error on tensors without values."""
     with FakeTensorMode():
         experts, hidden = fake(), torch.empty(count, HIDDEN, dtype=torch.bfloat16)
         assert experts.grouped(hidden, *experts.choose(hidden)).shape == (1, *hidden.shape)
@@ -148,14 +148,14 @@ def test_a_grouped_product_follows_from_shapes(count: int) -> None:
         ((9, 0), (36, 16), False, False),
     ],
 )
-def test_where_a_step_is_captured(
+def test_a_step_is_captured_if_the_grouped_product_is_one_launch(
     capability: tuple[int, int],
     widths: tuple[int, int],
     is_grouped: bool,
     is_captured: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where torch's grouped product takes the weights, and is one launch."""
+    """Torch's grouped product needs aligned weights, and is one launch on some GPUs only."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
@@ -164,7 +164,7 @@ def test_where_a_step_is_captured(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_host_a_step_with_experts_is_not_captured(dtype: torch.dtype) -> None:
+def test_a_step_with_experts_is_not_captured_on_the_cpu(dtype: torch.dtype) -> None:
     experts = replace(make(True)[1], down=torch.zeros(NUM_EXPERTS, HIDDEN, INNER, dtype=dtype))
     assert not experts.is_grouped
     assert not experts.follows_from_shapes
@@ -173,8 +173,8 @@ def test_on_the_host_a_step_with_experts_is_not_captured(dtype: torch.dtype) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 16, 300])
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_grouped_products_ask_the_host_for_nothing(count: int, name: KernelChoice) -> None:
-    """In bfloat16, and captured: a replay on other rows computes what those rows want."""
+def test_grouped_products_never_synchronise_with_the_host(count: int, name: KernelChoice) -> None:
+    """A captured graph in bfloat16, replayed on other rows, computes the experts of these rows."""
     _, experts = make(True)
     router, gate_up, down = (
         tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)

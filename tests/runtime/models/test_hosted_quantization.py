@@ -1,4 +1,4 @@
-"""Quantised targets run with their scales, or are refused by name; never as if they were plain."""
+"""Quantised targets run with their scales, or are refused; they never run as if they were plain."""
 
 import json
 from importlib.util import find_spec
@@ -24,12 +24,13 @@ from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import MIXED, host, make_model, plain_text
 from dflash_testing.pairs import placement, random_prompts, random_target
 from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
+from dflash_testing.refusals import refuses
 
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
 unpacks_wide = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="unpacks experts to bfloat16, and is refused"
+    Version(transformers.__version__) < Version("5.23"), reason="dequantises experts to bfloat16, and is refused"
 )
 KINDS = {
     "fp8": pytest.param(pack_blocks, FP8, "fp8, dequantised", marks=needs_accelerate),
@@ -40,9 +41,9 @@ KINDS = {
 
 @pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_it_says_what_scale_times_weight_says(kind: str, pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+def test_text_is_that_of_scale_times_weight(kind: str, pack: Any, config: Any, label: str, tmp_path: Path) -> None:
     if kind == "qwen3_moe" and config is not FP8 and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("earlier releases unpack experts to bfloat16, and are refused")
+        pytest.skip("earlier releases dequantise experts to bfloat16, and are refused")
     model = quantise(tmp_path, kind, pack, config)
     source = open_target(tmp_path)
     pair = load_pair(source, None, EngineConfig(device="cpu", max_model_len=64))
@@ -60,7 +61,7 @@ def test_it_says_what_scale_times_weight_says(kind: str, pack: Any, config: Any,
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
 def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: str, tmp_path: Path) -> None:
-    """transformers has kernels for packed weights there, and would fetch them."""
+    """On a GPU transformers has kernels for quantised weights, and would fetch them."""
     model = quantise(tmp_path, "llama", pack, config)
     engine = EngineConfig(device="cuda", dtype="float32", max_model_len=64)
     pair = load_pair(open_target(tmp_path), None, engine)
@@ -74,8 +75,8 @@ def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: 
 
 
 @needs_compressed
-def test_unpacked_modules_stay_where_they_are_put() -> None:
-    """As compressed-tensors leaves them under transformers 5.17."""
+def test_dequantised_modules_can_be_moved() -> None:
+    """The modules are as compressed-tensors leaves them with transformers 5.17."""
     from compressed_tensors.offload import offload_module
 
     module = torch.nn.Linear(3, 2)
@@ -97,15 +98,15 @@ def test_scales_that_transformers_drops_are_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         Fp8Dequantize, "_dequantize_one", lambda self, packed, scales, output_dtype=None: packed.to(output_dtype)
     )
-    with pytest.raises(
-        CheckpointError, match=r"_proj.weight: transformers loads it as another weight than .*_scale_inv"
-    ):
+    with refuses(CheckpointError, "weights-loaded-without-scale", path=tmp_path) as refused:
         host(tmp_path)
+    assert refused.value.field is not None
+    assert refused.value.found == f"{refused.value.field}_scale_inv"
 
 
 @unpacks_wide
-def test_experts_of_four_bits_are_unpacked(tmp_path: Path) -> None:
-    """As gpt-oss is published: two numbers a byte, and an exponent for each 32 of them."""
+def test_experts_of_four_bits_are_dequantised(tmp_path: Path) -> None:
+    """The format of gpt-oss: two numbers per byte, and an exponent for every 32 numbers."""
     make_model(tmp_path, "gpt_oss", **MIXED, num_local_experts=2, num_experts_per_tok=1, intermediate_size=64)
     generator = torch.Generator().manual_seed(1)
     packed: dict[str, torch.Tensor | None] = {}
@@ -141,11 +142,13 @@ def test_results_say_that_weights_were_dequantised(tmp_path: Path) -> None:
     outcome = support.invoke(*command)
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["measured"]["target_quantization"] == "fp8, dequantised"
-    assert outcome.err.count("weights are dequantised to float32 while they are loaded (fp8)") == 1
+    warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ") and "fp8" in line]
+    assert len(warnings) == 1
+    assert "float32" in warnings[0]
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Put tensors into a checkpoint, or take those out that are None."""
+    """Put tensors into a checkpoint. None removes a tensor."""
     tensors = load_file(path / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, path / "model.safetensors", {"format": "pt"})
@@ -156,25 +159,27 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 @needs_accelerate
 class TestScales:
-    """Weights of eight bits without the scales that transformers expects are refused before anything is loaded."""
+    """Weights of eight bits without the scales that transformers expects are refused before loading."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         quantise(tmp_path, "llama", pack_blocks, FP8)
         return tmp_path
 
-    def test_a_missing_one(self, folder: Path) -> None:
+    def test_a_missing_scale(self, folder: Path) -> None:
         edit(folder, **{f"{LAYER}.weight_scale_inv": None})
-        with pytest.raises(UnsupportedError, match=f"no scale is found for {LAYER}.weight"):
+        with refuses(UnsupportedError, "scale-missing") as refused:
             find_target_runtime(open_target(folder), "auto")
+        assert f"{LAYER}.weight" in refused.value.message
 
-    def test_blocks_that_are_cut_short(self, folder: Path) -> None:
-        """48 rows in blocks of 32 have two scales, which transformers would take for blocks of 24."""
+    def test_a_shorter_last_block(self, folder: Path) -> None:
+        """48 rows in blocks of 32 have two scales. transformers would read them as scales of blocks of 24."""
         settings = json.loads((folder / "config.json").read_text())
         settings["quantization_config"]["weight_block_size"] = [32, 16]
         (folder / "config.json").write_text(json.dumps(settings))
-        with pytest.raises(UnsupportedError, match=r"is not one scale a block of \[32, 16\] of"):
+        with refuses(UnsupportedError, "scale-blocks-differ") as refused:
             find_target_runtime(open_target(folder), "auto")
+        assert "[32, 16]" in refused.value.message
 
     @pytest.mark.parametrize(
         ("shape", "grid", "block", "is_right"),
@@ -194,64 +199,68 @@ class TestScales:
         assert hosted_quantization._divides(shape, grid, block) is is_right
 
 
+UNKNOWN, FETCHES, NEEDS = "quantization-unknown", "quantization-fetches-code", "quantization-needs-package"
 REFUSED = {
-    "bitnet": "it is none of fp8, mxfp4",
-    "modelopt": "it is none of fp8, mxfp4",
-    "nvfp4": "transformers would fetch kernels for them from the hub",
-    "fbgemm_fp8": "transformers would fetch kernels for them from the hub",
-    "bitsandbytes": "they need bitsandbytes, which is not installed",
-    "gptq": "they need optimum, which is not installed",
-    "awq": "they need gptqmodel, which is not installed",
-    "compressed-tensors": "they need compressed-tensors, which is not installed",
-    "fp8": "they need accelerate, which is not installed",
+    "bitnet": (UNKNOWN, "mxfp4"),
+    "modelopt": (UNKNOWN, "mxfp4"),
+    "nvfp4": (FETCHES, ""),
+    "fbgemm_fp8": (FETCHES, ""),
+    "bitsandbytes": (NEEDS, "bitsandbytes"),
+    "gptq": (NEEDS, "optimum"),
+    "awq": (NEEDS, "gptqmodel"),
+    "compressed-tensors": (NEEDS, "compressed-tensors"),
+    "fp8": (NEEDS, "accelerate"),
 }
+"""Method -> the id of its refusal without further packages, and a method or package that the refusal names."""
 
 
 @pytest.mark.parametrize("method", REFUSED)
-def test_a_method_that_is_not_run_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_method_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: None)
     make_model(tmp_path, "llama", quantization_config={"quant_method": method})
-    with pytest.raises(UnsupportedError) as refused:
+    id, named = REFUSED[method]
+    with refuses(UnsupportedError, id, path=tmp_path, field="quant_method", found=method) as refused:
         find_target_runtime(open_target(tmp_path), "auto")
-    assert f"quantised weights ({method}), which this runtime does not run: {REFUSED[method]}" in refused.value.message
+    assert named in refused.value.message
+    if id == NEEDS:
+        assert refused.value.hint == f"pip install {named}"
     assert refused.value.exit_code == 5
 
 
 def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
     make_model(tmp_path, "llama", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(
-        UnsupportedError, match="gptqmodel would fetch code with the package kernels, which is installed"
-    ):
+    with refuses(UnsupportedError, FETCHES, found="gptq") as refused:
         find_target_runtime(open_target(tmp_path), "auto")
+    assert "gptqmodel" in refused.value.message
 
 
-def test_ways_of_packing_that_differ_between_layers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_different_quantization_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
     groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
     make_model(tmp_path, "llama", quantization_config={**COMPRESSED, "config_groups": groups})
-    with pytest.raises(UnsupportedError, match="its config_groups pack weights in several ways"):
+    with refuses(UnsupportedError, "quantization-mixed", found="compressed-tensors"):
         find_target_runtime(open_target(tmp_path), "auto")
 
 
-def test_packed_tensors_of_which_the_config_says_nothing_are_refused(tmp_path: Path) -> None:
+def test_quantised_tensors_without_a_config_are_refused(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
     edit(tmp_path, **{f"{LAYER}.weight": packed})
-    with pytest.raises(UnsupportedError, match=r"quantised weights \(.*up_proj.weight is F8_E4M3\)"):
+    with refuses(UnsupportedError, "quantised-weights") as refused:
         find_target_runtime(open_target(tmp_path), "transformers")
+    assert f"{LAYER}.weight" in refused.value.found
+    assert "F8_E4M3" in refused.value.found
 
 
-def test_the_native_runtime_reads_no_packed_weights(tmp_path: Path) -> None:
+def test_the_native_runtime_refuses_quantised_weights(tmp_path: Path) -> None:
     quantise(tmp_path, "llama", pack_blocks, FP8)
-    with pytest.raises(UnsupportedError, match="quantised weights"):
+    with refuses(UnsupportedError, "quantised-weights", found="quantization_config"):
         load_target(open_target(tmp_path), placement(), "native")
 
 
 def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the package kernels, transformers would fetch some for 8-bit products and for experts."""
+    """With the package `kernels`, transformers would fetch kernels for 8-bit products and for experts."""
     from transformers.integrations import hub_kernels
 
     fetched: list[object] = []

@@ -1,4 +1,4 @@
-"""What a target makes of rows whose hidden states are wanted, and of the others."""
+"""A target computes hidden states only for wanted rows, and keys and values for all rows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TAPS = [(), (1,), (1, 3), (3,)]
 
 
 def forward(target: Qwen3Target, taps: tuple[int, ...], wanted: Tensor | None) -> tuple[Tensor, Tensor | None, KVCache]:
-    """Nine rows of one prompt -> hidden states, features, and the cache that they are stored in."""
+    """Run nine rows of one prompt -> hidden states, features, and the cache with their KV."""
     cache = KVCache(target.config, 3, PAGE_SIZE, placement(torch.float64))
     table, slots = torch.tensor([[1]]), torch.arange(PAGE_SIZE, PAGE_SIZE + NUM_ROWS)[None]
     causal, windows = (True,) * target.config.num_layers, target.config.windows
@@ -27,8 +27,8 @@ def forward(target: Qwen3Target, taps: tuple[int, ...], wanted: Tensor | None) -
 
 @pytest.mark.parametrize("taps", TAPS)
 @pytest.mark.parametrize("wanted", [[8], [0, 3, 8], [5, 2]])
-def test_wanted_rows_are_those_of_the_whole_forward(taps: tuple[int, ...], wanted: list[int]) -> None:
-    """Features and KV are those of all rows."""
+def test_wanted_rows_equal_rows_of_the_whole_forward(taps: tuple[int, ...], wanted: list[int]) -> None:
+    """Features and KV cover all rows."""
     target = random_target(torch.float64)
     hidden, features, cache = forward(target, taps, None)
     some, same_features, same_cache = forward(target, taps, torch.tensor(wanted))

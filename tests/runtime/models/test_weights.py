@@ -1,4 +1,4 @@
-"""Stacked projections: the rows of the parts in their order, and nothing lost."""
+"""Stacked projections have the rows of their parts in order, and lose none."""
 
 import sys
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ def test_parts_are_stacked_in_their_own_order(kind: str, order: int) -> None:
     assert torch.equal(weights["layers.1.mlp.gate_up_proj.weight"], gate_up)
 
 
-def test_every_number_is_there_once() -> None:
+def test_every_number_is_kept_once() -> None:
     parts = draft_weights()
     weights = stack_projections(parts.items())
     assert sum(tensor.numel() for tensor in weights.values()) == sum(tensor.numel() for tensor in parts.values())
     assert not any(f"{part}_proj" in name.split(".") for name in weights for part in ("q", "k", "v", "gate", "up"))
 
 
-def test_a_stack_that_is_not_complete_keeps_its_parts() -> None:
+def test_the_parts_of_an_incomplete_stack_keep_their_names() -> None:
     parts = draft_weights()
     del parts["layers.0.mlp.up_proj.weight"]
     weights = stack_projections(parts.items())
@@ -53,7 +53,7 @@ def test_a_stack_that_is_not_complete_keeps_its_parts() -> None:
     assert "layers.0.mlp.gate_up_proj.weight" not in weights
 
 
-def test_weights_are_loaded_in_the_dtype_of_the_run_and_ids_as_they_are() -> None:
+def test_weights_are_loaded_in_the_dtype_of_the_run_and_ids_in_their_own() -> None:
     checkpoint = bundled_draft("tiny:reduced").checkpoint
     weights = load_weights(checkpoint, ["fc.weight", "d2t"], placement(torch.float64))
     assert weights["fc.weight"].dtype == torch.float64
@@ -85,13 +85,13 @@ def test_experts_of_a_layer_become_two_tensors(order: int, tmp_path: Path) -> No
 
 
 def private_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the bytes of this process's memory that are not mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 class MetaReader:
-    """Opens a file for a device that holds nothing, and notes what the host holds meanwhile."""
+    """Opens a file for the meta device, and records the host's peak memory."""
 
     peak = 0
 
@@ -100,14 +100,14 @@ class MetaReader:
 
     def get_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._reader.get_tensor(name)
-        tensor.sum()  # reads it, as a copy to a device would
+        tensor.sum()  # read the tensor, as a copy to a device does
         MetaReader.peak = max(MetaReader.peak, private_bytes())
         return tensor.to("meta")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the memory of the process")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory of the process from /proc")
 def test_weights_go_to_the_device_without_a_copy_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of 96 MB in bfloat16, for a run in another dtype: the host never holds more than a tensor or two."""
+    """While loading a file of 96 MB for a run in another dtype, the host holds at most two tensors."""
     shapes = [f"layers.{index}.self_attn.{part}_proj.weight" for index in range(8) for part in "qkv"]
     save_file({name: torch.zeros(1024, 2048, dtype=torch.bfloat16) for name in shapes}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -121,7 +121,7 @@ def test_weights_go_to_the_device_without_a_copy_on_the_host(tmp_path: Path, mon
 
     monkeypatch.setattr(safetensors, "safe_open", open_for_meta)
     on_meta = Placement(torch.device("meta"), torch.float32, REFERENCE, num_positions=1)
-    load_weights(Checkpoint(tmp_path), shapes[:3], on_meta)  # what torch allocates once
+    load_weights(Checkpoint(tmp_path), shapes[:3], on_meta)  # torch allocates some memory at the first call
     before = MetaReader.peak = private_bytes()
     weights = load_weights(Checkpoint(tmp_path), shapes, on_meta)
     assert devices == ["meta", "meta"]

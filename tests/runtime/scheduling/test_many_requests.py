@@ -1,4 +1,4 @@
-"""Thousands of requests at once: what is worked out for each that is admitted does not grow with those that run."""
+"""Thousands of requests at once: the cost of admitting a request does not grow with the number of running requests."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from dflash_testing.pairs import random_draft, random_llm, random_prompts, rando
 
 
 class CheckedRoom(ExpectedRoom):
-    """Asks for room the long way too."""
+    """Answers with the quick check and compares it with the exact one."""
 
     num_quick = 0
     num_asked = 0
@@ -37,8 +37,8 @@ class CheckedRoom(ExpectedRoom):
 
 
 @pytest.mark.parametrize("num_pages", [24, 40, 70])
-def test_room_for_all_at_their_longest_is_room(num_pages: int) -> None:
-    """Pools that are short, or hold everything, with texts that share pages: the quick answer is the exact one."""
+def test_quick_check_for_room_equals_the_exact_one(num_pages: int) -> None:
+    """The quick answer equals the exact one, in pools that are too small or hold everything, with shared pages."""
     target = random_target(num_layers=1, max_position_embeddings=96)
     draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1)
     llm = random_llm(target, draft, 3, scheduling="async", max_num_requests=8, num_pages=num_pages, page_size=8)
@@ -53,7 +53,7 @@ def test_room_for_all_at_their_longest_is_room(num_pages: int) -> None:
     assert room.num_quick > 0
 
 
-def test_admission_of_thousands_looks_at_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admitting_thousands_does_not_look_at_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = PagePool(1 + 3 * 4096, 16)
     limits = Limits(
         num_draft_tokens=7, max_model_len=4096, max_num_requests=4096, vocab_size=97, max_batched_tokens=1 << 16

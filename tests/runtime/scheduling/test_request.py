@@ -1,15 +1,17 @@
-"""Where requests end: limits, stop tokens inside an accepted run, the model's limit; and what is refused."""
+"""Where requests end: limits, stop tokens inside an accepted run, the model length. And which requests are refused."""
+
+import re
+from typing import Any
 
 import pytest
 
-from dflash_kernels import launch_config
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling import request as request_module
-from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
 from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.refusals import refuses
 
 K = 3
 
@@ -37,17 +39,17 @@ def test_any_limit_is_met_exactly(
     output = oracle.generate([prompt], SamplingParams(max_new_tokens=max_new_tokens))[0]
     assert output.token_ids == sequence[len(prompt) : len(prompt) + max_new_tokens]
     assert output.finish_reason is FinishReason.LENGTH
-    # The prefill gives one token and every step a whole block, however little of it is kept.
+    # The prefill gives one token. Every step accepts a whole block, even when the output keeps only part of it.
     assert output.acceptance_lengths == (K + 1,) * -(-(max_new_tokens - 1) // (K + 1))
     assert sum(output.committed_lengths) == max_new_tokens - 1
 
 
-@pytest.mark.parametrize("place", range(9))
-def test_a_stop_token_ends_the_run_wherever_it_stands(
-    oracle: LLM, prompt: tuple[int, ...], sequence: tuple[int, ...], place: int
+@pytest.mark.parametrize("position", range(9))
+def test_a_stop_token_ends_the_run_at_any_position_of_a_block(
+    oracle: LLM, prompt: tuple[int, ...], sequence: tuple[int, ...], position: int
 ) -> None:
     generated = sequence[len(prompt) :]
-    stop = generated[place]
+    stop = generated[position]
     expected = generated[: generated.index(stop) + 1]
     params = SamplingParams(max_new_tokens=30, stop_token_ids=(stop,))
     output = oracle.generate([prompt], params)[0]
@@ -59,7 +61,7 @@ def test_a_stop_token_ends_the_run_wherever_it_stands(
 
 
 @pytest.mark.parametrize("distance", range(0, 2 * K + 4))
-def test_near_the_models_limit_blocks_are_whole_or_not_drafted(
+def test_near_the_model_length_blocks_are_whole_or_not_drafted(
     prompt: tuple[int, ...], sequence: tuple[int, ...], distance: int
 ) -> None:
     limit = len(prompt) + 1 + distance
@@ -73,7 +75,7 @@ def test_near_the_models_limit_blocks_are_whole_or_not_drafted(
     assert output.acceptance_lengths == (K + 1,) * drafted
 
 
-def test_a_request_near_the_limit_leaves_its_neighbours_alone() -> None:
+def test_a_request_near_the_model_length_does_not_change_its_batch_mates() -> None:
     prompts = [bundled_prompts()[5][:30], bundled_prompts()[6][:8]]
     draft = bundled_draft_model()
     params = SamplingParams(max_new_tokens=24)
@@ -84,7 +86,7 @@ def test_a_request_near_the_limit_leaves_its_neighbours_alone() -> None:
     assert together[1].acceptance_lengths == alone.acceptance_lengths
 
 
-def test_the_same_request_twice_in_one_engine_is_the_same(prompt: tuple[int, ...]) -> None:
+def test_a_repeated_request_gives_the_same_output(prompt: tuple[int, ...]) -> None:
     llm = bundled_llm(bundled_draft_model(), 7)
     first, second, third = (llm.generate([prompt], SamplingParams(max_new_tokens=40))[0] for _ in range(3))
     assert first.drafts == second.drafts == third.drafts
@@ -92,36 +94,37 @@ def test_the_same_request_twice_in_one_engine_is_the_same(prompt: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "message"),
+    ("token_ids", "problem", "found"),
     [
-        ([], "empty"),
-        ([1, 2, 99_999], "token id 99999, expected ids in"),
-        ([1, -1], "token id -1"),
-        ([1] * 5000, "5000 tokens, expected fewer than"),
+        ([], "empty-prompt", ()),
+        ([1, 2, 99_999], "token-id-out-of-range", 99_999),
+        ([1, -1], "token-id-out-of-range", -1),
+        ([1] * 5000, "prompt-too-long", 5000),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_named_and_harms_nobody(
-    token_ids: list[int], message: str, prompt: tuple[int, ...]
+def test_a_refused_prompt_is_reported_and_does_not_change_other_prompts(
+    token_ids: list[int], problem: str, found: Any, prompt: tuple[int, ...]
 ) -> None:
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2)
     params = SamplingParams(max_new_tokens=12)
     alone = llm.generate([prompt], params)[0]
     before, wrong, after = llm.generate([prompt, token_ids, prompt], params)
     assert wrong.finish_reason is FinishReason.ERROR
-    assert wrong.error is not None
-    assert message in wrong.error
+    assert (wrong.error_id, wrong.exit_code) == (problem, RequestError.exit_code)
+    assert wrong.error
     assert wrong.index == 1
     assert before.token_ids == after.token_ids == alone.token_ids
-    with pytest.raises(RequestError, match=message):
+    with refuses(RequestError, problem, field="prompt_token_ids", found=found):
         llm.engine.add(Request(index=0, prompt_token_ids=tuple(token_ids), params=params))
 
 
-def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
+    """8 pages of 16 tokens hold 120 tokens and a block of 8; the pool has 4."""
     llm = bundled_llm(bundled_draft_model(), 7, num_pages=5)
-    with pytest.raises(
-        CapacityError, match=r"needs 8 KV pages of 16 tokens for 120 tokens and a block of 8 more, .* 4"
-    ):
+    with refuses(CapacityError, "request-exceeds-kv-pages", found=8, expected="at most 4 pages") as caught:
         llm.engine.add(Request(index=0, prompt_token_ids=(1,) * 20, params=SamplingParams(max_new_tokens=100)))
+    assert re.findall(r"\d+", caught.value.message) == ["8", "16", "120", "8", "4"]
+    assert "--max-model-len" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +135,14 @@ def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
      {"max_new_tokens": None}, {"max_new_tokens": 1.5}, {"verify_width": 0}, {"verify_width": "3"}, {"seed": 0.5}],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, float]) -> None:
-    with pytest.raises(RequestError, match=next(iter(changes))):
+    with refuses(RequestError, field=next(iter(changes))):
         SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_too_many_stop_ids_are_refused() -> None:
+    SamplingParams(stop_token_ids=tuple(range(MAX_STOP_IDS)))
+    with refuses(RequestError, "too-many-stop-ids", field="stop_token_ids", found=MAX_STOP_IDS + 1):
+        SamplingParams(stop_token_ids=tuple(range(MAX_STOP_IDS + 1)))
 
 
 def test_more_drafts_than_the_draft_was_trained_for_are_refused() -> None:
@@ -142,12 +151,13 @@ def test_more_drafts_than_the_draft_was_trained_for_are_refused() -> None:
     from dflash_testing.pairs import bundled_draft
 
     target = open_target(tiny_directory() / "target")
-    with pytest.raises(UsageError, match="8 speculative tokens, expected at most 7"):
+    with pytest.raises(UsageError) as caught:
         resolve_limits(EngineConfig(num_draft_tokens=8), target.config, bundled_draft().config)
+    assert re.findall(r"\d+", caught.value.message)[:2] == ["8", "7"]
 
 
-def test_the_largest_values_that_are_taken_do_run(prompt: tuple[int, ...]) -> None:
-    """What is not refused on entry fails nobody later."""
+def test_the_largest_accepted_values_run(prompt: tuple[int, ...]) -> None:
+    """Values that are not refused at once do not fail later."""
     params = SamplingParams(
         max_new_tokens=2**63 - 1, top_k=2**63 - 1, seed=-(2**63), stop_token_ids=(2**63 - 1,), verify_width=2**63 - 1,
         temperature=1.7e308, top_p=5e-324,
@@ -157,14 +167,10 @@ def test_the_largest_values_that_are_taken_do_run(prompt: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-307, 9e-6])
-def test_a_temperature_next_to_zero_is_greedy(temperature: float, prompt: tuple[int, ...]) -> None:
+def test_a_temperature_near_zero_is_greedy(temperature: float, prompt: tuple[int, ...]) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=1)
     assert params.is_greedy
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2)
     greedy = llm.generate([prompt], SamplingParams(max_new_tokens=6))[0]
     warm = SamplingParams(max_new_tokens=6, temperature=1.0, seed=1)
     assert llm.generate([prompt, prompt], [params, warm])[0].token_ids == greedy.token_ids
-
-
-def test_host_and_kernels_have_one_lowest_temperature() -> None:
-    assert request_module.MIN_TEMPERATURE == launch_config.MIN_TEMPERATURE

@@ -1,4 +1,4 @@
-"""Reservation, admission, preemption and the page pool; no tensors."""
+"""Reservation, admission, preemption and the page pool, without tensors."""
 
 from collections import deque
 from time import perf_counter
@@ -13,6 +13,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
+from dflash_testing.refusals import refuses
 
 PAGE = 16
 
@@ -63,12 +64,15 @@ def test_lookahead_is_the_anchor_and_every_draft() -> None:
 
 
 @pytest.mark.parametrize(("kv_len", "can_draft"), [(95, True), (96, True), (97, False), (99, False)])
-def test_a_block_is_drafted_only_where_it_fits_the_model(kv_len: int, can_draft: bool) -> None:
+def test_a_block_is_drafted_only_if_it_fits_the_model_length(kv_len: int, can_draft: bool) -> None:
     assert (kv_len <= limits(3, max_model_len=100).last_draft_len) is can_draft
 
 
 def test_a_prompt_of_one_page_reserves_two() -> None:
-    """vllm#43733: page 16, prompt 16, K 3: the first block stands at 16..19, on the second page."""
+    """With page size 16, 16 prompt tokens and K 3, the first block has positions 16 to 19, on the second page.
+
+    Source: vllm#43733.
+    """
     schedule = scheduler()
     schedule.add(request(prompt_len=16))
     run(schedule)
@@ -78,15 +82,15 @@ def test_a_prompt_of_one_page_reserves_two() -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7, 15])
 @pytest.mark.parametrize("num_in_flight", [0, 1, 2])
-def test_reservation_is_the_formula_and_tight(num_draft_tokens: int, num_in_flight: int) -> None:
-    """Known rows and a lookahead for each step in flight and this one: the last slot it may write, and no more."""
+def test_reservation_ends_with_the_last_slot_that_may_be_written(num_draft_tokens: int, num_in_flight: int) -> None:
+    """It covers the known rows, and a lookahead for each step in flight and for this step."""
     fixed = limits(num_draft_tokens, max_model_len=100)
     for known in range(1, 65):
         last_slot = known + num_in_flight * (num_draft_tokens + 1) + num_draft_tokens
         assert fixed.reserved_len(known, num_in_flight) == min(last_slot + 1, 100)
 
 
-def test_a_request_in_flight_reserves_for_every_draft_accepted() -> None:
+def test_steps_in_flight_reserve_pages_as_if_every_draft_were_accepted() -> None:
     schedule = scheduler(max_model_len=1000)
     schedule.add(request(prompt_len=16, max_new_tokens=100))
     run(schedule)
@@ -98,7 +102,7 @@ def test_a_request_in_flight_reserves_for_every_draft_accepted() -> None:
 
 
 def test_a_step_that_may_not_be_needed_is_not_launched() -> None:
-    """vllm#27922: each step in flight gives a token, so two tokens to go are covered by two steps."""
+    """Each step in flight commits at least one token, so two steps cover the last two tokens (vllm#27922)."""
     schedule = scheduler()
     schedule.add(request(max_new_tokens=3))
     run(schedule)
@@ -122,7 +126,7 @@ def spans(batch: Batch) -> list[tuple[int, int, int, bool]]:
     return [(chunk.request.index, chunk.start, chunk.end, chunk.is_last) for chunk in batch.chunks]
 
 
-def test_prompts_share_rows_and_one_alone_takes_them_all() -> None:
+def test_prompts_share_rows_and_a_single_prompt_takes_them_all() -> None:
     schedule = scheduler(max_batched_tokens=10)
     schedule.add(request(0, prompt_len=24, max_new_tokens=1))
     assert spans(run(schedule)) == [(0, 0, 10, False)]
@@ -133,7 +137,7 @@ def test_prompts_share_rows_and_one_alone_takes_them_all() -> None:
 
 
 def test_short_prompts_end_while_long_ones_are_prefilled() -> None:
-    """Of two long prompts the older always gets on, and short ones that come later wait for neither."""
+    """The older of two long prompts always makes progress, and short prompts that arrive later wait for neither."""
     schedule = scheduler(num_pages=500, max_model_len=2000, max_num_requests=16, max_batched_tokens=64)
     long = [request(index, prompt_len=1000, first=index, max_new_tokens=1) for index in range(2)]
     for item in long:
@@ -155,7 +159,7 @@ def test_short_prompts_end_while_long_ones_are_prefilled() -> None:
 
 
 def test_a_prompt_that_cannot_share_takes_all_rows() -> None:
-    """Others wait, but there is no batch row for them."""
+    """The other prompt waits, because no batch row is free for it."""
     schedule = scheduler(max_batched_tokens=20, max_num_requests=1)
     for index in range(2):
         schedule.add(request(index, prompt_len=50, max_new_tokens=1))
@@ -172,8 +176,8 @@ def test_each_prompt_row_is_prefilled_once() -> None:
     assert rows == 20 + 21 + 22
 
 
-def test_the_youngest_is_preempted_and_resumes_where_it_was() -> None:
-    """vllm#46066: only when nothing is in flight, and with its counters whole."""
+def test_the_youngest_request_is_preempted_and_resumes_where_it_was() -> None:
+    """Preemption happens only when no step is in flight, and keeps the request's counters (vllm#46066)."""
     schedule = scheduler(num_pages=1 + 6, max_num_requests=2)
     for index in range(2):
         schedule.add(request(index, prompt_len=16, max_new_tokens=60))
@@ -209,7 +213,7 @@ def launch_until_dry(schedule: Scheduler) -> None:
         schedule.schedule(is_drained=False)
 
 
-def test_late_results_of_a_row_given_on_are_dropped() -> None:
+def test_late_results_of_a_reused_row_are_dropped() -> None:
     schedule = scheduler(max_num_requests=1)
     schedule.add(request(0, max_new_tokens=1))
     schedule.add(request(1, max_new_tokens=9))
@@ -222,7 +226,7 @@ def test_late_results_of_a_row_given_on_are_dropped() -> None:
     assert new.output_token_ids == tokens
 
 
-def test_finished_in_its_prefill() -> None:
+def test_a_request_can_finish_in_its_prefill() -> None:
     schedule = scheduler()
     schedule.add(request(max_new_tokens=1))
     (item,) = run(schedule).admitted
@@ -248,7 +252,7 @@ def test_page_zero_is_never_given_out() -> None:
 
 
 def test_a_pool_without_a_usable_page_is_refused() -> None:
-    with pytest.raises(CapacityError):
+    with refuses(CapacityError, "too-few-kv-pages", field="num_pages", found=1):
         PagePool(1, 16)
 
 
@@ -260,7 +264,7 @@ def test_lengths_follow_the_anchor() -> None:
     assert (item.total_len, item.kv_len) == (9, 8)
 
 
-def test_a_prompt_has_the_pages_of_all_its_rows_once_it_is_begun() -> None:
+def test_a_begun_prompt_has_the_pages_of_all_its_rows() -> None:
     schedule = scheduler(num_pages=1 + 6, max_model_len=96, max_batched_tokens=16)
     schedule.add(request(0, prompt_len=70, max_new_tokens=4))
     run(schedule)
@@ -270,7 +274,7 @@ def test_a_prompt_has_the_pages_of_all_its_rows_once_it_is_begun() -> None:
 
 @pytest.mark.parametrize("num_in_flight", [0, 1, 2])
 def test_a_begun_prompt_is_not_overtaken_without_bound(num_in_flight: int) -> None:
-    """A long prompt, then many short ones: it was begun, and waited for nearly all of them to end."""
+    """A long prompt is begun before many short ones, and finishes before any of them."""
     schedule = scheduler(num_pages=1 + 66, max_model_len=1200, max_num_requests=8, max_batched_tokens=64)
     for index in range(5):
         schedule.add(request(index, prompt_len=60, first=index, max_new_tokens=60))
@@ -285,13 +289,13 @@ def test_a_begun_prompt_is_not_overtaken_without_bound(num_in_flight: int) -> No
         drive(schedule, pending, num_in_flight)
         if long.row is not None:
             num_steps += 1
-    assert num_steps <= 900 / 32 + 10  # half of the rows are its own
+    assert num_steps <= 900 / 32 + 10  # it gets half of the 64 rows
     assert sum(item.is_finished for item in younger) == 0
     assert schedule.has_work
 
 
 def drive(schedule: Scheduler, pending: "deque[Batch]", num_in_flight: int) -> None:
-    """One step of an engine whose steps give each request one token, some of them in flight."""
+    """One step of an engine that keeps `num_in_flight` steps queued. Each step gives each request one token."""
     try:
         batch = schedule.schedule(is_drained=not pending)
     except OutOfPages:
@@ -312,7 +316,7 @@ def drive(schedule: Scheduler, pending: "deque[Batch]", num_in_flight: int) -> N
 
 
 def test_requests_that_cannot_all_grow_are_not_all_admitted() -> None:
-    """64 requests of 400 + 1500 tokens on 600 pages: five fit to their ends, eighteen at their beginnings."""
+    """64 requests of 400 + 1500 tokens on 600 pages: five fit at their full length, eighteen at their first step."""
     schedule = scheduler(num_pages=1 + 600, num_draft_tokens=15, max_model_len=4096, max_num_requests=64,
                          max_batched_tokens=2048)  # fmt: skip
     for index in range(64):
@@ -324,8 +328,8 @@ def test_requests_that_cannot_all_grow_are_not_all_admitted() -> None:
     assert rows <= 1.4 * 64 * 400
 
 
-def test_requests_that_end_early_let_more_of_them_in() -> None:
-    """What is expected of a request follows what those before it used of what they were allowed."""
+def test_more_requests_are_admitted_after_requests_ended_early() -> None:
+    """The expected length of a request follows the share of allowed tokens that earlier requests used."""
     schedule = scheduler(num_pages=1 + 60, max_model_len=1000, max_num_requests=16)
     for index in range(100):
         schedule.add(request(index, prompt_len=16, max_new_tokens=900, stop_token_ids=(9,)))
@@ -342,8 +346,8 @@ def test_requests_that_end_early_let_more_of_them_in() -> None:
     assert schedule.num_preemptions == 0
 
 
-def test_evicting_from_a_large_pool_takes_time_of_its_own_size() -> None:
-    """Each page taken from the front of a plain dict walked past all that had been taken before."""
+def test_evicting_from_a_large_pool_takes_linear_time() -> None:
+    """Popping from the front of a plain dict walks past every page popped before, which is quadratic."""
     pages = PagePool(100_001, 1)
     held = pages.allocate(100_000) or []
     for page in held:
@@ -354,7 +358,7 @@ def test_evicting_from_a_large_pool_takes_time_of_its_own_size() -> None:
     assert perf_counter() - begin < 2
 
 
-def test_a_failed_step_is_undone_wherever_it_was() -> None:
+def test_restart_repairs_a_step_that_failed_halfway() -> None:
     schedule = scheduler(prefix_cache=True, max_batched_tokens=20, max_num_requests=2)
     for index in range(3):
         schedule.add(request(index, prompt_len=30, max_new_tokens=9))

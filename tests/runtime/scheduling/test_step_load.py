@@ -1,4 +1,4 @@
-"""How many prompt rows a step takes beside requests that decode."""
+"""How many prompt rows a step takes while other requests decode."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from dflash_runtime.scheduling.step_load import REQUESTS_A_PROMPT, StepLoad
 
 LIMITS = Limits(num_draft_tokens=0, max_model_len=2000, max_num_requests=64, vocab_size=50, max_batched_tokens=1000)
 MANY = 3 * REQUESTS_A_PROMPT
-"""Requests that decode: 36, so that 192 rows of prompts stay below the ridge."""
+"""36 requests decode, so 192 prompt rows stay below the ridge."""
 
 
 def prompt_rows(num_prompts: int, num_decoding: int = MANY, verify_width: int = 1, **changes: int) -> int:
@@ -26,29 +26,29 @@ def test_few_prompts_stay_below_the_ridge(num_prompts: int, rows: int) -> None:
     assert prompt_rows(num_prompts) == rows
 
 
-def test_prompts_beside_nobody_run_as_many_rows_as_may_be() -> None:
+def test_prompts_run_all_rows_when_no_request_decodes() -> None:
     assert prompt_rows(1, num_decoding=0) == 1000
 
 
-def test_blocks_of_drafts_leave_nothing_below_the_ridge() -> None:
+def test_steps_with_drafts_do_not_keep_to_the_ridge() -> None:
     assert prompt_rows(1, verify_width=2) == 1000 - 2 * MANY
 
 
-def test_beyond_the_ridge_nothing_is_saved() -> None:
+def test_more_decode_rows_than_the_ridge_leave_prompts_all_other_rows() -> None:
     assert prompt_rows(1, num_decoding=RIDGE_ROWS + 1) == 1000 - RIDGE_ROWS - 1
     assert prompt_rows(1, num_decoding=RIDGE_ROWS - 65) == 64
 
 
-def test_no_more_rows_than_a_step_may_have() -> None:
+def test_prompt_rows_stay_within_the_limit_of_a_step() -> None:
     assert prompt_rows(1, max_batched_tokens=100) == 100 - MANY
 
 
-def test_steps_without_room_take_all() -> None:
+def test_prompts_take_all_rows_if_captured_steps_have_no_room_for_them() -> None:
     assert StepLoad(LIMITS).prompt_rows(MANY, 1, 1) == 1000 - MANY
 
 
 def scheduler() -> Scheduler:
-    """One whose requests all decode but those that are added."""
+    """A scheduler in which MANY requests decode."""
     pages = PagePool(1000, 16)
     found = Scheduler(LIMITS, pages, PrefixCache(pages, is_enabled=False))
     found.load.keeps_to_ridge = True
@@ -63,17 +63,17 @@ def request(index: int, prompt_len: int) -> Request:
 
 
 @pytest.mark.parametrize(("num_prompts", "steps"), [(1, [[192], [192]]), (2, [[96, 96], [96, 96]])])
-def test_few_prompts_go_on_in_the_next_step(num_prompts: int, steps: list[list[int]]) -> None:
+def test_few_prompts_continue_in_the_next_step(num_prompts: int, steps: list[list[int]]) -> None:
     assert chunk_lengths(num_prompts, num_steps=2) == steps
 
 
-def test_many_prompts_run_as_if_nobody_decoded() -> None:
+def test_many_prompts_take_all_rows() -> None:
     ((*lengths,),) = chunk_lengths(4, num_steps=1)
     assert sum(lengths) == 1000 - MANY
 
 
 def chunk_lengths(num_prompts: int, num_steps: int) -> list[list[int]]:
-    """Of each step, after prompts of 600 tokens were added."""
+    """The chunk lengths of each step after adding prompts of 600 tokens."""
     found = scheduler()
     for index in range(num_prompts):
         found.add(request(100 + index, 600))

@@ -1,7 +1,7 @@
-"""The adaptive width, simulated: what it earns where acceptance is known, and what it does with what it hears.
+"""The adaptive width, simulated: its speed at known acceptance rates, and how it uses observations.
 
-Step times are those of a model of one H200 with the Qwen3-8B shape (docs/performance.md): plain 5.05, 5.24 and 5.89 ms
-at batch 1, 8 and 32, a whole block 5.93, 6.56 and 16.4 ms.
+Step times come from a model of one H200 with the Qwen3-8B shape (docs/measurements/decode-steps.md). At batch 1, 8
+and 32 a plain step takes 5.05, 5.24 and 5.89 ms, and a step with a whole block 5.93, 6.56 and 16.4 ms.
 """
 
 import random
@@ -21,11 +21,11 @@ BATCHES = (1, 4, 8, 16, 32, 64)
 IN_FLIGHT = 2
 
 Draw = Callable[[random.Random], int]
-"""How many drafts of a whole block a step would accept."""
+"""Draws how many drafts of a whole block a step would accept."""
 
 
 def step_ms(batch: int, width: int) -> float:
-    """Weights are read once, until rows make products the longer part; a draft runs its whole block whatever W is."""
+    """Milliseconds of a step: reading weights or multiplying, whichever is longer. Drafts always run whole blocks."""
     verify = longer(5.0 + 0.027 * (batch - 1), 0.0262 * batch * width)
     if width == 1:
         return verify + 0.05
@@ -33,7 +33,7 @@ def step_ms(batch: int, width: int) -> float:
 
 
 def longer(bytes_ms: float, operations_ms: float) -> float:
-    """About the longer of the two."""
+    """A smooth maximum of the two times."""
     return float((bytes_ms**4 + operations_ms**4) ** 0.25)
 
 
@@ -51,19 +51,19 @@ def steady(rate: float) -> Draw:
 
 @cache
 def geometric(length: float) -> Draw:
-    """As many tokens a step on average with whole blocks."""
+    """Draws with one rate for all positions, such that whole blocks give `length` tokens per step on average."""
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**place for place in range(BLOCK)) < length else (low, rate)
+        low, high = (rate, high) if sum(rate**position for position in range(BLOCK)) < length else (low, rate)
     return steady(low)
 
 
 @cache
 def bimodal(length: float) -> Draw:
-    """Steps of two kinds, in one of which nearly everything is accepted and in the other hardly anything."""
+    """Draws from two kinds of steps: easy steps accept nearly every draft, hard steps hardly any."""
     easy, hard = steady(0.95), steady(0.2)
-    means = [sum(rate**place for place in range(BLOCK)) for rate in (0.95, 0.2)]
+    means = [sum(rate**position for position in range(BLOCK)) for rate in (0.95, 0.2)]
     share = max(0.0, (length - means[1]) / (means[0] - means[1]))
     return lambda generator: (easy if generator.random() < share else hard)(generator)
 
@@ -71,7 +71,7 @@ def bimodal(length: float) -> Draw:
 def run(
     policy: AdaptiveWidth | FixedWidth, batch: int, phases: Sequence[Draw], num_steps: int
 ) -> tuple[float, Counter[int]]:
-    """Tokens a millisecond, and how often each width was taken; results are heard of two steps later."""
+    """Tokens per millisecond, and how often each width was chosen. Results are observed two steps late."""
     generator = random.Random(batch)
     used: Counter[int] = Counter()
     queue: deque[tuple[int, list[int]]] = deque()
@@ -101,13 +101,13 @@ def adaptive(batch: int, phases: Sequence[Draw], num_steps: int = 800) -> float:
 
 @pytest.mark.parametrize("shape", [geometric, bimodal])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_never_under_plain_decoding(batch: int, shape: Callable[[float], Draw]) -> None:
+def test_never_slower_than_plain_decoding(batch: int, shape: Callable[[float], Draw]) -> None:
     for length in (1.1, 1.3, 2.0, 4.24):
         assert adaptive(batch, [shape(length)], 4000 // batch + 200) >= 0.98 * plain_rate(batch), length
 
 
 def test_a_large_batch_gains_by_verifying_less() -> None:
-    """The bars at batch 32; steps of two kinds leave less to gain, since the last drafts are worth more."""
+    """At batch 32. The gain is smaller with two kinds of steps, because the last drafts are accepted more often."""
     for length, least, least_bimodal in ((6.5, 1.15, 1.0), (4.24, 1.35, 1.08)):
         for shape, gain in ((geometric, least), (bimodal, least_bimodal)):
             whole = run(FixedWidth(), 32, [shape(length)], 300)[0]
@@ -115,7 +115,7 @@ def test_a_large_batch_gains_by_verifying_less() -> None:
 
 
 def best_step(batch: int, draw: Draw) -> tuple[float, float]:
-    """Tokens and milliseconds of a step of the best width there is."""
+    """Tokens and milliseconds of a step of the best fixed width."""
     generator = random.Random(1)
     drawn = [draw(generator) for _ in range(5000)]
     steps = [
@@ -126,7 +126,7 @@ def best_step(batch: int, draw: Draw) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_width_that_is_taken_is_nearly_the_best(batch: int) -> None:
+def test_the_chosen_width_is_nearly_the_best(batch: int) -> None:
     for length in (1.6, 3.0, 6.5):
         tokens, ms = best_step(batch, geometric(length))
         assert adaptive(batch, [geometric(length)]) >= 0.96 * tokens / ms
@@ -134,8 +134,8 @@ def test_the_width_that_is_taken_is_nearly_the_best(batch: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(1.3, 6.5), (6.5, 1.3), (4.24, 1.2, 6.5)], ids=str)
 @pytest.mark.parametrize("batch", [8, 32, 64])
-def test_acceptance_that_shifts_is_followed(batch: int, lengths: Sequence[float]) -> None:
-    """As fast, but for a tenth, as one who knows the best width of each phase, and never under plain decoding."""
+def test_the_width_follows_a_change_of_acceptance(batch: int, lengths: Sequence[float]) -> None:
+    """At least 0.9 times as fast as the best width of each phase, and never slower than plain decoding."""
     phases = [geometric(length) for length in lengths]
     tokens, ms = (sum(values) for values in zip(*(best_step(batch, phase) for phase in phases), strict=True))
     found = adaptive(batch, phases, 1000 * len(phases))
@@ -144,14 +144,14 @@ def test_acceptance_that_shifts_is_followed(batch: int, lengths: Sequence[float]
 
 
 def test_trials_take_a_hundredth_of_the_time() -> None:
-    """With drafts that are always refused, all that drafting costs is lost."""
+    """With drafts that are always rejected, all the time of drafting is lost."""
     rate, used = run(AdaptiveWidth(TIMES, K), 32, [steady(0.0)], 3000)
     assert 0 < sum(count for width, count in used.items() if width > 1) < 300
     assert rate >= 0.985 * plain_rate(32)
 
 
 def test_noise_does_not_flip_the_width() -> None:
-    """Where two widths are about as good."""
+    """The case in which two widths are about equally good."""
     policy, generator, draw = AdaptiveWidth(TIMES, K), random.Random(0), geometric(5.0)
     taken = []
     for _ in range(2000):
@@ -167,12 +167,12 @@ def test_the_same_observations_give_the_same_choices() -> None:
     assert found[0] == found[1]
 
 
-def test_survival_is_the_product_of_conditional_rates_and_a_position_that_is_not_verified_keeps_its_own() -> None:
+def test_survival_is_the_product_of_conditional_rates_and_unverified_positions_keep_their_rate() -> None:
     estimate = SurvivalEstimate(3)
     for _ in range(20_000):
         for num_accepted in (0, 1, 3, 3):
             estimate.add(3, num_accepted, 4000)
-    # Three quarters reach position 2, of which two thirds pass it; what passes that passes position 3.
+    # 3/4 of the steps accept position 1. 2/3 of these accept position 2. All of these accept position 3.
     assert estimate.expected_tokens() == pytest.approx([1, 1.75, 2.25, 2.75], abs=0.01)
     for _ in range(20_000):
         estimate.add(1, 0, 4000)
@@ -180,7 +180,7 @@ def test_survival_is_the_product_of_conditional_rates_and_a_position_that_is_not
     assert estimate.expected_tokens() == pytest.approx([1, 1.5, 1.5 + 1 / 3, 1.5 + 2 / 3], abs=0.02)
 
 
-def test_no_step_is_wider_than_a_request_asks_for() -> None:
+def test_no_step_is_wider_than_the_widest_request() -> None:
     policy = AdaptiveWidth(TIMES, K)
     for _ in range(200):
         policy.observe(15, 15)
@@ -189,8 +189,8 @@ def test_no_step_is_wider_than_a_request_asks_for() -> None:
         assert policy.choose([5], 0) <= 5
 
 
-def test_requests_that_ask_for_little_count_for_little() -> None:
-    """Beside 31 requests that verify two rows, the last rows of one are not worth what they cost."""
+def test_requests_with_a_small_width_lead_to_a_narrower_step() -> None:
+    """With 31 requests of width 2, the last rows of one wide request are not worth their time."""
     together, alone = AdaptiveWidth(TIMES, K), AdaptiveWidth(TIMES, K)
     for policy in (together, alone):
         for _ in range(500):
@@ -198,7 +198,8 @@ def test_requests_that_ask_for_little_count_for_little() -> None:
     assert together.choose([BLOCK] + [2] * 31, 0) < alone.choose([BLOCK] * 32, 0)
 
 
-def test_long_context_is_read_whatever_the_width_and_makes_wide_steps_cheaper() -> None:
+def test_long_context_makes_wide_steps_relatively_cheaper() -> None:
+    """Every step reads the whole context, whatever its width."""
     times = StepTimes(TIMES.table, context_ms=3.5e-5, draft_context_ms=5e-6)
     chosen = []
     for num_context in (0, 32 * 16_000):
@@ -209,7 +210,7 @@ def test_long_context_is_read_whatever_the_width_and_makes_wide_steps_cheaper() 
     assert chosen[0] < chosen[1]
 
 
-def test_candidates_leave_out_what_saves_next_to_nothing() -> None:
+def test_candidates_leave_out_widths_that_save_almost_no_time() -> None:
     policy = AdaptiveWidth(TIMES, K)
     assert policy.candidates(1, [BLOCK]) == [1, 16]
     assert set(policy.candidates(32, [BLOCK])) >= {1, 4, 6, 8, 12, 16}
@@ -222,7 +223,7 @@ def test_candidates_leave_out_what_saves_next_to_nothing() -> None:
     assert widths_for(7) == (1, 2, 3, 4, 6, 8)
 
 
-def test_times_lie_between_measured_ones() -> None:
+def test_times_are_interpolated_between_measured_ones() -> None:
     times = StepTimes.between({1: {1: 5.0, 4: 6.0}, 8: {1: 5.7, 4: 9.5}}, [1, 2, 5, 8, 10])
     assert times.row(1) == {1: 5.0, 4: 6.0}
     assert times.row(2) == pytest.approx({1: 5.1, 4: 6.5})
@@ -230,7 +231,7 @@ def test_times_lie_between_measured_ones() -> None:
     assert times.row(10) == times.row(99) == {1: 5.7, 4: 9.5}
 
 
-def test_a_choice_takes_the_host_no_time() -> None:
+def test_a_choice_takes_less_than_200_microseconds() -> None:
     policy = AdaptiveWidth(TIMES, K)
     started = perf_counter()
     for _ in range(1000):
@@ -239,7 +240,7 @@ def test_a_choice_takes_the_host_no_time() -> None:
 
 
 def test_times_between_two_batches_keep_their_order() -> None:
-    """Also where rounding decides: a wider step never comes out as shorter."""
+    """Rounding never makes the time of a wider step shorter than that of a narrower one."""
     generator = random.Random(0)
     for _ in range(2000):
         low, wide, high = generator.uniform(0.1, 1), generator.uniform(0.1, 1), generator.uniform(2, 3)

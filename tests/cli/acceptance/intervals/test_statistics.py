@@ -14,6 +14,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     pooled_acceptance_len,
     summarise,
 )
+from dflash_runtime.documents import to_json
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
@@ -85,15 +86,15 @@ def test_every_definition_by_hand() -> None:
         }
     )
     assert summary.histogram == (1, 1, 1, 2)
-    assert summary.conditional_rates == [4 / 5, 3 / 4, 2 / 3]
+    assert summary.per_pos_conditional_rates == [4 / 5, 3 / 4, 2 / 3]
 
 
 def test_no_steps_are_no_figures() -> None:
     summary = summarise([output([])], 3)
     assert summary.counts.acceptance_len is None
-    assert summary.interval is None
+    assert summary.acceptance_len_interval is None
     assert set(summary.definitions.values()) == {None}
-    json.dumps(summary.to_json(), allow_nan=False)
+    json.dumps(to_json(summary), allow_nan=False)
 
 
 def draw_length(generator: random.Random, accept: float) -> int:
@@ -122,19 +123,20 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     assert first is not None
     assert first == again
     few, enough = summarise(outputs[:11], 7, num_resamples=100), summarise(outputs, 7, num_resamples=100)
-    assert (few.interval, few.no_interval) == (None, "11 prompts, and an interval takes 12 or more")
-    assert enough.no_interval is None
-    assert enough.interval is not None
-    assert summarise(outputs, 7, num_resamples=0).no_interval == "no bootstrap was asked for"
-    assert summarise([], 7).no_interval == "no verify steps"
-    assert summarise(outputs[:1], 7).no_interval == "1 prompt, and an interval takes 12 or more"
+    assert few.acceptance_len_interval is None
+    assert few.acceptance_len_no_interval == "11 prompts, and an interval takes 12 or more"
+    assert enough.acceptance_len_no_interval is None
+    assert enough.acceptance_len_interval is not None
+    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was asked for"
+    assert summarise([], 7).acceptance_len_no_interval == "no verify steps"
+    assert summarise(outputs[:1], 7).acceptance_len_no_interval == "1 prompt, and an interval takes 12 or more"
     assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
 
 
 def test_positions_of_few_prompts_have_no_interval() -> None:
     outputs = [output([1, 2, index % 3 + 1]) for index in range(32)]
     few, enough = (summarise(outputs[:count], 7, num_resamples=50) for count in (31, 32))
-    assert few.interval is not None
+    assert few.acceptance_len_interval is not None
     assert few.per_pos_intervals == (None,) * 7
     assert enough.per_pos_intervals[0] is not None
 

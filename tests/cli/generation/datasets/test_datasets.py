@@ -82,9 +82,9 @@ def test_a_dataset_is_read_from_a_folder_in_every_format(name: str, tmp_path: Pa
         assert found.name == name
         assert found.for_chat
         assert found.dataset is not None
-        assert found.dataset["format"] == form
-        assert found.dataset["files"] == [MADE[name][0]]
-        assert found.dataset["commit"] is None
+        assert found.dataset.format == form
+        assert found.dataset.files == (MADE[name][0],)
+        assert found.dataset.commit is None
         assert found.rows
 
 
@@ -304,10 +304,11 @@ def local_hub() -> Iterator[hub.LocalHub]:
 SHOW = """
 import json, sys
 from dflash_cli.generation.prompt_sets import read_prompts
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 try:
     found = read_prompts(None, sys.argv[1])
-    print(json.dumps([len(found.rows), found.sha256, found.dataset]))
+    print(json.dumps([len(found.rows), found.sha256, to_json(found.dataset)]))
 except DFlashError as error:
     print(json.dumps([error.exit_code, error.message, error.hint]))
 """

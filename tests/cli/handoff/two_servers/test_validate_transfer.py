@@ -1,4 +1,4 @@
-"""`dflash validate --kv-transfer`: what is printed, exit codes, options that do not go with it."""
+"""`dflash validate-handoff`: its output, exit codes and refused options."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def write(prefill: Mapping[str, object], decode: Mapping[str, object]) -> list[s
     for role, own in (("prefill", prefill), ("decode", decode)):
         transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}
         Path(f"{role}.json").write_text(json.dumps({**CHECKPOINTS, "kv_transfer_config": transfer, **own}))
-    return ["validate", "--kv-transfer", "prefill.json", "decode.json", "--engine", "vllm"]
+    return ["validate-handoff", "prefill.json", "decode.json", "--engine", "vllm"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_context_that_is_lost_ends_with_3_and_says_why() -> None:
         "lost",
         ["K01"],
     )
-    assert (document["kind"], document["servers"]["prefill"]["draft"]) == ("kv-transfer", None)
+    assert (document["kind"], document["servers"]["prefill"]["draft"]) == ("validate-handoff", None)
     assert support.run_main(*command, "--ignore", "k01").code == 0
 
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_opened_is_said_and_the_rest_is_judged() -> None:
 
 def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
     """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
-    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--verifier", "my-org/target", "-q")
+    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
     alone = {"model": "dflash-spec", "speculative_config": None}
     document = json.loads(support.run_main(*write(alone, alone), "--json").out)
     served = document["servers"]["prefill"]
@@ -84,46 +84,43 @@ def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "field"),
     [
-        (["tiny"], 2, "DRAFT does not go with --kv-transfer"),
-        (["--target", "tiny"], 2, "--target does not go with --kv-transfer"),
-        (["--level", "run"], 2, "--level does not go with --kv-transfer"),
-        (["--fix-out", "d"], 2, "--fix-out does not go with --kv-transfer"),
-        (["-e", "vllm,sglang"], 2, "--kv-transfer needs one engine"),
-        (["-e", "llama.cpp"], 2, "--kv-transfer: llama.cpp is not known to have such servers, expected vllm or sglang"),
-        (["-e", "vllm@0.23"], 2, "unknown release"),
-        (["--ignore", "K99"], 2, "no rule K99"),
+        (["--target", "tiny"], "--target"),
+        (["-e", "vllm,sglang"], "--engine"),
+        (["-e", "llama.cpp"], "--engine"),
+        (["--ignore", "K99"], "--ignore"),
     ],
 )
-def test_what_does_not_go_with_it(arguments: list[str], code: int, message: str) -> None:
+def test_options_that_are_refused(arguments: list[str], field: str) -> None:
     outcome = support.run_main(*write({}, {}), *arguments)
-    assert (outcome.code, outcome.out) == (code, "")
-    assert message in outcome.err
+    assert (outcome.code, outcome.out, outcome.field) == (2, "", field)
+
+
+def test_an_unknown_release_is_refused() -> None:
+    assert support.run_main(*write({}, {}), "-e", "vllm@0.23").code == 2
 
 
 def test_files_that_are_missing() -> None:
     write({}, {})
-    assert support.run_main("validate", "--kv-transfer", "prefill.json", "no.json", "-e", "vllm").code == 4
-    outcome = support.run_main("validate", "--kv-transfer", "prefill.json", "--engine", "vllm")
-    assert (outcome.code, outcome.err) == (
-        2, "error: --kv-transfer prefill.json --engine: expected two values, PREFILL DECODE\n",
-    )  # fmt: skip
+    assert support.run_main("validate-handoff", "prefill.json", "no.json", "-e", "vllm").code == 4
+    outcome = support.run_main("validate-handoff", "prefill.json", "--engine", "vllm")
+    assert (outcome.code, outcome.error_id, outcome.field) == (2, "missing-argument", "DECODE")
     outcome = support.run_main("validate")
-    assert (outcome.code, outcome.err.startswith("error: DRAFT is missing")) == (2, True)
+    assert (outcome.code, outcome.error_id, outcome.field) == (2, "missing-argument", "DRAFT")
 
 
 def test_an_engine_in_a_file_that_is_another_one_is_seen() -> None:
     """vLLM's arguments read as SGLang's say no role and no draft."""
     write({}, {})
-    outcome = support.run_main("validate", "--kv-transfer", "prefill.json", "decode.json", "-e", "sglang")
+    outcome = support.run_main("validate-handoff", "prefill.json", "decode.json", "-e", "sglang")
     assert outcome.code == 3
     assert "no role, expected that of a decode server" in outcome.out
     assert "speculative_config, kv_transfer_config" in outcome.err
 
 
 def test_help_and_explain_know_of_it() -> None:
-    assert "--kv-transfer PREFILL DECODE" in support.run_main("validate", "--help").out
+    assert "PREFILL DECODE" in support.run_main("validate-handoff", "--help").out
     explained = support.run_main("explain", "K01").out
     assert "kv-transfer" in explained
     assert "SGLang 0.5.23 disaggregation" in " ".join(explained.split())

@@ -1,6 +1,7 @@
 """A draft with one fault, and the ways to put it in. The other files of this folder list one case or more a rule."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.rule import Level
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.rule import Finding, Level
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]
@@ -29,13 +30,21 @@ def nothing(_: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A draft with one fault: `config` edits the config in place, `tensors` the arrays; so for the target.
+    """A draft with one fault, and the finding that reports the fault.
 
-    `files` are written beside the draft, `target_files` beside the target; `spoil` may do anything to the directory.
+    rule, severity                  of the finding
+    key, at                         its location: a dotted key of config.json, or any other location
+    names                           values, names and numbers that its message contains
+    config, tensors                 edit the config and the arrays of the draft in place
+    target, target_tensors          edit those of the target; without `target` there is no target
+    files, target_files             files to write beside the draft and beside the target
+    spoil                           may do anything to the directory
     """
 
-    rule: str
-    message: str
+    rule: str = ""
+    key: str = ""
+    at: str = ""
+    names: tuple[str, ...] = ()
     severity: str = "error"
     dialect: str = "native"
     shape: support.Shape = support.SMALL
@@ -51,6 +60,26 @@ class Case:
     k: int | None = None
     name: str = "dflash-draft"
     target_name: str | None = None
+
+    @property
+    def location(self) -> str:
+        return self.at or f"config.json:{self.key}"
+
+    def __str__(self) -> str:
+        """The id of the test of this case."""
+        return "-".join((self.rule, self.key or self.at, *self.names, *self.engines.split()))
+
+    def reported(self, report: Report) -> list[Finding]:
+        """The findings of a report that this case expects."""
+        return [
+            item
+            for item in report.findings
+            if (item.severity, item.location) == (self.severity, self.location) and self.is_named(item.id, item.message)
+        ]
+
+    def is_named(self, rule: str, message: str) -> bool:
+        """Whether a finding of a rule names what is wrong in this case."""
+        return rule == self.rule and all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in self.names)
 
 
 def build(case: Case, path: Path) -> Path:
@@ -79,7 +108,7 @@ def check(case: Case, directory: Path) -> Report:
         target = support.write_checkpoint(directory / "target", config, arrays)
         _write(target, case.target_files)
     return validate_draft(
-        ValidationRequest(
+        ValidationPlan(
             draft=draft,
             draft_reference=str(draft),
             target=target,

@@ -21,114 +21,123 @@ def _follow_moved_id(mask: Any) -> Any:
 
 CASES = [
     Case(
-        rule="N13", message="NaN or infinite values: 1", level="weights",
+        rule="N13", at="model.safetensors:norm.weight", names=("1",), level="weights",
         tensors=edit("norm.weight", lambda item: np.where(np.arange(16) == 3, np.nan, item).astype(np.float32)),
     ),
-    Case(rule="N13", message="every value is zero", level="weights", tensors=add("norm.weight", 16)),
     Case(
-        rule="N14", message="columns of layer 2", severity="warning", level="weights",
+        rule="N13", at="model.safetensors:norm.weight", names=("zero",), level="weights",
+        tensors=add("norm.weight", 16),
+    ),
+    Case(
+        rule="N14", at="model.safetensors:fc.weight", names=("2",), severity="warning", level="weights",
         tensors=edit("fc.weight", lambda item: item * (np.arange(32) < 16).astype(np.float32)),
     ),
     Case(
-        rule="M05", message="marks 11 ids", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M05", at="model.safetensors:t2d", names=("11",), dialect=SPEC, shape=support.REDUCED, level="weights",
         tensors=edit("t2d", lambda item: item & (np.arange(32) != 0)),
     ),
     Case(
-        rule="M06", message="look like ids", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M06", at="model.safetensors:d2t", names=("0..41", "32"), dialect=SPEC, shape=support.REDUCED,
+        level="weights",
         tensors=edit("d2t", lambda item: item + np.arange(12)),
     ),
     Case(
-        rule="M06", message="do not ascend", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M06", at="model.safetensors:d2t", names=("1",), dialect=SPEC, shape=support.REDUCED, level="weights",
         tensors=edit("d2t", lambda item: np.where(np.arange(12) == 5, 0, item)),
     ),
     Case(
-        rule="M06", message="other ids than t2d", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M06", at="model.safetensors:d2t", names=("t2d",), dialect=SPEC, shape=support.REDUCED, level="weights",
         tensors=edit("t2d", lambda item: np.roll(item, 1)),
     ),
     Case(
-        rule="M09", message="leaves out the stop token 31", severity="warning", dialect=SPEC, shape=support.REDUCED,
+        rule="M09", at="model.safetensors:d2t", names=("31",), severity="warning", dialect=SPEC, shape=support.REDUCED,
         level="weights", target=top(eos_token_id=31),
     ),
     Case(
-        rule="M10", message="row 0 of lm_head.weight", severity="warning", dialect=SPEC, shape=support.REDUCED,
+        rule="M10", at="model.safetensors:lm_head.weight", names=("0", "lm_head.weight"), severity="warning",
+        dialect=SPEC, shape=support.REDUCED,
         level="weights", target=nothing, tensors=edit("lm_head.weight", lambda item: item + 1),
     ),
     Case(
-        rule="M07", message="first 12 ids", severity="warning", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M07", at="model.safetensors:d2t", names=("12",), severity="warning", dialect=SPEC, shape=support.REDUCED,
+        level="weights",
         tensors=edit("d2t", np.zeros_like),
     ),
-
     Case(
-        rule="N17", message="the same values as layers.0.mlp.up_proj.weight", severity="warning", level="weights",
+        rule="N17", at="model.safetensors:layers.1.mlp.up_proj.weight", names=("layers.0.mlp.up_proj.weight",),
+        severity="warning", level="weights",
         tensors=lambda arrays: arrays.update({"layers.1.mlp.up_proj.weight": arrays["layers.0.mlp.up_proj.weight"]}),
     ),
     Case(
-        rule="N18", message="reaches 50000", severity="warning", level="weights",
+        rule="N18", at="model.safetensors:fc.weight", names=("50000",), severity="warning", level="weights",
         tensors=edit("fc.weight", lambda item: np.where(np.arange(32) == 5, 50000, item).astype(np.float32)),
     ),
     Case(
-        rule="N19", message="every value is 1", severity="warning", level="weights",
+        rule="N19", at="model.safetensors:norm.weight", names=("1",), severity="warning", level="weights",
         tensors=edit("norm.weight", np.ones_like),
     ),
     Case(
-        rule="M08", message="propose its mask token 30", severity="info", level="weights", dialect=SPEC,
+        rule="M08", at="model.safetensors:d2t", names=("30",), severity="info", level="weights", dialect=SPEC,
         shape=replace(support.REDUCED, mask=30),
     ),
     Case(
-        rule="M11", message="repeated target ids: 1", level="weights", dialect=SPEC,
+        rule="M11", at="model.safetensors:d2t", names=("1",), level="weights", dialect=SPEC,
         shape=support.REDUCED, tensors=edit("d2t", lambda item: item - (np.arange(12) == 1)),
     ),
     Case(
-        rule="N13", message="every value is zero, and in 7 other biases", severity="warning", level="weights",
+        rule="N13", at="model.safetensors:layers.0.self_attn.k_proj.bias", names=("7",), severity="warning",
+        level="weights",
         shape=replace(support.SMALL, bias=True),
         tensors=lambda arrays: arrays.update(
             {name: np.zeros_like(item) for name, item in arrays.items() if name.endswith(".bias")}
         ),
     ),
     Case(
-        rule="N31", message="values around 0 with both signs in 10 of 10 norms", level="weights",
+        rule="N31", at="model.safetensors:hidden_norm.weight", names=("10 of 10",), level="weights",
         tensors=lambda arrays: arrays.update(
             {name: item - 1 for name, item in arrays.items() if name.endswith("norm.weight")}
         ),
     ),
     Case(
-        rule="N32", message="8 of 16 rows are all zero", severity="warning", level="weights",
+        rule="N32", at="model.safetensors:fc.weight", names=("8 of 16",), severity="warning", level="weights",
         tensors=edit("fc.weight", lambda item: item * (np.arange(16) < 8).astype(np.float32)[:, None]),
     ),
     Case(
-        rule="N33", message="128 sizes of values in", severity="warning", level="weights", shape=WIDE,
+        rule="N33", at="model.safetensors:fc.weight", names=("128",), severity="warning", level="weights", shape=WIDE,
         tensors=edit("fc.weight", lambda item: (np.round(item * 100) / 100).astype(np.float32)),
     ),
     Case(
-        rule="N33", message="float32 that holds bfloat16 values", severity="info", level="weights", shape=WIDE,
+        rule="N33", at="model.safetensors:fc.weight", names=("float32", "bfloat16"), severity="info", level="weights",
+        shape=WIDE,
         tensors=edit(
             "fc.weight",
             lambda item: (np.ascontiguousarray(item).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
         ),
     ),
     Case(
-        rule="M12", message="12 of 12 rows are the target's rows of other ids", dialect=SPEC, shape=support.REDUCED,
+        rule="M12", at="model.safetensors:lm_head.weight", names=("12 of 12",), dialect=SPEC, shape=support.REDUCED,
         level="weights", target=nothing, tensors=edit("lm_head.weight", lambda item: np.roll(item, 1, axis=0)),
     ),
     Case(
-        rule="M12", message="1 of 12 rows", dialect=SPEC, shape=support.REDUCED, level="weights", target=nothing,
+        rule="M12", at="model.safetensors:lm_head.weight", names=("1 of 12",), dialect=SPEC, shape=support.REDUCED,
+        level="weights", target=nothing,
         tensors=both(
             edit("d2t", lambda item: item + (np.arange(12) == 4)),
             edit("t2d", _follow_moved_id),
         ),
     ),
     Case(
-        rule="P31", message="2 of 3 tokens have other ids than in the target's: 'b' is 2, there 1", severity="warning",
+        rule="P31", at="tokenizer.json:model.vocab", names=("2 of 3", "'b'", "2", "1"), severity="warning",
         level="weights", target=nothing, files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 2, "c": 1}}}},
         target_files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}},
     ),
     Case(
-        rule="P31", message="1 tokens are in one of the two", severity="warning", level="weights", target=nothing,
+        rule="P31", at="tokenizer.json:model.vocab", names=("1",), severity="warning", level="weights", target=nothing,
         files={"tokenizer.json": {"model": {"vocab": {"a": 0}}}},
         target_files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}}},
     ),
     Case(
-        rule="P32", message="the target differs from the one converted for: other tensors", severity="warning",
+        rule="P32", at="conversion.json:target.fingerprint", severity="warning",
         level="weights", target=nothing,
         files={"conversion.json": {"target": {"fingerprint": {"headers": "0" * 64, "rows": None}}}},
     ),

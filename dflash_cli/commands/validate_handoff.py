@@ -1,0 +1,83 @@
+"""`dflash validate-handoff`: does the draft's context arrive at the server that decodes?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_cli.commands.validate import FAILED, print_finding
+from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.rules.rule import RuleLevel, ignored_ids
+from dflash_cli.terminal import console
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
+
+if TYPE_CHECKING:
+    from dflash_cli.handoff.two_servers.transfer_report import TransferReport
+
+HANDOFF_LEVELS: tuple[RuleLevel, ...] = ("kv-transfer",)
+START = "its start: a JSON object of the engine's arguments, or the serve command"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffValidationRequest(Request):
+    """Check two servers, one for prefill and one for decode: does the draft's context KV arrive?
+
+    Each file describes the start of one server: a JSON object of the engine's arguments, or the serve command. Exits
+    with 3 if the context does not arrive.
+    """
+
+    prefill: Annotated[Path, Argument(metavar="PREFILL", help=f"File of the prefill server, with {START}.")]
+    decode: Annotated[Path, Argument(metavar="DECODE", help=f"File of the decode server, with {START}.")]
+    engine: Annotated[
+        str,
+        Option(short="-e", metavar="NAME[@RELEASE]", group=ESSENTIALS, help="Engine of both servers: vllm or sglang."),
+    ]
+    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
+    ignore: Annotated[
+        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
+    ] = ()
+
+
+@verb(HandoffValidationRequest)
+def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
+    """Check two servers, and return every finding.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UsageError: a file that is absent or malformed, or an engine without rules.
+    """
+    from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
+
+    engines = parse_engines(request.engine)
+    if len(engines) != 1:
+        raise UsageError(field="--engine", found=request.engine, expected="one engine: vllm or sglang")
+    ignored = ignored_ids(request.ignore, HANDOFF_LEVELS)
+    return validate_transfer(request.prefill, request.decode, engines[0], ignored=ignored)
+
+
+def command(request: HandoffValidationRequest) -> None:
+    """Check and print."""
+    report = validate_handoff(request)
+    fails = report.fails(strict=request.strict)
+    if console.is_json():
+        console.result_json({**report.to_json(), "passed": not fails})
+    else:
+        _print(report)
+    if fails:
+        raise typer.Exit(FAILED)
+
+
+def _print(report: "TransferReport") -> None:
+    for finding in report.findings:
+        print_finding(finding)
+    console.result(report.verdict.text)
+    prefill, decode = (server.launch.path for server in report.transfer.servers)
+    errors, warnings = report.count("error"), report.count("warning")
+    console.result(
+        f"{prefill} to {decode}: {report.num_rules} rules checked: "
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
+    )
+    for note in report.notes:
+        console.note(note)

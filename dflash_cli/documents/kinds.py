@@ -1,0 +1,57 @@
+"""The kinds of JSON documents, and the JSON Schema of each.
+
+A kind is one line of `KINDS` and a dataclass, or several, with that `KIND`. A class is imported only when its schema
+is asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from dflash_runtime.documents import schema_of
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a document is, and its classes as `module:Class`; a document has one of them."""
+
+    title: str
+    classes: tuple[str, ...]
+
+    @property
+    def loaded(self) -> tuple[type, ...]:
+        """The classes."""
+        pairs = (name.split(":") for name in self.classes)
+        return tuple(getattr(import_module(f"dflash_cli.{module}"), name) for module, name in pairs)
+
+
+def _printed(command: str, *classes: str) -> Kind:
+    return Kind(f"What dflash {command} --json prints", classes)
+
+
+KINDS: Mapping[str, Kind] = {
+    "answers": Kind(
+        "The first line of a file of eval-acceptance --rows; every further line is an answer",
+        ("acceptance.journal:JournalHead",),
+    ),
+    "bench": _printed("bench", "tuning.speed:BenchDocument"),
+    "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
+    "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
+    "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
+    "dump": Kind(
+        "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
+        ("acceptance.dumps.own_dump:DumpManifest",),
+    ),
+    "eval-acceptance": _printed("eval-acceptance", "acceptance.acceptance_report:Evaluation"),
+    "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
+    "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
+    "probe": _printed("probe", "probing.server_probe:Probed"),
+    "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
+}
+
+
+def read_schema(kind: str) -> dict[str, Any]:
+    """The JSON Schema of a kind, with every definition that it refers to."""
+    found = KINDS[kind]
+    return schema_of(found.title, *found.loaded)

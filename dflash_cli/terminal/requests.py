@@ -1,0 +1,374 @@
+"""Request classes: one frozen dataclass per verb declares each option's name, type, default, limits and help.
+
+The command line, the Python function, `settings` in JSON, shell completion and the reference page derive from it:
+
+    @dataclass(frozen=True, kw_only=True)
+    class LockRequest(Request):
+        draft: Annotated[str, Argument(help="Draft to pin.")]
+        output: Annotated[Path, Option(short="-o", help="File to write.")] = Path("dflash.lock")
+
+A field `num_prompts` is the flag `--num-prompts`. A tuple is given as `1,2,3`, or by repeating the flag.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_int, is_number
+
+ESSENTIALS = "Essentials"
+OPTIONS = "Options"
+PROMPTS = "Prompts"
+SAMPLING = "Sampling"
+DRAFTING = "Drafting"
+MEASURING = "Measuring"
+ENGINE = "Engine"
+OUTPUT = "Output"
+
+P = ParamSpec("P")
+Q = TypeVar("Q")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of a verb, as `Annotated[int, Option(...)]` of a field.
+
+    help      what it does, then its default if that needs words; a function if registries decide the text
+    flag      the long flag, if it is not made from the field's name
+    short     a second, short flag
+    off       the flag that turns a switch off
+    group     the heading under which --help-all lists it; --help lists ESSENTIALS only
+    metavar   the word for its value
+    min, max  limits of a number, which it may reach
+    above, below  limits of a number, which it may not reach
+    parse     text -> value, for a type that has no form as text; raises UsageError or ValueError
+    expected  the form that `parse` expects, in words
+    complete  typed text -> values that a shell may complete it to
+    is_setting  whether it decides the result, so that `settings` in JSON states it
+    """
+
+    help: str | Callable[[], str]
+    flag: str = ""
+    short: str = ""
+    off: str = ""
+    group: str = OPTIONS
+    metavar: str = ""
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+    parse: Callable[[str], Any] | None = None
+    expected: str = ""
+    complete: Callable[[str], Sequence[str]] | None = None
+    is_setting: bool = True
+
+    @property
+    def text(self) -> str:
+        """The help as text."""
+        return self.help if isinstance(self.help, str) else self.help()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument(Option):
+    """An argument of a verb. With a `flag`, that flag gives it too, and the other arguments move up."""
+
+    group: str = ESSENTIALS
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One field of a request class.
+
+    `kind` is the type of one value: str, int, float, bool, Path, object, or a tuple of choices.
+    """
+
+    name: str
+    kind: Any
+    option: Option
+    is_list: bool
+    is_optional: bool
+    default: Any = field(default=MISSING)
+
+    @property
+    def is_argument(self) -> bool:
+        return isinstance(self.option, Argument)
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self.kind if isinstance(self.kind, tuple) else ()
+
+    @cached_property
+    def flag(self) -> str:
+        """The long flag; empty for an argument without one."""
+        return self.option.flag or ("" if self.is_argument else f"--{self.name.replace('_', '-')}")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(item for item in (self.flag, self.option.short) if item)
+
+    @property
+    def metavar(self) -> str:
+        """The word for a value: `N`, `FILE`, `a|b`."""
+        if self.option.metavar:
+            return self.option.metavar
+        if self.is_argument:
+            return self.name.upper()
+        word = "|".join(self.choices) or {int: "N", float: "X", Path: "FILE"}.get(self.kind, "TEXT")
+        return f"{word},..." if self.is_list else word
+
+    @property
+    def title(self) -> str:
+        """The name of the parameter in messages."""
+        return self.metavar if self.is_argument else self.flag
+
+    def read(self, typed: Any) -> Any:
+        """The value of typed text, or of a list of texts.
+
+        Raises:
+            UsageError: the text has another form.
+        """
+        texts = typed if isinstance(typed, list | tuple) else [typed]
+        if self.is_list and not self.is_argument:
+            texts = [part.strip() for text in texts for part in text.split(",")]
+            if not all(texts):
+                raise UsageError(
+                    field=self.title, found=",".join(texts), expected=f"values between commas: {self._expected}"
+                )
+        values = [self._read_one(text) for text in texts]
+        return tuple(values) if self.is_list else values[0]
+
+    def check(self, value: Any) -> Any:
+        """The value, converted from the forms that Python callers may use.
+
+        Raises:
+            UsageError: its type or size is wrong.
+        """
+        if value is None:
+            if not self.is_optional:
+                raise self._refusal(None)
+            return None
+        if self.is_list:
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise UsageError(field=self.title, found=value, expected=f"a list of {self._expected}")
+            return tuple(self._check_one(item) for item in value)
+        return self._check_one(value)
+
+    def _read_one(self, text: Any) -> Any:
+        if not isinstance(text, str) or self.kind is bool:
+            return text
+        if self.option.parse is not None:
+            return self._parse(text)
+        if self.kind in (int, float):
+            try:
+                return self.kind(text)
+            except ValueError:
+                raise self._refusal(text) from None
+        return Path(text) if self.kind is Path else text
+
+    def _parse(self, text: str) -> Any:
+        assert self.option.parse is not None
+        try:
+            return self.option.parse(text)
+        except ValueError:
+            raise self._refusal(text) from None
+
+    def _check_one(self, value: Any) -> Any:
+        if self.choices:
+            return self._choose(value)
+        if isinstance(value, str) and self.option.parse is not None:
+            return self._parse(value)
+        if self.kind in (str, Path) and isinstance(value, str | Path):
+            return self.kind(value)
+        checks: dict[Any, Callable[[], bool]] = {
+            bool: lambda: isinstance(value, bool),
+            int: lambda: is_int(value) and self._is_within(value),
+            float: lambda: is_number(value) and self._is_within(value),
+            object: lambda: True,
+        }
+        if not (self.kind in checks and checks[self.kind]()):
+            raise self._refusal(value)
+        return value
+
+    def _is_within(self, value: float) -> bool:
+        """Whether a number is inside the limits; NaN is outside."""
+        low, high, above, below = self.option.min, self.option.max, self.option.above, self.option.below
+        return (
+            value == value
+            and (low is None or value >= low)
+            and (high is None or value <= high)
+            and (above is None or value > above)
+            and (below is None or value < below)
+        )
+
+    def _choose(self, value: Any) -> Any:
+        if value in self.choices:
+            return value
+        close = difflib.get_close_matches(str(value), self.choices, n=1)
+        raise UsageError(
+            field=self.title,
+            found=value,
+            expected=self._expected,
+            hint=f"did you mean {close[0]}?" if close else None,
+        )
+
+    def _refusal(self, value: Any) -> UsageError:
+        return UsageError(field=self.title, found=value, expected=self._expected)
+
+    @property
+    def _expected(self) -> str:
+        if self.option.expected:
+            return self.option.expected
+        if self.choices:
+            return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
+        noun = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(self.kind, "text")
+        limits = {
+            "from {} on": self.option.min,
+            "up to {}": self.option.max,
+            "above {}": self.option.above,
+            "below {}": self.option.below,
+        }
+        stated = [text.format(limit) for text, limit in limits.items() if limit is not None]
+        return " ".join([noun, " and ".join(stated)]) if stated else noun
+
+
+class Request:
+    """Base of request classes: fields are checked and converted when a request is made."""
+
+    def __post_init__(self) -> None:
+        for item in parameters_of(type(self)):
+            object.__setattr__(self, item.name, item.check(getattr(self, item.name)))
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that contradict each other. Subclasses extend it and call `super().check()`.
+
+        Raises:
+            UsageError: two options exclude each other, or one needs another.
+        """
+
+    def settings(self) -> dict[str, Any]:
+        """Field name -> value in JSON, for every field that decides the result."""
+        return {
+            item.name: json_value(getattr(self, item.name))
+            for item in parameters_of(type(self))
+            if item.option.is_setting
+        }
+
+    def changed(self) -> list[Parameter]:
+        """The parameters whose value is not the default."""
+        return [item for item in parameters_of(type(self)) if getattr(self, item.name) != item.default]
+
+
+def json_value(value: Any) -> Any:
+    """A field's value as JSON: a path as text, a tuple as a list."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [json_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    return value
+
+
+_PARAMETERS: dict[type, tuple[Parameter, ...]] = {}
+
+
+def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
+    """The parameters of a request class: arguments first, then options in the order of the fields."""
+    if kind not in _PARAMETERS:
+        hints = get_type_hints(kind, include_extras=True)
+        found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(cast(Any, kind))]
+        _PARAMETERS[kind] = tuple(sorted(found, key=lambda item: not item.is_argument))
+    return _PARAMETERS[kind]
+
+
+def _read_parameter(name: str, hint: Any, default: Any) -> Parameter:
+    options = [item for item in get_args(hint)[1:] if isinstance(item, Option)]
+    if not options:
+        raise TypeError(f"field {name} has no Option or Argument")
+    plain = get_args(hint)[0]
+    members = [item for item in get_args(plain) if item is not NoneType]
+    is_optional = get_origin(plain) in (Union, UnionType) and NoneType in get_args(plain)
+    kind, is_list = _value_kind(members[0] if is_optional and len(members) == 1 else plain, options[0])
+    return Parameter(name, kind, options[0], is_list, is_optional, default)
+
+
+def _value_kind(hint: Any, option: Option) -> tuple[Any, bool]:
+    """The kind of one value, and whether there may be several."""
+    if get_origin(hint) is tuple:
+        return _value_kind(get_args(hint)[0], option)[0], True
+    if get_origin(hint) is Literal:
+        return get_args(hint), False
+    if hint in (str, int, float, bool, Path):
+        return hint, False
+    if set(get_args(hint)) == {str, Path}:
+        return str, False
+    if option.parse is not None:
+        return object, False
+    raise TypeError(f"a parameter of type {hint} cannot be read from text")
+
+
+class Verb(Generic[P, Q, T]):
+    """A function of one request that takes the request's fields as keywords too: `lock(draft="tiny")`."""
+
+    def __init__(self, kind: Callable[P, Q], run: Callable[[Q], T]) -> None:
+        self.kind, self.run = kind, run
+        self.__doc__, self.__name__, self.__module__ = run.__doc__, run.__name__, run.__module__
+
+    @overload
+    def __call__(self, request: Q, /) -> T: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        is_request = len(args) == 1 and not kwargs and isinstance(self.kind, type) and isinstance(args[0], self.kind)
+        request: Any = args[0] if is_request else self.kind(*args, **kwargs)
+        return self.run(request)
+
+
+def verb(kind: Callable[P, Q]) -> Callable[[Callable[[Q], T]], Verb[P, Q, T]]:
+    """Let a function of a request be called with the request or with its fields."""
+    return lambda run: Verb(kind, run)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
+    size = float(number.rstrip("KMGT")) * factor
+    if not 1 <= size < 2**63:
+        raise ValueError(text)
+    return int(size)
+
+
+SIZE = "a size such as 512M or 20G, in units of 1,024"
+"""The form that `parse_size` expects."""

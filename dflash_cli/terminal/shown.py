@@ -1,0 +1,59 @@
+"""Results that show themselves: on one screen in Python, as tables in a notebook."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+MAX_ROWS = 12
+"""The rows of a table that `repr` shows."""
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+class Shown:
+    """Base of results. A subclass gives `summary` and, if it has tables, `shown_tables`.
+
+    A subclass that is not a document itself gives `document`.
+    """
+
+    @property
+    def document(self) -> Any:
+        """The document that --json prints: an object of a class with a KIND."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document of the result."""
+        from dflash_runtime.documents import to_json
+
+        found: dict[str, Any] = to_json(self.document)
+        return found
+
+    def summary(self) -> Sequence[str]:
+        """A few lines about the result, the most important first."""
+        raise NotImplementedError
+
+    def shown_tables(self) -> Mapping[str, Table]:
+        """Title -> columns and rows."""
+        return {}
+
+    def __repr__(self) -> str:
+        blocks = ["\n".join(self.summary())]
+        for title, (columns, rows) in list(self.shown_tables().items())[:1]:
+            blocks.append("\n".join(filter(None, [title, *_lines(columns, rows[:MAX_ROWS])])))
+        return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{'<br>'.join(escape(line) for line in self.summary())}</p>"]
+        for title, (columns, rows) in self.shown_tables().items():
+            head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+            body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+            caption = f"<caption>{escape(title)}</caption>" if title else ""
+            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        return "".join(parts)
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of aligned columns."""
+    cells = [list(map(str, row)) for row in ([columns] if any(columns) else []) + list(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)] if cells else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

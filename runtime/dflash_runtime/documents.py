@@ -1,0 +1,522 @@
+"""JSON documents as dataclasses: one declaration gives the writer, the strict reader and the JSON Schema.
+
+Each field is a key of the object, and its type says which values the key takes. Markers in `Annotated` say the rest:
+
+    a string      description of the key, for the schema
+    Limits(...)   range of a number
+    INLINE        the keys of this part belong to the enclosing object
+    OPTIONAL      the key is left out while the field has its default value
+    NOT_REQUIRED  the key is always written, but a reader accepts a document without it
+    HIDDEN        the field is not a key
+
+A reader gives the default value to a hidden field, and to a field whose key is missing.
+
+`computed_key` turns a property into a key: it is written and described like a field, and checked but ignored on
+reading. A class with a `KIND` begins with the keys `schema_version` and `kind`. A trailing underscore of a field's
+name (`from_`) is not part of the key.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig, UnsupportedError
+from dflash_runtime.json_values import is_int, is_number
+
+Read = TypeVar("Read")
+Function = TypeVar("Function", bound=Callable[..., object])
+Defs = dict[str, Any]
+
+INLINE, OPTIONAL, NOT_REQUIRED, HIDDEN = object(), object(), object(), object()
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+PLAIN = frozenset({NoneType, bool, int, float, str})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Range of a number: at least `least`, or more than `above`; less than `below`."""
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def admits(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
+        return not is_low and (self.below is None or value < self.below)
+
+    @property
+    def words(self) -> str:
+        """The range for an error message, such as `at least 0`."""
+        parts = {"at least": self.least, "more than": self.above, "less than": self.below}
+        return " and ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+
+    @property
+    def schema(self) -> dict[str, float]:
+        """The range under JSON Schema's names."""
+        named = {"minimum": self.least, "exclusiveMinimum": self.above, "exclusiveMaximum": self.below}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def computed_key(function: Function) -> Function:
+    """Mark the getter of a property as a key of the document. Its docstring's first line describes the key."""
+    function.__dict__["is_computed_key"] = True
+    return function
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, to make an object of a subclass."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def to_json(value: Any) -> Any:
+    """The JSON value of a document, or of anything that a document holds.
+
+    Raises:
+        TypeError: JSON has no value for it.
+    """
+    if type(value) in PLAIN:
+        return value
+    if is_dataclass(value):
+        return _object_to_json(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [item if type(item) in PLAIN else to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a document cannot hold {value!r}")
+
+
+def from_json(
+    kind: type[Read],
+    value: object,
+    *,
+    path: object = None,
+    error: type[DFlashError] = InvalidConfig,
+    hint: str | None = None,
+) -> Read:
+    """Read a document of class `kind` strictly.
+
+    Raises:
+        error: a key is missing, unknown or holds a wrong value. Its id is `missing-key`, `unknown-key` or
+            `wrong-value`; `path`, `field` (such as `runs[2].seconds`), `found` and `expected` say where and why.
+        UnsupportedError: the document has a later schema version.
+    """
+    hint_of_kind: Any = kind
+    _refuse_later_version(hint_of_kind, value, path)
+    try:
+        read: Read = _read(_json_type(hint_of_kind), value, "")
+        return read
+    except InvalidConfig as wrong:
+        message = "" if wrong.expected is not None else wrong.message
+        facts: dict[str, Any] = {"field": wrong.field, "found": wrong.found, "expected": wrong.expected or message}
+        raise error(**facts, id=wrong.id, path=path, hint=hint) from None
+
+
+def _refuse_later_version(kind: Any, value: object, path: object) -> None:
+    """Raise UnsupportedError for a document of this kind with a later schema version."""
+    if hasattr(kind, "KIND") and isinstance(value, Mapping) and value.get("kind") == kind.KIND:
+        known, found = _schema_version(kind), value.get("schema_version")
+        if is_int(found) and found > known:
+            hint = "a later release wrote it: upgrade dflash-cli"
+            facts: dict[str, Any] = {"field": "schema_version", "found": found, "expected": f"at most {known}"}
+            raise UnsupportedError(**facts, id="later-version", path=path, hint=hint)
+
+
+def _schema_version(kind: Any) -> int:
+    version: int = getattr(kind, "SCHEMA_VERSION", 1)
+    return version
+
+
+def schema_of(title: str, *kinds: type) -> dict[str, Any]:
+    """JSON Schema of a document that has one of these classes."""
+    defs: Defs = {}
+    found = [_object_schema(kind, defs) for kind in kinds]
+    body = found[0] if len(found) == 1 else {"oneOf": found}
+    head = {"$schema": SCHEMA_DIALECT, "title": title}
+    return head | body | ({"$defs": dict(sorted(defs.items()))} if defs else {})
+
+
+class _JsonType(Protocol):
+    """The values that a key takes. `admits` looks at a value, but not at the values that it contains."""
+
+    @property
+    def words(self) -> str: ...
+
+    def admits(self, value: object) -> bool: ...
+
+    def read(self, value: Any, where: str) -> Any: ...
+
+    def schema(self, defs: Defs) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Anything:
+    words: str = "any value"
+
+    def admits(self, value: object) -> bool:
+        return True
+
+    def read(self, value: Any, where: str) -> Any:
+        return value
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    name: str
+    words: str
+    admits: Callable[[object], bool]
+    make: Callable[[Any], Any] = lambda value: value
+    limits: Limits | None = None
+
+    def read(self, value: Any, where: str) -> Any:
+        if self.limits is not None and not self.limits.admits(value):
+            raise InvalidConfig(where, value, f"{self.words}, {self.limits.words}", id="wrong-value")
+        return self.make(value)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return {"type": self.name} | (self.limits.schema if self.limits is not None else {})
+
+
+SCALARS: Mapping[Any, _Scalar] = {
+    NoneType: _Scalar("null", "null", lambda value: value is None),
+    bool: _Scalar("boolean", "true or false", lambda value: isinstance(value, bool)),
+    int: _Scalar("integer", "an integer", is_int),
+    float: _Scalar("number", "a number", lambda value: is_number(value) and math.isfinite(value)),
+    str: _Scalar("string", "a string", lambda value: isinstance(value, str)),
+    Path: _Scalar("string", "a path", lambda value: isinstance(value, str), Path),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    values: tuple[Any, ...]
+    make: Callable[[Any], Any] = lambda value: value
+
+    @property
+    def words(self) -> str:
+        return " or ".join(repr(value) for value in self.values)
+
+    def admits(self, value: object) -> bool:
+        return any(type(value) is type(known) and value == known for known in self.values)
+
+    def read(self, value: Any, where: str) -> Any:
+        return self.make(value)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return {"enum": list(self.values)} if len(self.values) > 1 else {"const": self.values[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Union:
+    members: tuple[_JsonType, ...]
+
+    @property
+    def words(self) -> str:
+        return " or ".join(member.words for member in self.members)
+
+    def admits(self, value: object) -> bool:
+        return any(member.admits(value) for member in self.members)
+
+    def read(self, value: Any, where: str) -> Any:
+        """Read as the member that takes the value; of several classes, as the one that lacks fewest of its keys."""
+        fitting = [member for member in self.members if member.admits(value)]
+        chosen = min(fitting, key=lambda item: item.num_missing(value) if isinstance(item, _Object) else 0)
+        return chosen.read(value, where)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        found = [member.schema(defs) for member in self.members]
+        if all(item.keys() == {"type"} for item in found):
+            return {"type": [item["type"] for item in found]}
+        return {"anyOf": found}
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    item: _JsonType
+    make: Callable[[Any], Any]
+    words: str = "a list"
+
+    def admits(self, value: object) -> bool:
+        return isinstance(value, list | tuple)
+
+    def read(self, value: Any, where: str) -> Any:
+        if self.item is SCALARS[int] and {*map(type, value)} <= {int}:  # token ids are many
+            return self.make(value)
+        return self.make([_read(self.item, item, f"{where}[{place}]") for place, item in enumerate(value)])
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return {"type": "array", "items": self.item.schema(defs)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuple:
+    items: tuple[_JsonType, ...]
+
+    @property
+    def words(self) -> str:
+        return f"a list of {len(self.items)}"
+
+    def admits(self, value: object) -> bool:
+        return isinstance(value, list | tuple) and len(value) == len(self.items)
+
+    def read(self, value: Any, where: str) -> Any:
+        pairs = enumerate(zip(self.items, value, strict=True))
+        return tuple(_read(kind, item, f"{where}[{place}]") for place, (kind, item) in pairs)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        size = {"minItems": len(self.items), "maxItems": len(self.items)}
+        return {"type": "array", "prefixItems": [item.schema(defs) for item in self.items], **size}
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """Values by name, or by number: the keys of a JSON object are text, so numbers are written as text."""
+
+    item: _JsonType
+    is_numbered: bool
+    words: str = "an object"
+
+    def admits(self, value: object) -> bool:
+        return isinstance(value, Mapping)
+
+    def read(self, value: Any, where: str) -> Any:
+        return {self._key(key, where): _read(self.item, item, _join(where, key)) for key, item in value.items()}
+
+    def _key(self, key: str, where: str) -> str | int:
+        if self.is_numbered and not (key.isascii() and key.isdecimal()):
+            raise InvalidConfig(_join(where, key), key, "a whole number as the key", id="unknown-key")
+        return int(key) if self.is_numbered else key
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": self.item.schema(defs)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    kind: type
+    words: str = "an object"
+
+    def admits(self, value: object) -> bool:
+        return isinstance(value, Mapping)
+
+    def num_missing(self, value: Mapping[str, Any]) -> int:
+        """How many keys that a reader requires are missing."""
+        return sum(key.is_required and key.name not in value for key in _flat_keys(self.kind))
+
+    def read(self, value: Any, where: str) -> Any:
+        known = _flat_keys(self.kind)
+        for key in known:
+            if key.constant is not None:
+                key.read(value, where)
+        names = [key.name for key in known]
+        for name in value:
+            if name not in names:
+                close = get_close_matches(name, names, n=1)
+                expected = f"the key {close[0]}" if close else f"one of the keys {', '.join(names)}"
+                raise InvalidConfig(_join(where, name), value[name], expected, id="unknown-key")
+        return _make(self.kind, value, where)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        name = self.kind.__name__
+        if name not in defs:
+            defs[name] = {}
+            defs[name] = _object_schema(self.kind, defs)
+        return {"$ref": f"#/$defs/{name}"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key of an object: `attribute` holds its value, in a field or, if `is_computed`, in a property."""
+
+    name: str
+    attribute: str
+    type: _JsonType
+    description: str = ""
+    default: Any = MISSING
+    constant: Any = None
+    is_computed: bool = False
+    is_inline: bool = False
+    is_optional: bool = False
+    is_required: bool = True  # by readers
+
+    def read(self, value: Mapping[str, Any], where: str) -> Any:
+        """The value of this key in an object at `where`."""
+        inner = _join(where, self.name)
+        if self.name not in value:
+            if self.is_required:
+                raise InvalidConfig(inner, MISSING, self.type.words, id="missing-key")
+            return self.default
+        return _read(self.type, value[self.name], inner)
+
+    def schema(self, defs: Defs) -> dict[str, Any]:
+        return self.type.schema(defs) | ({"description": self.description} if self.description else {})
+
+
+def _read(kind: _JsonType, value: Any, where: str) -> Any:
+    if not kind.admits(value):
+        raise InvalidConfig(where or "document", value, kind.words, id="wrong-value")
+    return kind.read(value, where)
+
+
+def _make(kind: type, value: Mapping[str, Any], where: str) -> Any:
+    """An object of class `kind` from those keys of `value` that are its own."""
+    given: dict[str, Any] = {}
+    for key in _keys(kind):
+        if key.is_inline:
+            given[key.attribute] = _make(key.type.kind, value, where)  # type: ignore[attr-defined]
+        elif key.name in value or key.is_required:
+            found = key.read(value, where)
+            if not key.is_computed and key.constant is None:
+                given[key.attribute] = found
+    try:
+        return kind(**given)
+    except DFlashError as error:  # raised by __post_init__
+        field = _join(where, error.field) if error.field else where or "document"
+        raise InvalidConfig(field, error.found, error.expected or error.message, id="wrong-value") from error
+
+
+def _object_to_json(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kind: Any = type(value)
+    for key in _keys(kind):
+        item = getattr(value, key.attribute) if key.constant is None else key.constant
+        if key.is_inline:
+            found |= _object_to_json(item)
+        elif not (key.is_optional and item == key.default):
+            found[key.name] = to_json(item)
+    return found
+
+
+def _object_schema(kind: type, defs: Defs) -> dict[str, Any]:
+    keys = _flat_keys(kind)
+    description = _first_line(kind.__doc__ if not (kind.__doc__ or "").startswith(f"{kind.__name__}(") else None)
+    return {
+        **({"description": description} if description else {}),
+        "type": "object",
+        "properties": {key.name: key.schema(defs) for key in keys},
+        "required": [key.name for key in keys if not key.is_optional],
+    }
+
+
+@cache
+def _flat_keys(kind: type) -> tuple[_Key, ...]:
+    """The keys of an object, including the keys of its inlined parts."""
+    parts = (_flat_keys(key.type.kind) if key.is_inline else (key,) for key in _keys(kind))  # type: ignore[attr-defined]
+    return tuple(key for part in parts for key in part)
+
+
+@cache
+def _keys(kind: type) -> tuple[_Key, ...]:
+    return (*_head_keys(kind), *_field_keys(kind), *_computed_keys(kind))
+
+
+def _head_keys(kind: Any) -> Iterator[_Key]:
+    if hasattr(kind, "KIND"):
+        for name, value in (("schema_version", _schema_version(kind)), ("kind", kind.KIND)):
+            yield _Key(name, name, _Choice((value,)), constant=value)
+
+
+def _field_keys(kind: Any) -> Iterator[_Key]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        if HIDDEN in marks:
+            continue
+        default = MISSING if field.default is NO_DEFAULT else field.default
+        if field.default_factory is not NO_DEFAULT:
+            default = field.default_factory()
+        yield _Key(
+            name=field.name.rstrip("_"),
+            attribute=field.name,
+            type=_json_type(hints[field.name]),
+            description=_description(marks),
+            default=default,
+            is_inline=INLINE in marks,
+            is_optional=OPTIONAL in marks,
+            is_required=OPTIONAL not in marks and NOT_REQUIRED not in marks,
+        )
+
+
+def _computed_keys(kind: type) -> Iterator[_Key]:
+    members = {name: item for base in reversed(kind.__mro__) for name, item in vars(base).items()}
+    for name, item in members.items():
+        getter = getattr(item, "fget", None)
+        if getattr(getter, "is_computed_key", False):
+            hint = get_type_hints(getter, include_extras=True)["return"]
+            marks = getattr(hint, "__metadata__", ())
+            description = _description(marks) or _first_line(item.__doc__)
+            is_optional = OPTIONAL in marks
+            kind_of_key = {"is_computed": True, "is_optional": is_optional, "is_required": False}
+            yield _Key(name, name, _json_type(hint), description, None, **kind_of_key)
+
+
+def _description(marks: Sequence[Any]) -> str:
+    return next((mark for mark in marks if isinstance(mark, str)), "")
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+@cache
+def _json_type(hint: Any) -> _JsonType:
+    """The JSON type of a Python type.
+
+    Raises:
+        TypeError: no document can hold values of that type.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in SCALARS:
+        return SCALARS[hint]
+    if hint is Any or hint is object:
+        return _Anything()
+    if is_dataclass(hint):
+        return _Object(hint)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _Choice(tuple(member.value for member in hint), hint)
+    if origin is Annotated:
+        limits = next((mark for mark in args[1:] if isinstance(mark, Limits)), None)
+        return _json_type(args[0]) if limits is None else _limited(_json_type(args[0]), limits)
+    if origin is Literal:
+        return _Choice(args)
+    if origin is Union or origin is UnionType:
+        return _Union(tuple(map(_json_type, args)))
+    return _container_type(origin, args)
+
+
+def _limited(inner: _JsonType, limits: Limits) -> _JsonType:
+    if isinstance(inner, _Union):
+        return _Union(tuple(_limited(member, limits) for member in inner.members))
+    if isinstance(inner, _Scalar) and inner.name in ("integer", "number"):
+        return _Scalar(inner.name, inner.words, inner.admits, inner.make, limits)
+    return inner
+
+
+def _container_type(origin: Any, args: tuple[Any, ...]) -> _JsonType:
+    if origin is tuple and args[-1:] != (...,):
+        return _Tuple(tuple(map(_json_type, args)))
+    if origin in (tuple, Sequence):
+        return _List(_json_type(args[0]), tuple)
+    if origin is list:
+        return _List(_json_type(args[0]), list)
+    if origin in (dict, Mapping):
+        return _Map(_json_type(args[1]), is_numbered=args[0] is int)
+    raise TypeError(f"no document holds values of type {origin or args!r}")
