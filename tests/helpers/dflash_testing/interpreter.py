@@ -26,9 +26,8 @@ def quicken() -> None:
     _patch_once(interpreter)
     _remember_types(interpreter)
     options = interpreter.interpreter_builder.options
-    if (
-        not options.debug
-    ):  # otherwise Triton repeats sums and products in int64 for an assertion that only debug mode makes
+    # Without this option, Triton repeats sums and products in int64 for an assertion that only debug mode makes.
+    if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
