@@ -27,7 +27,9 @@ WINGS: Mapping[str, frozenset[str]] = {
 """Wing of `dflash_cli` -> its folders. The checkpoint wing never imports the measuring wing."""
 
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dflash_runtime": {"base": ("errors", "notices", "registry", "config", "json_values")},
+    "dflash_runtime": {
+        "base": ("errors", "registry", "config", "json_values", "notices", "phrases", "whole_files", "documents")
+    },
     "dflash_cli": {"base": ("version",)},
 }
 """Package -> the modules of its own folder that its other rooms import. Its remaining modules are its top."""

@@ -1,6 +1,5 @@
-"""One evaluation as JSON, as tables, and as Markdown."""
+"""One evaluation as JSON, and the headline, legend and tables that every form of a report shows."""
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +11,35 @@ from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
 from dflash_cli.acceptance.exact_match import ExactMatch
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Anchors, Interval, Summary
+from dflash_cli.acceptance.intervals.statistics import (
+    DEFINITIONS,
+    MIN_FOR_POSITIONS,
+    Anchors,
+    Interval,
+    Summary,
+    value_text,
+)
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
+from dflash_runtime.phrases import shorten
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
+TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
 REJECTED = "tokens most often rejected"
 BAR_WIDTH = 24
 NAME_WIDTH = 16
 SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
-"""Of the tokens that were rejected most often, and of what the target chose instead; JSON has more."""
+"""Number of rejected tokens, and of replacements for each, that tables show. JSON has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation(Shown):
     """Result of `dflash eval-acceptance`.
 
-    Under several conditions the total pools all of them.
+    With several conditions, the total pools all of them.
     """
 
     KIND: ClassVar[str] = "eval-acceptance"
@@ -44,14 +51,14 @@ class Evaluation(Shown):
     prompts: PromptSource
     conversations: Annotated[tuple[ConversationCounts, ...], NOT_REQUIRED] = ()
     failed: Annotated[tuple[Failure, ...], "prompts that were not measured and are not in the result"] = ()
-    anchors: Annotated[Anchors | None, "of a replay"] = None
+    anchors: Annotated[Anchors | None, "acceptance over every anchor; only in a replay"] = None
     conditions: Annotated[tuple[ConditionResult, ...], NOT_REQUIRED, "empty without conditions"] = ()
-    exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "of answers with a reference number"] = ()
-    rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "rejected most often"] = ()
+    exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "for answers with a reference number"] = ()
+    rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "tokens rejected most often"] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
-        "of --disaggregated: prefill and decode in two engines, and in one",
+        "with --disaggregated: prefill and decode in two engines, compared with one engine",
     ] = None
     seconds: float
 
@@ -60,7 +67,7 @@ class Evaluation(Shown):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were asked for, measured or not, each under every condition."""
+        """Number of requested prompts, measured or not. A prompt counts once for each condition."""
         num_measured = sum(item.summary.num_conversations for item in self.conditions)
         return (num_measured or self.total.num_conversations) + self.num_failed
 
@@ -72,7 +79,7 @@ class Evaluation(Shown):
 
     @property
     def base(self) -> Summary:
-        """What a draft is judged by: the total, or under conditions that of the first, to which the others are held."""
+        """The summary by which the draft is judged: the total, or the first condition if there are conditions."""
         return self.conditions[0].summary if self.conditions else self.total
 
     @property
@@ -90,16 +97,17 @@ class Evaluation(Shown):
         return tables(self, is_full=False)
 
     @property
-    def verdict(self) -> list[str]:
-        """Whether prefilling in another process held; nothing where it was not asked."""
-        return [] if self.disaggregation is None else self.disaggregation.lines
+    def remarks(self) -> list[list[str]]:
+        """Paragraphs about right answers and, if prompts were prefilled in another process, about the hand-off."""
+        found = [item.lines for item in self.exact_match]
+        return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
 
 def headline(evaluation: Evaluation) -> str:
-    """`acceptance length 3.52 [3.31, 3.74], at most 8`, and what must not be overlooked about it."""
+    """Return `acceptance length 3.52 [3.31, 3.74], at most 8`, and warnings such as capped verification."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
-    parts = [f"acceptance length {_length(total)}, at most {block}"]
+    parts = [f"acceptance length {total.length_text}, at most {block}"]
     if total.counts.is_capped:
         parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
     if evaluation.failed:
@@ -112,12 +120,12 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def _num_verified(total: Summary) -> int:
-    """Drafted tokens of a block that were verified at all."""
+    """Return how many positions of a block were verified at least once."""
     return sum(count > 0 for count in total.counts.per_pos_verified)
 
 
 def legend(evaluation: Evaluation) -> str:
-    """What the headline counts, and its largest possible value."""
+    """Return lines that explain the headline and give its largest possible value."""
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.acceptance_len_interval
     lines = [
@@ -127,21 +135,21 @@ def legend(evaluation: Evaluation) -> str:
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
         if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
-            lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
+            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more prompts")
     else:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
     if evaluation.anchors is not None:
         anchors = evaluation.anchors
-        length = _number(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
+        length = value_text(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
         mean = f"mean over {anchors.num_anchors} anchors {length}"
-        lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
+        lines.append(f"{mean}: another quantity, which includes blocks that a live run skips")
     if evaluation.conditions:
-        lines.append("by condition: tokens of a prompt on average; against the first condition, paired by prompt")
+        lines.append("by condition: mean tokens per prompt; difference to the first condition, paired by prompt")
     return "\n".join([*lines, *evaluation.prompts.lines])
 
 
 def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
-    """Title -> columns and rows; those that explain the figure only where it is full. All fit 80 columns."""
+    """Return columns and rows by title, all within 80 columns. `is_full` adds rejected tokens and other definitions."""
     found = {"by position": position_table(evaluation.total)}
     if evaluation.conditions:
         found["by condition"] = _condition_table(evaluation)
@@ -156,43 +164,20 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     return found
 
 
-def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
-    """A report to keep beside a checkpoint."""
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
-    if evaluation.prompts.warning is not None:
-        lines += [f"Note: {evaluation.prompts.warning}.", ""]
-    lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
-    lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
-    lines += [line for line in evaluation.verdict for line in (line, "")]
-    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
-    if evaluation.failed:
-        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failed)]
-    for name, (columns, rows) in tables(evaluation).items():
-        if name == REJECTED:
-            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
-        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
-    return "\n".join(lines) + "\n"
-
-
 def provenance(evaluation: Evaluation) -> dict[str, Any]:
-    """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
+    """Return known facts by name: what was measured, settings, versions, command and date."""
     prompts = {f"prompts.{name}": value for name, value in _flat(to_json(evaluation.prompts)).items() if value}
     facts = {**evaluation.settings, **prompts, **_flat(to_json(evaluation.measured))}
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def command_line(evaluation: Evaluation) -> str:
-    """The command that measured it, as it would be typed."""
+    """Return the command of the evaluation."""
     return shlex.join(["dflash", *evaluation.measured.argv[1:]])
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; what would end a cell is escaped."""
-    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
-
-
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested facts on one level, such as `draft.commit`."""
+    """Return nested facts on one level, such as `draft.commit`."""
     flat: dict[str, Any] = {}
     for name, value in measured.items():
         if isinstance(value, Mapping):
@@ -203,14 +188,14 @@ def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def position_table(total: Summary) -> Table:
-    """Acceptance by position, as columns and rows."""
+    """Return acceptance by position, as columns and rows."""
     counts = total.counts
     rows = [
         (
             str(place + 1),
             f"{accepted}",
-            _rate(rate) + _span(total.per_pos_intervals[place]),
-            _rate(conditional),
+            value_text(rate, total.per_pos_intervals[place]),
+            value_text(conditional, None),
             _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
@@ -222,10 +207,7 @@ def position_table(total: Summary) -> Table:
 
 
 def _definition_table(total: Summary) -> Table:
-    rows = [
-        (name, "-" if total.definitions[name] is None else f"{total.definitions[name]:.3f}", meaning)
-        for name, meaning in DEFINITIONS.items()
-    ]
+    rows = [(name, value_text(total.definitions[name], None), meaning) for name, meaning in DEFINITIONS.items()]
     return ("definition", "value", "meaning"), rows
 
 
@@ -235,7 +217,7 @@ def _condition_table(evaluation: Evaluation) -> Table:
             item.condition.name,
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
-            _length(item.summary),
+            item.summary.length_text,
             _against_first(item),
         )
         for item in evaluation.conditions
@@ -245,79 +227,51 @@ def _condition_table(evaluation: Evaluation) -> Table:
 
 def _against_first(item: ConditionResult) -> str:
     """`-0.51 [-0.62, -0.40]`."""
-    interval = item.difference_interval
-    if item.difference is None or interval is None:
+    if item.difference_interval is None:
         return ""
-    return f"{item.difference:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return value_text(item.difference, item.difference_interval, "+.2f")
 
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
         (
-            _short(name),
+            shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            _length(summary) + _lack(summary),
+            summary.length_text + _lack(summary),
         )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
-    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), _length(total)))
+    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), total.length_text))
     return ("category", "prompts", "steps", "acceptance length"), rows
 
 
-def _length(summary: Summary) -> str:
-    return _number(summary.counts.acceptance_len, summary.acceptance_len_interval)
-
-
-def _number(value: float | None, interval: Interval | None) -> str:
-    return "-" if value is None else f"{value:.3f}{_span(interval)}"
-
-
-def _span(interval: Interval | None) -> str:
-    return f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
-
-
 def _lack(summary: Summary) -> str:
-    """Why a category has no interval, where that is for its size."""
+    """Return a remark if a category has too few prompts for an interval."""
     return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3f}"
-
-
 def _bar(rate: float, interval: Interval | None) -> str:
-    """The rate as a bar; with an interval it is solid up to the lower end, and light from there to the upper one."""
+    """Return the rate as a bar. With an interval, it is solid up to the lower end and shaded up to the upper end."""
     solid, light = (interval.low, interval.high) if interval is not None else (rate, rate)
     num_solid = round(solid * BAR_WIDTH)
     return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-
-
 def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
-    """Tokens in brackets, so that spaces at their ends show."""
+    """Tokens are in brackets, so that leading and trailing spaces show."""
     rows = [
         (
-            _short(f"[{item.text}]"),
+            shorten(f"[{item.text}]", NAME_WIDTH),
             str(item.num_rejected),
             str(item.num_judged),
             f"{item.rate:.2f}",
-            "  ".join(f"{_short(f'[{other.text}]')} {other.count}" for other in item.replacements[:SHOWN_REPLACEMENTS]),
+            "  ".join(
+                f"{shorten(f'[{other.text}]', NAME_WIDTH)} {other.count}"
+                for other in item.replacements[:SHOWN_REPLACEMENTS]
+            ),
         )
         for item in tokens[:SHOWN_TOKENS]
     ]
     return ("token", "rejected", "judged", "share", "the target chose"), rows
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _as_code(text: str) -> str:
-    """Text in which nothing is Markdown or HTML; spaces within it stay."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

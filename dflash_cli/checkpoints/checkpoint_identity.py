@@ -1,24 +1,18 @@
-"""Which checkpoint a result is of: its name without a path of this machine, its commit on the hub, and a digest.
+"""Which checkpoint a result or a conversion is about: its name without a path of this machine, and digests of it."""
 
-The digest is over what decides a result: config, tokenizer and template files, the headers of the weights, and the
-weights themselves; of large ones a sample of every tensor, which a further step of training changes.
-"""
-
-import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dflash_cli.checkpoints.references import TINY, is_bundled
+from dflash_cli.checkpoints.references import is_bundled
+from dflash_cli.checkpoints.target_copies import target_tensor
+from dflash_runtime.checkpoint.digests import digest_files, digest_headers, digest_rows, is_read_whole
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
+from dflash_runtime.checkpoint.pair import TargetSource
 
-TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".pt")
-NOT_DECIDING = ("conversion.json", "requirements.txt")
-WHOLE_BYTES = 512 * 2**20
-"""Weights up to this size are read to the end."""
-SAMPLE_BYTES = 16 * 2**10
+FINAL_NORM = "norm.weight"
 SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 
 
@@ -33,24 +27,19 @@ class Identity:
 
 
 def identify(checkpoint: Checkpoint, reference: str) -> Identity:
-    """The identity of a checkpoint in a directory, as `reference` names it."""
+    """The identity of a checkpoint in a directory. `reference` names it if it is bundled."""
     name, commit = name_and_commit(checkpoint.path, reference)
-    weights = checkpoint.weight_files
-    is_whole = sum(file.stat().st_size for file in weights) <= WHOLE_BYTES
-    hashed = hashlib.sha256()
-    for label, part in _parts(checkpoint, is_whole=is_whole):
-        hashed.update(f"{label}\0{len(part)}\0".encode())
-        hashed.update(part)
+    is_dated = commit is None and not is_read_whole(checkpoint)
     return Identity(
         name=name,
         commit=commit,
-        digest=hashed.hexdigest()[:16],
-        modified_ns=None if is_whole or commit else max(file.stat().st_mtime_ns for file in weights),
+        digest=digest_files(checkpoint),
+        modified_ns=max(file.stat().st_mtime_ns for file in checkpoint.weight_files) if is_dated else None,
     )
 
 
-def name_and_commit(directory: Path, reference: str) -> tuple[str, str | None]:
-    """What a checkpoint is called without a path of this machine, and its commit where the hub's cache holds it."""
+def name_and_commit(directory: Path, reference: str = "") -> tuple[str, str | None]:
+    """A checkpoint's name without a path of this machine, and its commit if it is in the hub's cache."""
     path = directory.resolve()
     snapshot = SNAPSHOT.search(str(path))
     if snapshot is not None:
@@ -58,36 +47,41 @@ def name_and_commit(directory: Path, reference: str) -> tuple[str, str | None]:
     return reference if is_bundled(reference) else path.name, None
 
 
-def deciding_files(checkpoint: Checkpoint) -> list[Path]:
-    """The files that decide a result: config, tokenizer, template and weights."""
-    return [*_text_files(checkpoint.path), *checkpoint.weight_files]
+@dataclass(frozen=True, slots=True)
+class TargetFingerprint:
+    """Digests of a target that do not depend on its files: of its headers, and of some of its weights.
+
+    `rows` is None if only the headers are on this machine.
+    """
+
+    headers: Annotated[str, "of the tensors' names, types and shapes"]
+    rows: Annotated[str | None, "of some of the weights; null if only headers were read"] = None
+
+    def difference(self, other: "TargetFingerprint") -> str | None:
+        """How two targets differ, None if no difference is known."""
+        if self.headers != other.headers:
+            return "other tensors"
+        if None not in (self.rows, other.rows) and self.rows != other.rows:
+            return "other weights in tensors of the same names and shapes"
+        return None
 
 
-def is_tiny(identity: Identity) -> bool:
-    """Whether it is of the bundled pair."""
-    return identity.name.partition(":")[0] == TINY
+def target_fingerprint(target: TargetSource) -> TargetFingerprint:
+    """Digest a target's headers and, if its weights are on this machine, rows of its embedding and its final norm.
+
+    Raises:
+        CheckpointError: its headers cannot be read.
+    """
+    tensors = target.checkpoint.tensors
+    embedding = target_tensor(target, EMBEDDING)
+    if embedding is None or not embedding.file.is_file():
+        return TargetFingerprint(digest_headers(tensors))
+    norms = [info for name, info in tensors.items() if name == FINAL_NORM or name.endswith(f"model.{FINAL_NORM}")]
+    norms.sort(key=lambda info: len(info.name))
+    return TargetFingerprint(digest_headers(tensors), digest_rows([embedding, *norms[:1]]))
 
 
-def _text_files(path: Path) -> list[Path]:
-    return [
-        file
-        for file in sorted(path.iterdir())
-        if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file()
-    ]
-
-
-def _parts(checkpoint: Checkpoint, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:
-    for file in _text_files(checkpoint.path.resolve()):
-        yield file.name, file.read_bytes()
-    for file in checkpoint.weight_files:
-        yield file.name, str(file.stat().st_size).encode()
-        with file.open("rb") as stream:
-            yield "header", stream.read(min(info.begin for info in checkpoint.tensors.values() if info.file == file))
-            if is_whole:
-                while block := stream.read(2**20):
-                    yield "data", block
-                continue
-            for name, info in sorted(checkpoint.tensors.items()):
-                if info.file == file:
-                    stream.seek(info.begin)
-                    yield name, stream.read(min(SAMPLE_BYTES, info.num_bytes))
+def digest_ends(target: TargetSource) -> str | None:
+    """Digest rows of a target's embedding and head, the weights that drafts borrow. None if it has neither."""
+    found = [info for info in (target_tensor(target, name) for name in (EMBEDDING, HEAD)) if info is not None]
+    return digest_rows(found, with_shapes=True)[:16] if found else None

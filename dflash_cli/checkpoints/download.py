@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_cli.terminal import console
+from dflash_runtime.phrases import plural
 
 
 def download_snapshot(
@@ -43,7 +44,7 @@ def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: s
     missing = [item for item in files if item.will_download]
     if missing:
         size = sum(item.file_size or 0 for item in missing)
-        console.status(f"downloading {repo}: {_size(size)} in {len(missing)} file{'s' if len(missing) > 1 else ''}")
+        console.status(f"downloading {repo}: {_size(size)} in {plural(len(missing), 'file')}")
 
 
 @contextmanager

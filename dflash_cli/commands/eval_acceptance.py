@@ -309,9 +309,5 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
-    for match in evaluation.exact_match:
-        console.result("\n" + "\n".join(match.lines))
-    if evaluation.verdict:
-        console.result("\n" + "\n".join(evaluation.verdict))
-    for shape in evaluation.shapes:
-        console.result("\n" + "\n".join(shape.lines))
+    for paragraph in (*evaluation.remarks, *(shape.lines for shape in evaluation.shapes)):
+        console.result("\n" + "\n".join(paragraph))

@@ -104,7 +104,7 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
         GateFailed: the acceptance length is too low.
     """
     from dflash_cli.acceptance.measure import check_summary
-    from dflash_cli.generation.answers import plural
+    from dflash_runtime.phrases import plural
 
     failures = [failure for run in found.all_runs for failure in run.failed]
     if failures:

@@ -22,6 +22,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
@@ -203,7 +204,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
-        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:
         console.warn(note)
@@ -260,7 +261,3 @@ def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     for finding in repaired.after.findings:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

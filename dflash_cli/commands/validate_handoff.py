@@ -8,11 +8,11 @@ import typer
 
 from dflash_cli.commands.validate import FAILED, print_finding
 from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.generation.answers import plural
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.handoff.two_servers.transfer_report import TransferReport

@@ -6,21 +6,23 @@ from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.curve_shape import CurveShape
-from dflash_cli.acceptance.intervals.statistics import Interval
+from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
 from dflash_runtime.documents import INLINE
+from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 
 
 def letter(place: int) -> str:
-    """A, B, ... by which tables name the results."""
+    """Return A, B, ... as the name of a result in tables."""
     return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
 
 
 def legend(results: Sequence[MeasuredResult]) -> list[str]:
-    """`A  old.json  3.439, 64 prompts`, a line for each result."""
+    """Return a line for each result: `A  old.json  acceptance length 3.439, 64 prompts`."""
     return [
         f"{letter(place)}  {item.name}  acceptance length {item.acceptance_len:.3f}, "
         + (f"{len(item.conversations)} prompts" if item.conversations else f"totals only ({item.source})")
@@ -29,7 +31,7 @@ def legend(results: Sequence[MeasuredResult]) -> list[str]:
 
 
 def shape_lines(results: Sequence[MeasuredResult]) -> list[str]:
-    """What the curves by position tell of faults, of each result that has such a shape."""
+    """Return the shapes of each result's acceptance curve that point to a fault."""
     return [
         f"{letter(place)} {line}" if line.startswith("shape") else f"  {line}"
         for place, item in enumerate(results)
@@ -44,15 +46,14 @@ def headline(comparison: Comparison, place: int) -> str:
     start = f"{letter(place)} against A: "
     if total.difference is None:
         return f"{start}{total.change:+.3f}, no interval" if total.change is not None else f"{start}not known"
-    interval = total.difference.interval
     return (
-        f"{start}{total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}], "
+        f"{start}{value_text(total.difference.value, total.difference.interval, '+.3f')}, "
         f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
     )
 
 
 def how(comparison: Comparison, tolerance: float | None, num_results: int) -> list[str]:
-    """How the difference was taken, and what the verdict says, where `num_results` were compared."""
+    """Return lines that explain how the difference was computed and what the verdict means."""
     total = comparison.total
     if total.difference is None:
         return [f"no interval: {total.reason}"]
@@ -67,7 +68,7 @@ def how(comparison: Comparison, tolerance: float | None, num_results: int) -> li
 
 
 def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Columns and rows: the categories, and all together."""
+    """Return columns and rows: each category, then all prompts."""
     columns = ("category", "prompts", "A", letter(place), "difference", "p", "verdict")
     return columns, [_row(line) for line in (*comparison.categories, comparison.total)]
 
@@ -75,22 +76,25 @@ def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[S
 def _row(line: Contrast) -> tuple[str, ...]:
     name = line.category or "all"
     return (
-        name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…",
+        shorten(name, CATEGORY_WIDTH),
         str(line.num_conversations),
-        _length(line.base_len),
-        _length(line.other_len),
+        value_text(line.base_len, None, ".2f"),
+        value_text(line.other_len, None, ".2f"),
         difference_text(line),
         p_value_text(line.p_value),
         line.verdict,
     )
 
 
-def warning(comparison: Comparison) -> str | None:
-    """What was measured otherwise than the first result, beside the draft."""
+def warning(comparison: Comparison) -> Notice | None:
+    """Return a warning if the two results were measured under different conditions."""
     if not comparison.unlike:
         return None
-    fields = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, (was, now) in comparison.unlike.items())
-    return f"{comparison.other.name} was measured otherwise than {comparison.base.name}: {fields}"
+    fields = ", ".join(
+        f"{name} {shorten(str(was), 24)} -> {shorten(str(now), 24)}" for name, (was, now) in comparison.unlike.items()
+    )
+    text = f"{comparison.other.name} was measured under other conditions than {comparison.base.name}: {fields}"
+    return Notice(text, id="measured-otherwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +112,7 @@ class ContrastEntry:
 
     @classmethod
     def of(cls, line: Contrast) -> "ContrastEntry":
-        """The entry of a line of a comparison."""
+        """Return the entry of a line of a comparison."""
         return cls(
             acceptance_lens=(line.base_len, line.other_len),
             num_conversations=line.num_conversations,
@@ -123,7 +127,7 @@ class ContrastEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultEntry:
-    """One of the results that are compared."""
+    """One compared result."""
 
     name: str
     source: Annotated[str, "the program that wrote the file"]
@@ -134,7 +138,7 @@ class ResultEntry:
 
     @classmethod
     def of(cls, result: MeasuredResult) -> "ResultEntry":
-        """The entry of a result."""
+        """Return the entry of a result."""
         return cls(
             name=result.name,
             source=result.source,
@@ -158,7 +162,7 @@ class ComparisonEntry:
 
     @classmethod
     def of(cls, comparison: Comparison) -> "ComparisonEntry":
-        """The entry of a comparison."""
+        """Return the entry of a comparison."""
         return cls(
             base=comparison.base.name,
             other=comparison.other.name,
@@ -181,7 +185,7 @@ class CompareDocument:
 
 
 def compare_document(comparisons: Sequence[Comparison], tolerance: float | None) -> CompareDocument:
-    """The document of comparisons with one first result."""
+    """Return the document of comparisons with the same first result."""
     return CompareDocument(
         results=result_entries(comparisons),
         tolerance=tolerance,
@@ -190,20 +194,15 @@ def compare_document(comparisons: Sequence[Comparison], tolerance: float | None)
 
 
 def result_entries(comparisons: Sequence[Comparison]) -> tuple[ResultEntry, ...]:
-    """The first result, and every result that is compared with it; empty without comparisons."""
+    """Return the first result and every result compared with it; empty without comparisons."""
     results = [*(item.base for item in comparisons[:1]), *(item.other for item in comparisons)]
     return tuple(map(ResultEntry.of, results))
 
 
-def _length(length: float | None) -> str:
-    return "-" if length is None else f"{length:.2f}"
-
-
 def difference_text(line: Contrast) -> str:
     if line.difference is not None:
-        interval = line.difference.interval
-        return f"{line.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-    return "-" if line.change is None else f"{line.change:+.2f}"
+        return value_text(line.difference.value, line.difference.interval, "+.2f")
+    return value_text(line.change, None, "+.2f")
 
 
 def p_value_text(value: float | None, equals: str = "") -> str:
@@ -211,8 +210,3 @@ def p_value_text(value: float | None, equals: str = "") -> str:
     if value is None:
         return "-"
     return f"{equals}{value:.3f}" if value >= 0.001 else f"{'< ' if equals else '<'}0.001"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import resource
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from dflash_cli.conversion.destination import check_destination, refuse_foreign, remove_checkpoint
 from dflash_runtime.errors import CapacityError, UsageError
+from dflash_runtime.whole_files import hidden_path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that say that there is no room: on the disk, for the user, or in one file."""
@@ -52,7 +52,7 @@ def staged(destination: Path, num_bytes: int, *, largest_file_bytes: int = 0, fo
     parent = destination.absolute().parent
     try:
         _check_room(parent, num_bytes, largest_file_bytes)
-        stage = _hidden(destination, "tmp")
+        stage = hidden_path(destination.absolute(), "tmp")
         stage.mkdir()
     except OSError as error:
         raise _explained(error, parent) from error
@@ -121,7 +121,7 @@ def _place(stage: Path, destination: Path, *, force: bool) -> None:
     | renaming        | new         | old           | -             |
     | removing        | new         | -             | -             |
     """
-    aside = _hidden(destination, "old")
+    aside = hidden_path(destination.absolute(), "old")
     try:
         if force and os.path.lexists(destination):
             move_new(destination, aside)
@@ -138,11 +138,6 @@ def _place(stage: Path, destination: Path, *, force: bool) -> None:
         raise
     if os.path.lexists(aside):
         remove_checkpoint(aside)
-
-
-def _hidden(destination: Path, kind: str) -> Path:
-    """A name beside the destination that nothing has."""
-    return destination.absolute().with_name(f".{destination.name}.{kind}-{secrets.token_hex(4)}")
 
 
 def _check_room(parent: Path, num_bytes: int, largest_file_bytes: int) -> None:

@@ -1,6 +1,5 @@
 """Write a planned checkpoint into a directory, and digest what was read and written."""
 
-import hashlib
 import json
 import shutil
 import signal
@@ -12,11 +11,12 @@ from typing import Any
 
 from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress
+from dflash_cli.conversion.manifest import HashedFile
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.side_files import SideFile, provenance
+from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.files import INDEX_FILE
-
-HASH_BYTES = 4 * 1024 * 1024
+from dflash_runtime.documents import to_json
 
 
 @contextmanager
@@ -57,21 +57,17 @@ def _write_side_file(side_file: SideFile, plan: ConversionPlan, path: Path) -> N
             card.write(provenance(plan.draft, plan.format))
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: Any) -> None:
     """Write a JSON document for people and machines."""
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
-def hash_files(files: list[Path], progress: Progress) -> dict[str, dict[str, Any]]:
+def hash_files(files: list[Path], progress: Progress) -> dict[str, HashedFile]:
     """Size and SHA-256 of each file."""
-    total = sum(file.stat().st_size for file in files)
-    return {file.name: _hash(file, total, progress) for file in files}
+    sizes = {file: file.stat().st_size for file in files}
 
+    def observe(num_bytes: int) -> None:
+        progress("hash", num_bytes, sum(sizes.values()))
 
-def _hash(file: Path, total: int, progress: Progress) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(HASH_BYTES):
-            digest.update(piece)
-            progress("hash", len(piece), total)
-    return {"num_bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {file.name: HashedFile(size, hash_file(file, observe)) for file, size in sizes.items()}

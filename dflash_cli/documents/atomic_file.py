@@ -10,18 +10,33 @@ from typing import Any, Literal, TextIO
 
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
+from dflash_runtime.whole_files import written_whole
 
 
 def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
     """Refuse an output before anything is computed for it: one rule for every file and directory that is written.
 
     Raises:
-        UsageError: the folder it would be in does not exist, or it exists itself and `force` is not given.
+        UsageError: its parent is not a directory, or it exists and `force` is not given.
+    """
+    check_parent(path)
+    if os.path.lexists(path) and not is_stream(path) and not force:
+        raise UsageError("exists already", id="output-exists", path=path, hint=hint)
+
+
+def check_parent(path: Path) -> None:
+    """Refuse an output whose parent is not a directory.
+
+    Raises:
+        UsageError: naming the parent.
     """
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path.parent}: no such directory", hint=f"make it first: mkdir -p {path.parent}")
-    if os.path.lexists(path) and not is_stream(path) and not force:
-        raise UsageError(f"{path}: exists already", hint=hint)
+        raise UsageError(
+            "no such directory",
+            id="no-parent-directory",
+            path=path.parent,
+            hint=f"make it first: mkdir -p {path.parent}",
+        )
 
 
 def is_stream(path: Path) -> bool:
@@ -66,22 +81,14 @@ def atomic_text(path: Path) -> Iterator[Output]:
         UsageError: the directory does not exist, or the path is a directory.
     """
     if path.is_dir():
-        raise UsageError(f"{path}: is a directory, expected a file name")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such directory")
+        raise UsageError("is a directory, expected a file name", id="output-is-directory", path=path)
+    check_parent(path)
     if is_stream(path):
         with open_output(path, "w") as output:
             yield output
         return
-    resolved = path.resolve()
-    partial = resolved.with_name(f"{partial_prefix(resolved)}{os.getpid()}")
-    try:
-        with open_output(path, "w", at=partial) as output:
-            yield output
-        with naming_output(path):
-            partial.replace(resolved)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_whole(path.resolve()) as partial, open_output(path, "w", at=partial) as output:
+        yield output
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -94,18 +101,8 @@ def write_whole(path: Path, data: bytes) -> None:
         with naming_output(path):
             path.write_bytes(data)
         return
-    partial = path.with_name(f"{partial_prefix(path)}{os.getpid()}")
-    try:
-        with naming_output(path):
-            partial.write_bytes(data)
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def partial_prefix(path: Path) -> str:
-    """How the name of a file begins under which `path` is written, until it is whole."""
-    return f".{path.name}.tmp-"
+    with naming_output(path), written_whole(path) as partial:
+        partial.write_bytes(data)
 
 
 @contextmanager

@@ -1,84 +1,24 @@
-"""Text and token ids: the target's tokenizer, its chat template, and decoding while tokens arrive."""
+"""Text and token ids in the commands: options of the chat template, and decoding while tokens arrive."""
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.errors import CheckpointError, RequestError, UsageError
+from dflash_runtime.checkpoint import tokenizer
+from dflash_runtime.checkpoint.tokenizer import Tokenizer
+from dflash_runtime.errors import UsageError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+__all__ = ["REPLACEMENT", "StreamDecoder", "Tokenizer", "find_tokenizer", "template_arguments"]
+
 REPLACEMENT = "\ufffd"
 
 
-class Tokenizer:
-    """A target's tokenizer, as transformers loads it; no code from the checkpoint is run."""
-
-    def __init__(self, path: Path, template_options: dict[str, Any] | None = None) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"tokenizer cannot be loaded: {str(error).splitlines()[0]}", path=path) from error
-        self._template_options = template_options or {}
-
-    @property
-    def eos_token_id(self) -> int | None:
-        value = self._tokenizer.eos_token_id
-        return int(value) if value is not None else None
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens this tokenizer adds by itself."""
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
-
-    @property
-    def has_template(self) -> bool:
-        """Whether it can render conversations."""
-        return bool(self._tokenizer.chat_template)
-
-    @property
-    def template_digest(self) -> str | None:
-        """A hash of the chat template, by which a conversation is told from one that was rendered otherwise."""
-        template = self._tokenizer.chat_template
-        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
-
-    def render(
-        self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer; `options` of the template overrule the tokenizer's.
-
-        Raises:
-            RequestError: the template refuses it, as some do roles that they do not know.
-        """
-        from jinja2 import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._template_options, **(options or {})},
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"{where}: the chat template does not take it: {reason}") from error
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
-
-
 class StreamDecoder:
-    """Turns ids into text as they arrive, holding back what may still change.
+    """Turns token ids into text as they arrive, and holds back text that later ids may change.
 
-    A character split over tokens decodes to U+FFFD until its last byte is there, so text is released up to the first
-    token after which the decoded text ends cleanly.
+    A character that is split over tokens decodes to U+FFFD until its last byte arrives. So text is released up to the
+    last token after which the decoded text ends with a whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -90,8 +30,8 @@ class StreamDecoder:
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids and return the new text that later ids cannot change."""
         self._ids += token_ids
-        # Decoding starts at the last clean boundary, so a long text costs no more than a short one; one clean piece
-        # is kept in front because a tokenizer may write a token differently at the start of a text.
+        # Decoding starts one piece before the ids not yet released, so a long text costs no more than a short one. That
+        # piece is there because a tokenizer may write a token differently at the start of a text.
         before = self._tokenizer.decode(self._ids[self._start : self._released])
         text = self._tokenizer.decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -106,28 +46,25 @@ class StreamDecoder:
 
 
 def find_tokenizer(path: Path, template_options: str | None = None) -> Tokenizer | None:
-    """The tokenizer in a target's directory, or None where there is none.
+    """The tokenizer in a target's folder, or None without tokenizer files.
 
-    `template_options` is a JSON object passed to the chat template, such as `{"enable_thinking": false}`.
+    `template_options` is a JSON object for the chat template, such as `{"enable_thinking": false}`.
     """
-    options = template_arguments(template_options)
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        return None
-    return Tokenizer(path, options)
+    return tokenizer.find_tokenizer(path, template_arguments(template_options))
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
     """The arguments of a chat template, from a JSON object.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `text` is not a JSON object.
     """
     if not text:
         return {}
     try:
         options = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
+    except ValueError:
+        options = None
     if not isinstance(options, dict):
-        raise UsageError("--chat-template-kwargs: expected a JSON object")
+        raise UsageError(field="--chat-template-kwargs", found=text, expected="a JSON object")
     return options

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.acceptance.disaggregated import EXACT, Disaggregation, SideBySide
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts
-from dflash_cli.generation.answers import Answer, Tally, plural
+from dflash_cli.generation.answers import Answer, Tally
 from dflash_cli.handoff.handoff_problems import without_echoes
 from dflash_cli.terminal import console
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from dflash_cli.generation.answers import Streaming, Tally, plural
+from dflash_cli.generation.answers import Streaming, Tally
 from dflash_cli.generation.generate_document import HandoffFacts
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
@@ -25,6 +25,7 @@ from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 

@@ -20,12 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.announcements import is_low
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.inference_server import ServerFacts
 from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 SLIGHT, MUCH = 0.02, 1.1
 """A difference of less than a fiftieth is no fault; without an interval a tenth is needed for one."""
@@ -147,8 +148,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
         if item.total.difference is not None and item.total.verdict == "lower" and not _is_slight(item):
-            interval = item.total.difference.interval
-            change = f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+            change = value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
             return Attribution(
                 owner="engine",
                 rule=5,

@@ -4,13 +4,12 @@ import textwrap
 from collections.abc import Sequence
 
 from dflash_cli.acceptance.acceptance_report import Table, position_table
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS
+from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.attribution import Attribution
 from dflash_cli.probing.server_probe import Probed
-from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 WIDTH = 78
 SHOWN_DIFFERENCES = 5
@@ -26,7 +25,10 @@ def headline(found: Probed) -> list[str]:
         return [f"{engine} serves {facts.model}: {what}"]
     width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
     drafts = f"drafts {width} tokens a step" if width else "drafts"
-    lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)}, {first.name}"]
+    lines = [
+        f"{engine} serves {facts.model} and {drafts}",
+        f"acceptance length {first.total.length_text}, {first.name}",
+    ]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
         lines += textwrap.wrap(f"{value:.3f} as {found.server.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
@@ -91,7 +93,7 @@ def _load_table(found: Probed) -> Table:
                 str(run.concurrency),
                 str(len({answer.row.index for answer in run.answers})),
                 str(run.total.counts.num_drafts),
-                _length(run),
+                run.total.length_text,
                 _difference(change) if change is not None else "-",
                 ORIGINS[run.origin],
             )
@@ -99,19 +101,11 @@ def _load_table(found: Probed) -> Table:
     return ("requests", "prompts", "steps", "acceptance length", f"against {found.runs[0].concurrency}", "from"), rows
 
 
-def _length(run: ServerRun) -> str:
-    length, interval = run.total.counts.acceptance_len, run.total.acceptance_len_interval
-    if length is None:
-        return "-"
-    return f"{length:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else "")
-
-
 def _difference(item: Comparison) -> str:
     """How far the other is above the first."""
     if item.total.difference is None:
-        return f"{item.total.change:+.3f}" if item.total.change is not None else "-"
-    interval = item.total.difference.interval
-    return f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+        return value_text(item.total.change, None, "+.3f")
+    return value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
 
 
 def _change(item: Comparison) -> str:

@@ -14,7 +14,7 @@ from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.generation.answers import Answer, Event, plural
+from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.phrases import plural
 
 MAX_FAILED_IN_A_ROW = 3
 """Prompts in a row that get no answer, after which the server is taken to be gone."""

@@ -18,10 +18,9 @@ from dflash_cli.acceptance.acceptance_report import (
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.comparison_report import letter
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_cli.publishing.drawing import COLOURS, MARKS
 from dflash_cli.publishing.figures import find_figures
 from dflash_cli.publishing.svg_figure import draw_svg
-
-MARKS = "●■◆"
 
 
 def to_html(results: Sequence[StoredEvaluation]) -> str:
@@ -47,6 +46,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
         legend=legend(evaluations[0]).replace("\n", "; "),
         figures=figures,
         rejected=REJECTED,
+        colours=COLOURS,
     )
 
 
@@ -60,6 +60,7 @@ def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
         "interval": _interval_text(evaluation.total),
         "facts": _facts(evaluation),
         "shapes": evaluation.shapes,
+        "remarks": evaluation.remarks,
         "tables": [
             (title.capitalize(), *_without_bars(columns, rows)) for title, (columns, rows) in tables(evaluation).items()
         ],

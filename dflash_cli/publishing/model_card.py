@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline, markdown_table
+from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.exports.export_format import name_of
+from dflash_cli.publishing.markdown_report import markdown_table
 
 TAGS = ("dflash", "speculative-decoding")
 METRIC = "acceptance_length"
@@ -135,17 +136,9 @@ def _interval_line(total: Summary) -> str:
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
     groups = [*evaluation.categories.items(), ("all", evaluation.total)]
     return [
-        (category, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
+        (category, str(summary.num_conversations), str(summary.counts.num_drafts), summary.length_text)
         for category, summary in groups
     ]
-
-
-def _length(summary: Summary) -> str:
-    if summary.counts.acceptance_len is None:
-        return "-"
-    interval = summary.acceptance_len_interval
-    ends = f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
-    return f"{summary.counts.acceptance_len:.3f}{ends}"
 
 
 def _shares(total: Summary) -> str:

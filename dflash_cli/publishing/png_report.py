@@ -1,4 +1,4 @@
-"""The figures of a report as one picture, drawn with matplotlib, which is an extra."""
+"""The figures of a report as one picture, painted with matplotlib, which the extra `plot` installs."""
 
 import io
 from collections.abc import Sequence
@@ -7,16 +7,20 @@ from typing import Any
 from dflash_cli.acceptance.acceptance_report import headline
 from dflash_cli.comparing.comparison_report import letter
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.figures import Figure, find_figures
+from dflash_cli.publishing.drawing import COLOURS, MARKS, TEXT_SIZE, WIDTH, Area, Label, Line, Mark, Shape, lay_out
+from dflash_cli.publishing.figures import find_figures
 from dflash_runtime.errors import UnsupportedError
 
-COLOURS = ("#1f66c1", "#b4530a", "#137a55", "#8a3ab9", "#a81d4a", "#5b6770")
-MARKS = "osD"
-INCHES, DOTS = 6.4, 150
+NUM_COLUMNS, MARGIN, TITLE_HEIGHT, HEAD_HEIGHT = 2, 16, 30, 20
+UNITS_PER_INCH, DOTS_PER_INCH = 100, 150
+POINTS = 72 / UNITS_PER_INCH
+"""Points of a font or a line in one drawing unit."""
+MARKERS = dict(zip(MARKS, "osD", strict=True))
+TEXT, QUIET, GRID = "#1c2024", "#5c646d", "#e7eaed"
 
 
 def to_png(results: Sequence[StoredEvaluation]) -> bytes:
-    """The figures in two columns, under the headline of each result.
+    """The figures in two columns, below the headline of each result.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -25,84 +29,69 @@ def to_png(results: Sequence[StoredEvaluation]) -> bytes:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise UnsupportedError(
-            "a PNG is drawn with matplotlib, which is not installed", hint="pip install 'dflash-cli[plot]'"
+            "a PNG is drawn with matplotlib, which is not installed",
+            id="no-matplotlib",
+            hint="pip install 'dflash-cli[plot]'",
         ) from error
-    figures = find_figures(results)
-    num_rows = (len(figures) + 1) // 2
-    canvas = Canvas(figsize=(2 * INCHES, 0.3 * len(results) + 4.2 * num_rows), layout="constrained")
-    heads = [f"{letter(place)}  {item.name}: {headline(item.evaluation)}" for place, item in enumerate(results)]
-    canvas.suptitle("\n".join(heads), x=0.01, ha="left", fontsize=11)
-    axes = canvas.subplots(num_rows, 2, squeeze=False).ravel()
-    for place, ax in enumerate(axes):
-        if place < len(figures):
-            _draw(ax, figures[place])
-        else:
-            ax.set_axis_off()
+    figures = [(figure.title, lay_out(figure)) for figure in find_figures(results)]
+    rows = [figures[start : start + NUM_COLUMNS] for start in range(0, len(figures), NUM_COLUMNS)]
+    heights = [TITLE_HEIGHT + max(drawing.height for _, drawing in row) for row in rows]
+    width = NUM_COLUMNS * (WIDTH + MARGIN) + MARGIN
+    height = 2 * MARGIN + HEAD_HEIGHT * len(results) + sum(heights)
+    canvas = Canvas(figsize=(width / UNITS_PER_INCH, height / UNITS_PER_INCH))
+    axes = canvas.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    top: float = MARGIN
+    for index, result in enumerate(results):
+        _paint_head(axes, index, result, top, is_only=len(results) == 1)
+        top += HEAD_HEIGHT
+    for row, row_height in zip(rows, heights, strict=True):
+        for column, (title, drawing) in enumerate(row):
+            left = MARGIN + column * (WIDTH + MARGIN)
+            _paint_text(axes, left, top + TITLE_HEIGHT - 8, title, TEXT, ha="left")
+            for shape in drawing.shapes:
+                _paint(axes, shape, left, top + TITLE_HEIGHT)
+        top += row_height
     stream = io.BytesIO()
-    canvas.savefig(stream, format="png", dpi=DOTS, metadata={"Software": None})
+    canvas.savefig(stream, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     return stream.getvalue()
 
 
-def _draw(ax: Any, figure: Figure) -> None:
-    ax.set_title(figure.title, loc="left", fontsize=10)
-    ax.set_xlabel(figure.axis)
-    ax.grid(alpha=0.25)
-    {"curve": _curves, "bars": _bars, "dots": _dots}[figure.kind](ax, figure)
-    if len(figure.series) > 1:
-        ax.legend(frameon=False)
+def _paint_head(axes: Any, index: int, result: StoredEvaluation, top: float, *, is_only: bool) -> None:
+    """A result's headline. With several results, its mark before it is the legend of the figures."""
+    text = f"{letter(index)}  {result.name}: {headline(result.evaluation)}"
+    if not is_only:
+        _paint(axes, Mark(8, 10, index, ""), MARGIN, top)
+    _paint_text(axes, MARGIN + (0 if is_only else 20), top + 14, text, TEXT, ha="left")
 
 
-def _curves(ax: Any, figure: Figure) -> None:
-    for index, series in enumerate(figure.series):
-        known = [(place, point) for place, point in enumerate(series.points) if point is not None]
-        places, values = [place for place, _ in known], [point.value for _, point in known]
-        ax.plot(places, values, color=_colour(index), marker=_mark(index), markersize=4, label=series.name)
-        banded = [(place, point.interval) for place, point in known if point.interval is not None]
-        ax.fill_between(
-            [place for place, _ in banded],
-            [interval.low for _, interval in banded],
-            [interval.high for _, interval in banded],
-            color=_colour(index),
-            alpha=0.18,
-            linewidth=0,
-        )
-    ax.set_ylim(figure.low, figure.high)
-    ax.set_xticks(range(len(figure.labels)), figure.labels)
+def _paint(axes: Any, shape: Shape, left: float, top: float) -> None:
+    match shape:
+        case Line(points, series):
+            style = {"color": GRID, "linewidth": POINTS, "zorder": 1} if series is None else _line_style(series)
+            axes.plot([left + x for x, _ in points], [top + y for _, y in points], **style)
+        case Area(points, series, role):
+            opacity = 0.18 if role == "band" else 0.85
+            xs, ys = [left + x for x, _ in points], [top + y for _, y in points]
+            axes.fill(xs, ys, color=_colour(series), alpha=opacity, linewidth=0, zorder=2)
+        case Mark(x, y, series):
+            marker = MARKERS[MARKS[series % len(MARKS)]]
+            axes.plot([left + x], [top + y], color=_colour(series), marker=marker, markersize=7 * POINTS)
+        case Label(x, y, text, anchor):
+            align = {"start": "left", "middle": "center", "end": "right"}[anchor]
+            _paint_text(axes, left + x, top + y, text, QUIET, ha=align)
 
 
-def _bars(ax: Any, figure: Figure) -> None:
-    width = 0.8 / len(figure.series)
-    for index, series in enumerate(figure.series):
-        shift = (index - (len(figure.series) - 1) / 2) * width
-        known = [(place + shift, point.value) for place, point in enumerate(series.points) if point is not None]
-        ax.bar(
-            [place for place, _ in known],
-            [value for _, value in known],
-            width,
-            color=_colour(index),
-            label=series.name,
-        )
-    ax.set_ylim(figure.low, figure.high)
-    ax.set_xticks(range(len(figure.labels)), figure.labels)
+def _paint_text(axes: Any, x: float, y: float, text: str, colour: str, *, ha: str) -> None:
+    """A text as it is: matplotlib would read `$` as the start of a formula."""
+    axes.text(x, y, text, color=colour, ha=ha, fontsize=TEXT_SIZE * POINTS, parse_math=False)
 
 
-def _dots(ax: Any, figure: Figure) -> None:
-    for index, series in enumerate(figure.series):
-        shift = (index - (len(figure.series) - 1) / 2) * 0.18
-        known = [(place + shift, point) for place, point in enumerate(series.points) if point is not None]
-        heights, values = [height for height, _ in known], [point.value for _, point in known]
-        ax.scatter(values, heights, color=_colour(index), marker=_mark(index), s=22, label=series.name)
-        for height, point in known:
-            if point.interval is not None:
-                ax.hlines(height, point.interval.low, point.interval.high, color=_colour(index))
-    ax.set_xlim(figure.low, figure.high)
-    ax.set_yticks(range(len(figure.labels)), figure.labels)
-    ax.invert_yaxis()
+def _line_style(series: int) -> dict[str, Any]:
+    return {"color": _colour(series), "linewidth": 2 * POINTS}
 
 
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _mark(index: int) -> str:
-    return MARKS[index % len(MARKS)]
+def _colour(series: int) -> str:
+    light, _ = COLOURS[series % len(COLOURS)]
+    return light

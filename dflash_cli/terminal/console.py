@@ -58,6 +58,16 @@ def result(text: str, *, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def page(text: str) -> None:
+    """Show a long text in a pager if it is read on a terminal; otherwise write it to stdout as it is."""
+    if not is_terminal():
+        result(text, end="")
+        return
+    import pydoc
+
+    pydoc.pager(text)
+
+
 def result_bytes(content: bytes) -> None:
     """Write a result that is a file's content to stdout, as it is."""
     sys.stdout.flush()

@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from dflash_cli.generation.answers import plural
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow
@@ -24,6 +23,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import DFlashError, GateFailed, UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 MIN_STEPS = 4

@@ -32,7 +32,7 @@ from dflash_cli.tuning.step_costs import (
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 DEFAULT_BATCHES = (1, 8, 32)
 TIMED_TOKENS = 64
@@ -229,7 +229,7 @@ def _find_step_costs(
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
     settings = to_json(settings)
-    if path is not None and path.exists() and asked.resume and read_step_times(path).settings == settings:
+    if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
         costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
@@ -237,6 +237,14 @@ def _find_step_costs(
         with atomic_text(path) as stream:
             stream.write(json_line(replace(costs.times, settings=settings)))
     return costs
+
+
+def _settings_of(path: Path) -> object:
+    """The settings under which the times of a file were measured; None if the file holds no step times."""
+    try:
+        return read_step_times(path).settings
+    except (UsageError, CheckpointNotFound):
+        return None
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:

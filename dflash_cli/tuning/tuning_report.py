@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Table
-from dflash_cli.acceptance.intervals.statistics import Interval, Summary
+from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
 from dflash_cli.comparing.comparison_report import ContrastEntry, difference_text, p_value_text
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
@@ -17,6 +17,7 @@ from dflash_cli.tuning.step_costs import StepTimes
 from dflash_cli.tuning.tuned_engines import EngineSettings
 from dflash_cli.tuning.tuner import Tuning
 from dflash_runtime.documents import INLINE
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
@@ -137,7 +138,7 @@ def advice(choices: Sequence[Choice]) -> Iterator[str]:
 def _advice(choice: Choice) -> str:
     best, start = choice.best, f"batch {choice.batch}: "
     number = f"K {best.candidate.num_speculative_tokens}{_way(best.candidate)}"
-    gain = f"{best.speedup:.2f}{_span(best.interval)}"
+    gain = _number(best.speedup, best.interval)
     if choice.payoff == "pays":
         level = ", ".join(f"{item.num_speculative_tokens}{_way(item)}" for item in sorted(choice.ties))
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
@@ -196,7 +197,7 @@ def category_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     for choice in tuning.choices:
         if choice.category is not None:
             found.setdefault(choice.category, {})[choice.batch] = choice
-    rows = [(_short(name), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
+    rows = [(shorten(name, CATEGORY_WIDTH), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
     return _columns("best K", batches), rows
 
 
@@ -242,7 +243,7 @@ def _mark(choice: Choice, candidate: Candidate) -> str:
     if item is None:
         return "-"
     mark = "*" if item is choice.best else "=" if candidate in choice.ties else " "
-    return f"{item.speedup:.2f}{_span(item.interval)}{mark}"
+    return f"{_number(item.speedup, item.interval)}{mark}"
 
 
 def _best(choice: Choice | None) -> str:
@@ -262,13 +263,5 @@ def _way(candidate: Candidate) -> str:
     return "" if candidate.way == "whole" else f" {candidate.way}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _span(interval: Interval | None) -> str:
-    return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…"
+def _number(value: float | None, interval: Interval | None = None) -> str:
+    return value_text(value, interval, ".2f")

@@ -1,1 +1,1 @@
-"""Kernels of the runtime, one file each, beside the PyTorch references that define them. Imports nothing by itself."""
+"""Kernels of the runtime. Each file has a kernel, its launcher and the PyTorch reference that defines it."""

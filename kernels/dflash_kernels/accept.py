@@ -1,8 +1,8 @@
-"""How many drafted tokens the target agrees with, and how many tokens of the step are committed.
+"""Acceptance of a block: the number of accepted draft tokens, and the number of tokens to commit.
 
-The decision is part of the launches that commit tokens: `step_rows.py`, and for first tokens `row_changes.py`.
+The launches that commit tokens make this decision: `step_rows.py`, and `row_changes.py` for first tokens.
 
-Axis letters: R requests, N block rows, K drafted tokens (N - 1), S stop ids.
+Axis letters: R requests, N block rows, K draft tokens (N - 1), S stop ids.
 """
 
 from typing import NamedTuple
@@ -14,30 +14,30 @@ from dflash_kernels.launch_config import jit, tl
 
 
 class Acceptance(NamedTuple):
-    """What a step decided for each request."""
+    """The outcome of a step for each request."""
 
     num_accepted: Tensor
-    """[R] int64, drafted tokens the target agrees with; the bonus is not counted."""
+    """[R] int64, accepted draft tokens, without the bonus token."""
     num_committed: Tensor
-    """[R] int64, tokens of the step that are committed, after stops and limits."""
+    """[R] int64, committed tokens, after stop ids and limits."""
     last_ids: Tensor
-    """[R] int64, the last committed token, -1 where there is none."""
+    """[R] int64, the last committed token. -1 if the step commits no token."""
     is_stopped: Tensor
-    """[R] bool, whether that token is a stop id."""
+    """[R] bool, whether the last committed token is a stop id."""
 
 
 def accept_block_ref(
     draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, remaining: Tensor
 ) -> Acceptance:
-    """Accept drafted tokens, add the bonus, then cut the step at its first stop id and at the number of tokens
-    that remain.
+    """Return the acceptance of each request's block.
 
-    draft_ids     [R, K] int64   negative where nothing was drafted; such an id is never accepted
-    target_ids    [R, N] int64   row i is the target's choice for the token after row i; the step's tokens are the first
-                                 `num_accepted + 1` of them
-    max_accepted  [R] int64      drafts that may count, for rows that drafted less than the batch
+    A request commits its accepted draft tokens and the bonus token, up to its first stop id and its limit.
+
+    draft_ids     [R, K] int64   negative ids are padding and never accepted
+    target_ids    [R, N] int64   row i: the target's token after row i; the step has the first `num_accepted + 1`
+    max_accepted  [R] int64      limit of accepted tokens, for requests with fewer draft tokens than the batch
     stop_ids      [R, S] int64   padded with -1
-    remaining     [R] int64      tokens the request may still take; 0 commits none
+    remaining     [R] int64      tokens that the request may still commit
     """
     is_match = (draft_ids == target_ids[:, :-1]) & (draft_ids >= 0)
     num_accepted = is_match.to(torch.int64).cumprod(dim=1).sum(dim=1)
@@ -54,13 +54,16 @@ def accept_block_ref(
 
 @jit
 def decide(drafted, chosen, stops, max_accepted, remaining, TILE_N: tl.constexpr):
-    """`accept_block_ref` for one request: drafted and chosen ids [TILE_N], -1 where there are none; stop ids [TILE_S].
+    """Compute `accept_block_ref` for one request.
 
-    Returns how many drafts are accepted and tokens committed, the last of these, and whether it is a stop id.
+    drafted, chosen  [TILE_N]   padded with -1
+    stops            [TILE_S]   padded with -1
+    Returns the number of accepted tokens, the number of committed tokens, the last committed token, and whether that
+    token is a stop id.
     """
     position = tl.arange(0, TILE_N)
     is_match = (drafted == chosen) & (drafted >= 0)
-    # The first position that does not match; there is one, since TILE_N exceeds the number of drafts.
+    # The first position without a match. It exists: TILE_N is larger than the number of draft tokens.
     accepted = tl.min(tl.where(is_match, TILE_N, position), 0).to(tl.int64)
     accepted = tl.minimum(accepted, tl.maximum(max_accepted, 0))
     hits = (chosen[:, None] == stops[None, :]) & (stops >= 0)[None, :]

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward layer.
+"""SwiGLU gate of a feed-forward layer.
 
 Axis letters: T rows, F inner width.
 """
@@ -11,9 +11,9 @@ from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_dtypes, c
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, each rounded to the model's dtype, as transformers' Qwen3MLP does.
+    """Return silu(gate) * up. Both operations round to the model's dtype, as in transformers' Qwen3MLP.
 
-    gate_up  [T, 2 F]   one product makes both halves, the gate first
+    gate_up  [T, 2 F]   gate columns, then up columns
     Returns [T, F].
     """
     gate, up = gate_up.chunk(2, dim=-1)
@@ -22,9 +22,9 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
 
 @jit
 def gate_tiles(gate, up):
-    """silu(gate) * up of tiles in the model's dtype, rounded as `silu_mul_ref` rounds."""
+    """Return silu(gate) * up of two tiles in the model's dtype, with the roundings of `silu_mul_ref`."""
     wide = gate.to(tl.float32)
-    exp_neg = tl.exp(-tl.abs(wide))  # of -|x|, which never overflows
+    exp_neg = tl.exp(-tl.abs(wide))  # exp(-|x|) never overflows
     gated = (wide * tl.where(wide < 0, exp_neg, 1.0) / (1.0 + exp_neg)).to(gate.dtype)
     return (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
@@ -41,12 +41,12 @@ def _silu_mul_kernel(gate_up, out, gate_up_row, width, TILE: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul_ref` in one launch."""
+    """Compute `silu_mul_ref` in one launch."""
     check_tensors(gate_up)
     check_dtypes(gate_up)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    require(gate_up.dim() == 2 and gate_up.shape[1] == 2 * width, "two halves of one width")
-    require(gate_up.stride(1) == 1, "contiguous rows")
+    require(gate_up.dim() == 2 and gate_up.shape[1] == 2 * width, "gate_up", "two axes and an even number of columns")
+    require(gate_up.stride(1) == 1, "gate_up", "contiguous rows")
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         _silu_mul_kernel[(num_rows, ceil_div(width, ELEMENT_TILE))](

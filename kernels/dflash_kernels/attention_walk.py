@@ -1,8 +1,8 @@
-"""How one attention program walks over its keys: which tiles are its own, and what it makes of each.
+"""Device functions of the attention kernels: which tiles of keys a program reads, and the running softmax over them.
 
-Device functions of `block_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of one KV head of
-one request and keeps a running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax").
+Used by `block_attention.py`, `balanced_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of
+one KV head of one request. It keeps a running softmax over tiles of TILE_N keys. Source: Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax".
 """
 
 import math
@@ -14,9 +14,9 @@ _TL_LOG2E = constexpr(math.log2(math.e))
 
 @jit
 def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constexpr):
-    """A running softmax before any key: weighted values, highest score and sum of weights of each row.
+    """Return an empty running softmax: weighted values, highest score and sum of weights of each row.
 
-    Sinks have weight and no value. The last part of the keys is the one that counts them.
+    A sink has a weight but no value. Only the last part of the keys counts it.
     """
     row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((TILE_M,), tl.float32)
@@ -28,7 +28,7 @@ def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constex
 
 @jit
 def _cap_scores(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP): near zero by its series, since exponentials there leave few digits."""
+    """Return CAP * tanh(scores / CAP). Near zero it uses the series: exponentials would lose most digits."""
     ratio = scores * (1.0 / CAP)
     square = ratio * ratio
     series = ratio * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
@@ -41,7 +41,7 @@ def _cap_scores(scores, CAP: tl.constexpr):
 def _attend(
     queries, keys, values, is_visible, acc, row_max, weight_sum, scale, CAP: tl.constexpr, IS_FULL: tl.constexpr
 ):
-    """Add one tile of keys to a running softmax, in base 2. Rows that have seen no key yet keep `row_max` at -inf."""
+    """Add one tile of keys to a running softmax in base 2. `row_max` is -inf for rows without a visible key so far."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if CAP is not None:
         scores = _cap_scores(scores, CAP)
@@ -49,7 +49,7 @@ def _attend(
         scores = tl.where(is_visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale - shift[:, None])  # one operation an element: scaling is left for here
+    weights = tl.exp2(scores * scale - shift[:, None])  # scaling costs nothing here
     rescale = tl.exp2(row_max - shift)
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return acc, new_max, weight_sum * rescale + tl.sum(weights, 1)
@@ -57,7 +57,7 @@ def _attend(
 
 @jit
 def rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr):
-    """The first and the last row of a tile of packed rows."""
+    """Return the first and the last row of a tile of packed rows."""
     return row_tile * TILE_M // GROUP, tl.minimum((row_tile * TILE_M + TILE_M - 1) // GROUP, num_rows - 1)
 
 
@@ -66,8 +66,10 @@ def tiles_in_sight(
     context_len, readable_len, first_row, last_row, num_rows,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys that some of these rows can see: the first of the context and how many, the first of the block
-    and the end of those. Lengths may be one request's or a vector of many.
+    """Return the tiles of keys that the rows `first_row` to `last_row` can see.
+
+    Returns the first context tile, the number of context tiles, the first block tile and the end of the block tiles.
+    Lengths are scalars of one request or vectors of several.
     """
     context_start, block_start, block_end = context_len * 0, 0, num_rows
     if IS_CAUSAL:
@@ -84,8 +86,9 @@ def tiles_in_sight(
 
 @jit
 def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile_end):
-    """Which tiles of the context and of the block the tiles `[begin, end)` in sight are, two intervals `[begin, end)`;
-    and whether the last one in sight is among them.
+    """Split the visible tiles `[begin, end)` into an interval of context tiles and an interval of block tiles.
+
+    Also returns whether the interval contains the last visible tile.
     """
     return (
         context_tile + tl.minimum(begin, num_context),
@@ -98,8 +101,9 @@ def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile
 
 @jit
 def context_rows(page_table, position, readable_len, page_stride, row_stride, PAGE_SIZE: tl.constexpr):
-    """Where rows of positions in a request's context begin in its caches, through its row of the page table; past the
-    context's end, any.
+    """Return the offsets of context positions in the caches, from the request's row of the page table.
+
+    Offsets of positions at or after `readable_len` are arbitrary.
     """
     page = tl.load(page_table + position // PAGE_SIZE, mask=position < readable_len, other=0).to(tl.int64)
     return page * page_stride + (position % PAGE_SIZE).to(tl.int64) * row_stride
@@ -107,8 +111,9 @@ def context_rows(page_table, position, readable_len, page_stride, row_stride, PA
 
 @jit
 def _load_keys(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr):
-    """[TILE_N, TILE_D] of keys or values, from where each begins. Rows past the last key may be NaN in memory and are
-    returned as zero.
+    """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`.
+
+    Memory after the last key may hold NaN; these rows are loaded as zero.
     """
     address = source + begin[:, None] + dim[None, :]
     if IS_FULL and HEAD_DIM == TILE_D:
@@ -125,10 +130,10 @@ def walk_context(
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, key=None,
 ):  # fmt: skip
-    """Walk tiles `[begin, end)` of what lies in pages. IS_FULL says that every row sees every key of them.
+    """Add the tiles `[begin, end)` of the paged keys to a running softmax.
 
-    IS_CAUSAL is for keys of rows themselves that lie there too, behind the context. `key` is where the keys of the
-    first tile begin, for who has looked them up.
+    IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the keys of the rows
+    themselves, after the context. `key`: offsets of the first tile's keys, if the caller has already computed them.
     """
     if key is None:
         first = begin * TILE_N + tl.arange(0, TILE_N)
@@ -136,7 +141,7 @@ def walk_context(
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < readable_len
-        # Pages are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
+        # Look up the pages of the next tile now: a load is not prefetched if its address comes from a load.
         next_key = context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
         key_tile = _load_keys(keys, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         value_tile = _load_keys(values, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
@@ -158,7 +163,7 @@ def walk_block(
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    """Walk tiles `[begin, end)` of the block's own keys. IS_FULL says that every row sees every key of them."""
+    """Add the tiles `[begin, end)` of the block's keys to a running softmax. IS_FULL: every row sees every key."""
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < num_rows
@@ -184,8 +189,10 @@ def mean_of_share(
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, key=None,
 ):  # fmt: skip
-    """Walk these tiles of a request's context and of its block -> weighted mean of the values, [TILE_M, TILE_D], and
-    the base 2 logarithm of the sum of weights, [TILE_M]: -inf for rows that see nothing here. `key` as in a context.
+    """Attend to some tiles of a request's context and of its block.
+
+    Returns the weighted mean of the values, [TILE_M, TILE_D], and the base 2 logarithm of the sum of weights,
+    [TILE_M]. The logarithm is -inf for rows that see none of these keys. `key` is as in `walk_context`.
     """
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
@@ -210,9 +217,10 @@ def walk_rows(
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Walk a part of the context in its pages, and of the segment's own keys as they came -> a running softmax.
+    """Return the running softmax over one part of a segment's keys: the paged context, then the segment's own keys.
 
-    `key_tiles` and `value_tiles` are descriptors of those, which begin at `tiles_row` and `tiles_dim` there; or None.
+    `key_tiles` and `value_tiles` are descriptors of the segment's own keys and values, or None. The segment begins
+    there at row `tiles_row` and column `tiles_dim`.
     """
     context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, context_len, first_row, last_row, num_rows, True, WINDOW, TILE_N
@@ -222,7 +230,7 @@ def walk_rows(
         part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
         context_tile, num_context, block_tile, block_tile_end,
     )  # fmt: skip
-    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
+    # Tiles that all rows see completely come first and need no mask. With a window there may be no such tile.
     full_context, full_block = context_begin, block_begin
     if not WINDOW:
         full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)

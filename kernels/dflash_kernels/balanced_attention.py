@@ -1,9 +1,9 @@
-"""Block attention of many requests of unlike lengths, for `block_attention.py`: nobody waits for the longest.
+"""Block attention of many requests with different lengths: all programs of a launch get equal work.
 
-The tiles of keys of all requests stand in one line that is cut into equal shares, one a program. A share may begin and
-end within a request: such parts are added up afterwards, those that are whole requests need it not. Where requests are
-alike and as many programs as there is room for have whole ones, the line is cut between requests. Source: Osama et al.
-2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
+The key tiles of all requests form one sequence, which is cut into equal shares, one per program. A share may begin or
+end inside a request; a second launch adds up the parts of such a request. If the requests have similar lengths and
+whole requests fill the device, the sequence is cut between requests. `block_attention.py` chooses this kernel. Source:
+Osama et al. 2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 
 Axis letters: R requests, N rows, H heads, KV heads of keys and values, D head dim.
 """
@@ -33,8 +33,9 @@ def _share(
     context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """How many tiles of keys these rows of each request see, [TILE_B]; how many of them all a program walks; and
-    whether it walks `num_whole` requests instead, since they are alike.
+    """Return the number of key tiles that these rows see per request, [TILE_B], and the tiles of one share.
+
+    Also returns whether each program takes `num_whole` requests instead of a share, because lengths are similar.
     """
     request = tl.arange(0, TILE_B)
     context_len = tl.load(context_lens + request, mask=request < num_requests, other=0).to(tl.int32)
@@ -43,14 +44,14 @@ def _share(
     )
     num_tiles = tl.where(request < num_requests, num_context + block_tile_end - block_tile, 0)
     total = tl.sum(num_tiles, 0)
-    # The longest is at most half longer than the mean.
+    # Similar: the longest request has at most 1.5 times the mean number of tiles.
     are_alike = 2 * tl.max(num_tiles, 0) * num_requests <= 3 * total
     return num_tiles, tl.maximum(tl.cdiv(total, num_programs), LEAST_SHARE), (num_whole > 0) & are_alike
 
 
 @jit
 def _own_tiles(num_tiles, share, is_whole, num_whole, program, TILE_B: tl.constexpr):
-    """The tiles `[begin, end)` that a program walks, of those of all requests in one line."""
+    """Return a program's tiles `[begin, end)` in the sequence of the tiles of all requests."""
     begin = program * share
     end = tl.minimum(begin + share, tl.sum(num_tiles, 0))
     if is_whole:
@@ -83,17 +84,17 @@ def _balanced_attention_kernel(
     tiles_until = tl.cumsum(num_tiles, 0)
     first_request = tl.sum((tiles_until <= begin).to(tl.int32), 0).to(tl.int64)
     last_request = tl.sum((tiles_until < end).to(tl.int32), 0).to(tl.int64)
-    passed = tl.sum(tl.where(tiles_until <= begin, num_tiles, 0), 0)  # tiles of the requests before
-    # Until here, the launch before still runs: lengths are older.
+    passed = tl.sum(tl.where(tiles_until <= begin, num_tiles, 0), 0)  # tiles of earlier requests
+    # The previous launch may still run until here: it does not write the lengths.
     wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)  # which adds the parts up
+    let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
 
     packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
     is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP + packed % GROUP
-    # What does not change from request to request is computed again: kept, it takes registers of which there are few.
+    # No hoisting out of the loop: values kept over all requests would take too many registers.
     for request in tl.range(first_request, last_request + 1, disable_licm=True):
         flat_row = request * num_rows + row
         queries = tl.load(
@@ -121,7 +122,7 @@ def _balanced_attention_kernel(
             target = (flat_row * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out + target, mean.to(out.dtype.element_ty), mask=is_query)
         else:
-            # A program has two parts at most: one that goes on with a request, and one that begins with another.
+            # A program has at most two parts: the end of one request and the beginning of another.
             place = (2 * program + is_first.to(tl.int64)) * tl.num_programs(0) + row_tile
             place = (place * NUM_KV + kv_head) * TILE_M + tl.arange(0, TILE_M)
             tl.store(part_lses + place, lses, mask=row < num_rows)
@@ -145,14 +146,14 @@ def _combine_shares_kernel(
         context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,
     )  # fmt: skip
-    # Until here, the launch before still runs: lengths are older.
+    # The previous launch may still run until here: it does not write the lengths.
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     request = tl.arange(0, TILE_B)
     passed = tl.sum(tl.where(request < tl.program_id(2), num_tiles, 0), 0)
     own = tl.sum(tl.where(request == tl.program_id(2), num_tiles, 0), 0)
     first, last = passed // share, (passed + own - 1) // share
-    if (first < last) & ~is_whole:  # otherwise one program has walked the whole request
+    if (first < last) & ~is_whole:  # otherwise one program has computed the whole request
         packed = first_packed + tl.arange(0, TILE_C)
         row = packed // GROUP
         dim = tl.arange(0, TILE_D)
@@ -195,11 +196,11 @@ def launch_balanced(
     window: int | None,
     cap: float | None,
 ) -> None:
-    """Fill `out` [R, N, H, D] in two launches; `block_attention` has checked what it gives.
+    """Write block attention to `out` [R, N, H, D] in two launches. `block_attention` has checked the arguments.
 
-    tensors  queries [R * N, H, D], keys and values of the block [R * N, KV, D], and both caches
-    strides  of a row and a head of the first three; of a page, a row and a head of the caches; of the page table
-    cap      of products of queries and keys
+    tensors  queries [R * N, H, D], keys and values of the block [R * N, KV, D], key cache, value cache
+    strides  row and head of each of the first three tensors; page, row and head of the caches; row of the page table
+    cap      limit of the attention scores
     """
     num_requests, num_rows, num_heads, head_dim = out.shape
     num_kv = tensors[1].shape[1]

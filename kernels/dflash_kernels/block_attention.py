@@ -1,12 +1,12 @@
 """Attention of a block of rows over paged context and the block itself.
 
-One definition serves prefill, verification and drafting: a request's rows stand at positions `context_len + i`, the
-context `[0, context_len)` is read through the page table, and the block's own keys and values come dense. Reading
-pages only below `context_len` is what keeps rejected rows and a draft's noise out of every result.
+Prefill, verification and drafting share this definition. Row i of a request has the position `context_len + i`. The
+context `[0, context_len)` is read through the page table; the block's own keys and values are dense tensors. Pages are
+read only below `context_len`. Therefore rejected rows and mask rows of a draft never affect a result.
 
-The kernel packs the query heads that share a KV head with the block's rows into one side of its tile, so that keys and
-values are read once for all of them, and cuts the keys into parts where there are too few requests to fill the device
-(flash-decoding). Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+The kernel packs the block's rows and the query heads of one KV head into one tile, so keys and values are read once
+for all of them. If few requests leave the device idle, it cuts the keys into parts (flash-decoding). Source: Dao et
+al. 2023, "Flash-Decoding for long-context inference".
 
 Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values, D head dim, C context.
 """
@@ -42,9 +42,10 @@ from dflash_kernels.launch_config import (
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What scores go through beside a plain softmax: first `cap * tanh(scores / cap)`.
+    """Changes to the plain softmax of attention: a cap of the scores, and attention sinks.
 
-    Then each query head's attention sink, `sinks` [H], is one score more in the sum of weights. It has no value.
+    The cap replaces scores by `cap * tanh(scores / cap)`. A sink, `sinks` [H], is one more score per query head in the
+    sum of weights. It has no value.
     Sources: Gemma Team 2024, "Gemma 2"; OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
     """
 
@@ -69,7 +70,7 @@ def block_attention_ref(
     softmax: Softmax = PLAIN,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each row to the context and, within the block, to all rows or only to those before.
+    """Attend from each row to the context and to the block: to the rows up to itself if causal, otherwise to all rows.
 
     query                     [R, N, H, D]
     block_keys, block_values  [R, N, KV, D]
@@ -78,8 +79,8 @@ def block_attention_ref(
     context_lens              [R] int64
     window                    a row sees keys less than `window` positions away; None is unlimited. Without causality
                               the window bounds both directions.
-    softmax                   how scores become weights
-    out                       [R, N, H, D], contiguous, written; None takes new memory
+    softmax                   cap and sinks
+    out                       [R, N, H, D], contiguous, written; None allocates it
     Returns [R, N, H, D].
     """
     num_requests, num_rows = query.shape[:2]
@@ -90,7 +91,7 @@ def block_attention_ref(
     key_positions = torch.cat((context.expand(num_requests, -1), positions), dim=1)  # [R, C + N]
     is_key = torch.cat((is_context, torch.ones_like(positions, dtype=torch.bool)), dim=1)
     visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
-    # Slots outside the context may hold anything, NaN included, and a masked weight of zero does not silence NaN.
+    # Slots outside the context may hold NaN. A weight of zero does not remove NaN, so these slots are set to zero.
     hole = ~is_context[:, :, None, None]
     context_keys, context_values = (cache[page_table].flatten(1, 2) for cache in (key_cache, value_cache))
     keys = torch.cat((context_keys.masked_fill(hole, 0), block_keys), dim=1)
@@ -122,7 +123,7 @@ def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, so
 
 
 def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    """Which keys each row may see: [R, N] x [R, M] -> [R, N, M]."""
+    """Return the mask of visible keys: [R, N] x [R, M] -> [R, N, M]."""
     distance = positions[:, :, None] - key_positions[:, None, :]
     visible = torch.ones_like(distance, dtype=torch.bool)
     if is_causal:
@@ -135,34 +136,37 @@ def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: 
 
 
 def check_softmax(softmax: Softmax, query: Tensor) -> None:
-    """Raise unless the kernels can launch with this for queries [..., H, D]."""
-    require(softmax.cap is None or softmax.cap > 0, "a cap above 0")
+    """Raise ValueError if the kernels cannot use this softmax with queries [..., H, D]."""
+    require(softmax.cap is None or softmax.cap > 0, "softmax.cap", "a number above 0")
     if softmax.sinks is not None:
         check_tensors(query, softmax.sinks)
-        require(softmax.sinks.shape == query.shape[-2:-1] and softmax.sinks.is_contiguous(), "a sink for each head")
+        has_one_per_head = softmax.sinks.shape == query.shape[-2:-1]
+        require(has_one_per_head and softmax.sinks.is_contiguous(), "softmax.sinks", "one per query head, contiguous")
 
 
 def room_for(query: Tensor) -> Tensor:
-    """Memory for what is attended, of the queries' shape."""
+    """Return uninitialised memory for the output of attention, with the shape of the queries."""
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 def check_room(out: Tensor, query: Tensor) -> None:
-    """Raise unless what queries attend to can be written there."""
+    """Raise ValueError or TypeError if the output of attention to `query` cannot be written to `out`."""
     check_tensors(query, out)
     check_dtypes(query, out)
-    require(out.shape == query.shape and out.is_contiguous(), "room of the queries' shape, in one piece")
+    require(out.shape == query.shape and out.is_contiguous(), "out", "contiguous, with the shape of the queries")
 
 
 def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
-    """The cap as the kernels take it: of products of queries and keys, which they scale later."""
+    """Return the cap of unscaled scores. The kernels scale the products of queries and keys after the cap."""
     return None if softmax.cap is None else softmax.cap * math.sqrt(head_dim)
 
 
 @jit
 def _parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
-    """Into how many parts tiles are cut, of one row tile or of a vector of them. Half of four or more are empty while
-    there are few: only here lengths are known.
+    """Return the number of parts that are in use, for the tile count of one row tile or of a vector of row tiles.
+
+    The host does not know lengths, so it launches parts for the longest context. Of four or more parts, half stay
+    empty if there are few tiles.
     """
     num_parts = num_tiles * 0 + NUM_PARTS
     if NUM_PARTS >= 4:
@@ -180,7 +184,7 @@ def _block_attention_kernel(
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    # The last tiles of a causal block are the longest: start with them. Parts that are not in use come last.
+    # Start with the last tiles of a causal block, which are the longest. Parts that are not in use come last.
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request = (tl.program_id(1) // NUM_KV).to(tl.int64)
     kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
@@ -200,12 +204,12 @@ def _block_attention_kernel(
     table = page_table + request * table_stride
     first = context_begin * TILE_N + tl.arange(0, TILE_N)
     key = context_rows(table, first, readable_len, cache_page, cache_row, PAGE_SIZE)
-    # Until here, the launch before still runs: lengths and page tables are older.
+    # The previous launch may still run until here: it writes neither lengths nor page tables.
     wait_for_launches_before(IS_EARLY)
     if NUM_SPLITS > 1:
-        let_next_launch_begin(IS_EARLY)  # which adds the parts up
+        let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
     if part >= num_parts:
-        return  # the sum of parts leaves it out
+        return  # the next launch ignores this part
     packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
@@ -237,11 +241,11 @@ def _combine_kernel(
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)  # of a row's head: [R, N, H]
+    place = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)  # index of a row's head in [R, N, H]
     is_row = place < num_out
     row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
     first_row, last_row = rows_of_tile((row * GROUP + head % GROUP) // TILE_M, num_rows, GROUP, TILE_M)
-    # Lengths are older than the launch before, which may still run.
+    # The previous launch may still run: it does not write the lengths.
     context_len = tl.load(context_lens + place // (NUM_KV * GROUP * num_rows), mask=is_row, other=0).to(tl.int32)
     _, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_row, last_row, num_rows,
@@ -287,29 +291,30 @@ def block_attention(
     softmax: Softmax = PLAIN,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`block_attention_ref` in one launch, or two where the keys are cut into parts.
+    """Compute `block_attention_ref` in one launch, or in two if the keys are cut into parts.
 
-    The number of parts follows from shapes alone, so a captured graph serves any context that its page table can hold.
-    Where requests alone fill the device, see `balanced_attention.py`.
+    The number of parts depends on shapes only, so a captured graph serves every context that fits its page table.
+    `balanced_attention.py` computes batches of many requests.
     """
     check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
     check_dtypes(query, block_keys, block_values, key_cache, value_cache)
     num_requests, num_rows, num_heads, head_dim = query.shape
     num_kv = block_keys.shape[2]
-    require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
-    require(block_keys.shape == block_values.shape == (num_requests, num_rows, num_kv, head_dim), "a key for each row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches of the block's KV heads")
-    require(len(page_table) == num_requests == len(context_lens), "a table row and a length for each request")
-    require(page_table.stride(1) == 1, "contiguous rows of the page table")
-    require(window is None or window > 0, "a window of at least 1")
+    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
+    block_shape = (num_requests, num_rows, num_kv, head_dim)
+    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
+    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(window is None or window > 0, "window", "at least 1")
     check_softmax(softmax, query)
-    require(num_requests * num_kv <= MAX_GRID, f"at most {MAX_GRID} requests times KV heads")
+    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
     out = room_for(query) if out is None else out
     check_room(out, query)
     if not out.numel():
         return out
     flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
-    require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
+    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
     tensors, page_size = (*flat, key_cache, value_cache), key_cache.shape[1]
     strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
     strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]

@@ -1,9 +1,13 @@
-"""The tokens that a filter may keep of each row: what bounds them, and the lists that its passes read.
+"""Candidates of top-k and top-p filters: a lower bound of the kept logits, and lists of the tokens above the bound.
 
-The vocabulary comes in small groups whose highest logits are known, and few of them matter: the k-th highest of the
-groups' highest bounds top-k's threshold from below; top-p's is bounded by what the groups that reach a logit weigh at
-least from there on, which their highest and their sums say, and by what all lower tokens can add up to at most. Groups
-that reach the bound are listed, in the order of ids, and where these are many, the tokens in them that do.
+The vocabulary is cut into small groups, and the highest logit of each group is known. Few groups matter:
+
+- top-k: the k-th highest of these maxima is a lower bound of the k-th highest logit.
+- top-p: there are two bounds. The maxima and sums of groups give a lower bound of the weight above a logit. The
+  vocabulary size gives an upper bound of the weight below a logit.
+
+Groups that reach the bound are listed in the order of token ids. If there are many groups, their tokens that reach the
+bound are listed instead.
 
 Axis letters: T rows, R requests, G groups, V vocabulary.
 """
@@ -17,7 +21,6 @@ from dflash_kernels.launch_config import (
     DEPTH_STEP,
     LISTED_TILE,
     LISTED_TOKENS,
-    MIN_TEMPERATURE,
     NUM_DEPTHS,
     constexpr,
     jit,
@@ -25,38 +28,39 @@ from dflash_kernels.launch_config import (
     tl,
 )
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_scores, scaled_sums
+from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 _TL_NUM_DEPTHS, _TL_DEPTH_STEP = constexpr(NUM_DEPTHS), constexpr(DEPTH_STEP)
 _TL_LISTED_TOKENS = constexpr(LISTED_TOKENS)
 
 KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
-"""Leading bits that tell any two logits of a dtype apart, once widened to float32."""
+"""Number of leading float32 bits that distinguish any two logits of a dtype."""
 
 
 class Candidates(NamedTuple):
-    """The groups that a filter may keep tokens of, and below which key it keeps none."""
+    """Groups that may contain kept tokens, and a lower bound of the kept keys."""
 
     lists: Tensor
-    """[T, places] int32, those groups, ascending; behind room for all groups, room for tokens."""
+    """[T, groups + tokens] int32: the groups in ascending order, then memory for a list of tokens."""
     num_listed: Tensor
-    """[T] int32, how many groups those are; 0 where no filter cuts the row."""
+    """[T] int32, number of listed groups; 0 if no filter cuts the row."""
     low_keys: Tensor
-    """[T] int32"""
+    """[T] int32, the lower bound: no token with a lower key is kept."""
     sizes: dict[str, int]
-    """Bits of a token's place in its group, and tokens that are read at a time, as the kernels take them."""
+    """Kernel constants: bits of a token's index in its group, and number of tokens read at a time."""
 
 
 @jit
 def score_keys(scores, KEY_BITS: tl.constexpr):
-    """Floats as integers in the same order, by their leading bits; the two zeros are one."""
+    """Return integer keys that order like the scores, from their leading bits. 0.0 and -0.0 have the same key."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - KEY_BITS)
 
 
 @jit
 def key_score(key, KEY_BITS: tl.constexpr):
-    """The float of a key."""
+    """Return the score of a key."""
     ordered = key << (32 - KEY_BITS)
     ordered = tl.where(key < 0, ordered | ((1 << (32 - KEY_BITS)) - 1), ordered)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -64,9 +68,10 @@ def key_score(key, KEY_BITS: tl.constexpr):
 
 @jit
 def narrowed(low, high, above, step, level, first, second, third):
-    """The interval of keys after a pass, from the sums at or above three candidates, `step` apart; and that above it.
+    """Narrow the interval of keys `[low, high)` by the sums at or above three keys, `step` apart.
 
-    At or above `low` the level is reached, at or above `high` it is not.
+    The sum of tokens at or above `low` reaches the level; the sum at or above `high` does not. Returns the new
+    interval and the sum above it.
     """
     num_reached = (first >= level).to(tl.int64) + (second >= level).to(tl.int64) + (third >= level).to(tl.int64)
     low += num_reached * step
@@ -82,7 +87,7 @@ def _count_from(keys, candidate):
 
 @jit
 def _kth_key(keys, count, low, high):
-    """The highest key at or above which `count` of the keys lie; `low` where there are not so many."""
+    """Return the highest key K with at least `count` keys >= K, or `low` if there are fewer than `count` keys."""
     while high - low > 1:
         step = (high - low + 3) >> 2
         low, high, _ = narrowed(
@@ -94,7 +99,10 @@ def _kth_key(keys, count, low, high):
 
 @jit
 def _depths(scores, max_score, temperature):
-    """How many temperatures logits lie below the highest; nobody asks for a thousand, where nothing weighs anything."""
+    """Return how far scores are below the highest one, in units of the temperature, up to 1000.
+
+    The weight of a token 1000 temperatures below the highest is 0.
+    """
     shift = tl.where(max_score == float("-inf"), 0.0, max_score)
     return tl.minimum(shift - scores, (1000 * temperature).to(tl.float32)) * (1.0 / temperature).to(tl.float32)
 
@@ -104,10 +112,11 @@ def _low_score(
     maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
     TILE_G: tl.constexpr, GROUPS: tl.constexpr, GROUP_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest of some logits at or above which tokens surely weigh `needed`; -inf where that is so of none.
+    """Return the highest tried logit L so that tokens with logits >= L weigh at least `needed`, or -inf.
 
-    Of a group that reaches such a logit they weigh as much as its highest token, and as all of it but for tokens that
-    lie below, all others at most, of which each weighs less than the logit. `GROUPS` are those of a tile.
+    A group that reaches L has two lower bounds of this weight. The first is the weight of its highest token. The second
+    is the weight of the group minus the largest possible weight of its other tokens, if all are below L. GROUPS is the
+    number of groups per tile.
     """
     group = tl.arange(0, TILE_G)
     is_group = group < num_groups
@@ -122,7 +131,7 @@ def _low_score(
         least = tl.maximum(tl.exp(-depths), sums - ((1 << GROUP_BITS) - 1) * tl.exp(-depth))
         is_enough = tl.sum(tl.where(depths <= depth, least, 0.0), 0) >= needed
         failed, found = tl.where(is_enough, failed, middle), tl.where(is_enough, middle, found)
-    # A little lower than was asked for, since depths are rounded.
+    # Slightly lower, because depths are rounded.
     depth = found.to(tl.float64) * _TL_DEPTH_STEP + 1e-3
     return tl.where(found < _TL_NUM_DEPTHS, max_score.to(tl.float64) - temperature * depth, float("-inf"))
 
@@ -150,11 +159,11 @@ def _list_groups_kernel(
         low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
     else:
         sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-        # If all tokens lay below this, they would not add up to what top-p leaves out.
+        # Even if all tokens were below this score, their sum would be less than the share that top-p removes.
         mass = tl.maximum(tl.sum(sums, 0), 1.0)
         share = (1 - top_p) * mass
         low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
-        # A little more, since the weights are summed in float32; a key less, since the logit is rounded.
+        # Slightly more weight, because the sums are float32. One key less below, because the logit is rounded.
         needed = (mass - 0.99 * share + 1e-5 * mass).to(tl.float32)
         by_groups = _low_score(
             maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
@@ -172,9 +181,10 @@ def _list_groups_kernel(
 
 @jit
 def load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L: tl.constexpr):
-    """Tokens and logits of a tile of a list from its `first` on; past the list, ids past the vocabulary.
+    """Load one tile of a list from the entry `first` on: token ids and scores.
 
-    An entry stands for all tokens that differ from it in their last `bits`: a group, or one token.
+    An entry of a list of groups is a token id without its last `bits`. An entry of a list of tokens is a token id, with
+    `bits` 0. After the end of the list, ids are `vocab_size`.
     """
     index = tl.arange(0, TILE_L)
     place = first + (index >> bits)
@@ -188,7 +198,10 @@ def _list_tokens(
     row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places,
     KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of listed groups at or above a key, in order; how many they are, as far as there are places."""
+    """Write the tokens at or above a key in the listed groups, in the order of ids.
+
+    Returns their number. Counting stops when the list is full.
+    """
     count, first = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     while (first < num_listed) & (count <= num_places):
         token, scores = load_listed(row_logits, row_groups, GROUP_BITS, first, num_listed, vocab_size, TILE_L)
@@ -202,7 +215,7 @@ def _list_tokens(
 
 @jit
 def choose_list(lists, has_tokens, row, num_groups, GROUP_BITS: tl.constexpr):
-    """Where the list of a row begins, that of groups or that of tokens, and the bits that its entries leave open."""
+    """Return the start of a row's list of groups or of tokens, and the number of token bits its entries leave out."""
     begin = row * (num_groups * (1 + _TL_LISTED_TOKENS)) + tl.where(has_tokens, num_groups, 0)
     return lists + begin, tl.where(has_tokens, 0, GROUP_BITS)
 
@@ -212,9 +225,9 @@ def shorten(
     row_logits, lists, row, num_listed, key, vocab_size, num_groups,
     KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """Where a row lists more groups than are read at a time, list their tokens at or above a key, if there is room.
+    """Replace a row's list of groups by a list of tokens, if it has more groups than one read and the tokens fit.
 
-    Returns how many entries the row's list has, and whether these are tokens.
+    Returns the number of entries of the row's list, and whether the entries are tokens.
     """
     are_tokens = num_listed < 0
     if num_listed > TILE_L >> GROUP_BITS:
@@ -225,14 +238,14 @@ def shorten(
             row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places, KEY_BITS, GROUP_BITS,
             2 * TILE_L,
         )  # fmt: skip
-        tl.debug_barrier()  # each thread reads what others have listed
+        tl.debug_barrier()  # each thread reads entries that other threads have written
         are_tokens = num_tokens <= num_places
         num_listed = tl.where(are_tokens, num_tokens, num_listed)
     return num_listed, are_tokens
 
 
 def launch_lists(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, stats: TileStats) -> Candidates:
-    """List the groups that may hold what stays of rows of logits [T, V], in one launch."""
+    """List the groups that may contain kept tokens of the logits [T, V], in one launch."""
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
     lists = torch.empty((num_rows, num_groups * (1 + LISTED_TOKENS)), dtype=torch.int32, device=logits.device)
@@ -242,7 +255,7 @@ def launch_lists(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: T
         temperatures, top_ks, top_ps, stats.maxes, stats.sums, stats.group_maxes, stats.group_sums, lists, num_listed,
         low_keys, vocab_size, num_tiles, num_groups, num_rows // len(temperatures), KEY_BITS=KEY_BITS[logits.dtype],
         TILE_T=power_of_2(num_tiles), TILE_G=tile_g, GROUPS=stats.tile // stats.group, GROUP_BITS=group_bits,
-        num_warps=8, maxnreg=64,  # four programs of a multiprocessor, at some spills
+        num_warps=8, maxnreg=64,  # four programs per multiprocessor, with a few spilled registers
     )  # fmt: skip
     sizes = {"GROUP_BITS": group_bits, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
     return Candidates(lists, num_listed, low_keys, sizes)

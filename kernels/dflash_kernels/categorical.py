@@ -1,7 +1,7 @@
 """Sample a token from a distribution by inverting its cumulative sum in vocabulary order.
 
-The kernels cut the vocabulary into tiles: they find the tile in which the running sum passes the level, and the token
-within it. Sums are in float64 and in a fixed order, so a sample repeats exactly.
+The kernels cut the vocabulary into tiles. They find the tile in which the running sum passes the level, then the token
+in this tile. Sums are in float64 and in a fixed order, so a sample can be repeated exactly.
 
 Axis letters: T rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ from dflash_kernels.launch_config import jit, tl
 def categorical_ref(probs: Tensor, uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution: [T, V] probabilities and [T] numbers in [0, 1) -> [T] int64 tokens.
 
-    A row that is no distribution, NaN or zero throughout, gives some token of the vocabulary.
+    A row of only NaN or only zeros gives some token of the vocabulary.
     """
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
@@ -25,10 +25,10 @@ def categorical_ref(probs: Tensor, uniform: Tensor) -> Tensor:
 
 @jit
 def first_above(weights, before, level, TILE: tl.constexpr):
-    """Index of the weight at which the running sum, begun at `before`, passes `level`.
+    """Return the index of the weight at which the running sum, started at `before`, passes `level`.
 
-    A parallel sum is not monotone in its last bit: weights of zero are passed over, and where none passes the last
-    weight above zero is taken.
+    A parallel sum is not monotone in its last bit. Therefore weights of zero are never chosen, and if the sum never
+    passes `level`, the last weight above zero is chosen.
     """
     index = tl.arange(0, TILE)
     is_passed = (tl.cumsum(weights, 0) + before > level) & (weights > 0)

@@ -1,7 +1,7 @@
-"""Turn projected context features into the draft's context KV, all layers in one launch.
+"""Store the draft's context KV from projected context features, for all layers in one launch.
 
-The K and V projections of every draft layer read the same features, so one product makes them all; what is left is a
-norm, a rotation and a scatter for each layer, which this does without ever permuting the product.
+The K and V projections of all draft layers read the same features, so one matrix product computes them. This kernel
+normalises, rotates and stores the result for each layer, without a permuted copy.
 
 Axis letters: T rows, L draft layers, P pages, KV heads of keys and values, D head dim.
 """
@@ -33,13 +33,13 @@ def context_kv_store_ref(
     value_cache: Tensor,
     slots: Tensor,
 ) -> None:
-    """Store each layer's keys, normalised and rotated, and its values; rows whose slot is PAD are dropped.
+    """Store the normalised and rotated keys and the values of each layer. Rows with the slot PAD are not stored.
 
     projected               [T, L, 2, KV, D]           keys, then values
     norm_weights            [L, D]
     cos, sin                [T, D]
     key_cache, value_cache  [L, P, page_size, KV, D]   written
-    slots                   [T] int64                  no two the same, PAD apart
+    slots                   [T] int64                  all different, except PAD
 
     The reference waits for the device (`kv_store_ref`); the kernel does not.
     """
@@ -101,20 +101,20 @@ def context_kv_store(
     value_cache: Tensor,
     slots: Tensor,
 ) -> None:
-    """`context_kv_store_ref` in one launch."""
+    """Compute `context_kv_store_ref` in one launch."""
     check_tensors(projected, norm_weights, cos, sin, key_cache, value_cache, slots)
     check_dtypes(projected, norm_weights, cos, sin, key_cache, value_cache)
     num_rows, num_layers, _, num_heads, head_dim = projected.shape
-    require(head_dim % 2 == 0, "an even head size")
-    require(projected.shape[2] == 2, "keys and values on the third axis")
-    require(norm_weights.shape == (num_layers, head_dim), "a norm weight for each layer")
-    require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
-    require(slots.numel() == num_rows, "a slot for each row")
+    require(head_dim % 2 == 0, "projected", "an even head size")
+    require(projected.shape[2] == 2, "projected", "keys and values on the third axis")
+    require(norm_weights.shape == (num_layers, head_dim), "norm_weights", "one norm per layer")
+    require(cos.shape == sin.shape == (num_rows, head_dim), "cos, sin", "one row per projected row")
+    require(slots.numel() == num_rows, "slots", "one slot per row")
     strides = strides_of_caches(key_cache, value_cache)
     shape = (key_cache.shape[0], *key_cache.shape[3:])
-    require(shape == (num_layers, num_heads, head_dim), "caches of the same layers")
+    require(shape == (num_layers, num_heads, head_dim), "caches", "the layers and heads of `projected`")
     contiguous = (projected, norm_weights, cos, sin)
-    require(all(tensor.stride(-1) == 1 for tensor in contiguous), "a contiguous last axis everywhere")
+    require(all(tensor.stride(-1) == 1 for tensor in contiguous), "tensors", "a contiguous last axis")
     if num_rows:
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
         _context_kv_kernel[(num_rows, num_layers, ceil_div(num_heads, tile_heads))](

@@ -1,14 +1,14 @@
-"""Experts of few rows, as decode steps have them: the weights of those that are chosen are read once, and little else.
+"""Experts of a mixture-of-experts layer for few rows, as in decode steps: each chosen weight is read once.
 
-A row's router chooses a few of many experts, so what a step reads is a part of the weights that nobody knows before.
-Here a program looks for its own rows: it is told an expert, finds the rows that chose it, and ends at once if there are
-none. So nothing is sorted, and nothing but the routes is handed on. There is a program for each expert and tile of its
-columns or, while rows take fewer routes than there are experts, for each route: the first to an expert does the work.
+The router chooses a few of many experts for each row. Each program has one expert, finds the rows that chose it, and
+returns if no row did. Therefore nothing is sorted. There is one program per expert and tile of columns. If rows have
+fewer routes than there are experts, there is one program per route instead, and the first route to an expert does the
+work. A route is a row and one of its chosen experts.
 
-What an expert makes of a row is left in parts, one for each place of the row's routes. The norm after it adds them up,
-the likeliest first, whatever ran first.
+The output of each route stays a separate part. The next norm adds up the parts of a row, likeliest expert first. The
+sum therefore does not depend on the order in which programs run.
 
-Axis letters: T rows, E experts, C chosen of them by each row, F inner width, P parts.
+Axis letters: T rows, E experts, C chosen experts per row, F inner width, P parts.
 """
 
 import torch
@@ -38,13 +38,13 @@ from dflash_kernels.rope_norm import sum_parts
 def choose_experts_ref(
     hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each row that its router finds likeliest, and their scores.
+    """Return the likeliest experts of each row and their scores.
 
     hidden  [T, hidden]
     router  [E, hidden]
-    Returns ids [T, C] int64, the likeliest first, and scores [T, C] in the dtype of `hidden`: softmax in float32 of
-    logits that are rounded to that dtype, among all experts or, normalised, among the chosen. Of equals the kernel
-    takes the one with the lowest id first; which one torch.topk takes is not stated.
+    Returns ids [T, C] int64, likeliest first, and scores [T, C] in the dtype of `hidden`. Logits are rounded to this
+    dtype. Scores are their float32 softmax over all experts, or over the chosen ones if normalised. Among equal
+    logits, the kernel prefers the lowest id. torch.topk does not promise an order.
     """
     logits = functional.linear(hidden, router)
     scores, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
@@ -54,16 +54,16 @@ def choose_experts_ref(
 
 
 def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """down(silu(gate(x)) * up(x)) of each row's experts by their scores, as parts that are still to be added up.
+    """Return down(silu(gate(x)) * up(x)) * score of each row's experts, as parts that the caller must add up.
 
     hidden   [T, hidden]
-    gate_up  [E, 2 F, hidden]   the gate's rows first
+    gate_up  [E, 2 F, hidden]   gate rows, then up rows
     down     [E, hidden, F]
-    chosen   [T, C] int64       ids that differ within a row
+    chosen   [T, C] int64       different ids within a row
     scores   [T, C]
-    Returns [P, T, hidden]. What an expert makes of a row is rounded to the model's dtype, and again by its score.
+    Returns [P, T, hidden]. The output of an expert is rounded to the model's dtype before and after the score.
 
-    All experts are two products of rows sorted by expert; nothing here looks at a value on the host.
+    The reference sorts rows by expert and computes two grouped products. It reads no value on the host.
     """
     num_chosen = chosen.shape[1]
     experts, order = chosen.flatten().sort(stable=True)
@@ -91,8 +91,8 @@ def _choose_kernel(
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
-    # The order of floats that are not negative is that of their bits, which NaN is above. What is taken is -1, and what
-    # fills up a tile comes last, since of equals the lowest id is taken.
+    # The bits of non-negative floats order like the floats, with NaN above all numbers. Chosen experts become -1.
+    # Padding of the tile comes last, because the lowest id of equals is chosen.
     left = probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
@@ -111,7 +111,7 @@ def _choose_kernel(
 
 @jit
 def _all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
-    """Rows by places in their routes, [TILE_T, TILE_P], and which of them there are."""
+    """Return the index of each route, [TILE_T, TILE_P], and a mask of the existing routes."""
     row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
     return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
 
@@ -119,16 +119,17 @@ def _all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P
 @jit
 def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr,
                 TILE_P: tl.constexpr):  # fmt: skip
-    """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its route.
+    """Return a program's expert, the number of rows that chose it, and each row's rank among them and its route.
 
-    The rank of other rows is -1. By route, there are none for a program whose expert has a route before its own.
+    Rows that did not choose the expert have the rank -1. With one program per route, only the program of an expert's
+    first route has rows.
     """
     route, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     ids = tl.load(chosen + route, mask=is_route, other=-1).to(tl.int32)
     expert = index
     if IS_BY_ROUTE:
         expert = tl.load(chosen + index).to(tl.int32)
-    its_route = tl.max(tl.where(ids == expert, route, -1), 1)  # a row has an expert in one place at most
+    its_route = tl.max(tl.where(ids == expert, route, -1), 1)  # a row chooses an expert at most once
     is_its = (its_route >= 0).to(tl.int32)
     count = tl.sum(is_its, 0)
     if IS_BY_ROUTE:
@@ -140,7 +141,7 @@ def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: t
 
 @jit
 def _at_ranks(values, rank, first, TILE_R: tl.constexpr):
-    """The values [TILE_T] of rows with the ranks `first` and following, [TILE_R]; 0 where there are none."""
+    """Return the values [TILE_R] of the rows with the ranks from `first` on. Ranks without a row give 0."""
     is_at = rank[None, :] == (first + tl.arange(0, TILE_R))[:, None]
     return tl.sum(tl.where(is_at, values[None, :], 0), 1)
 
@@ -150,7 +151,7 @@ def _product_tile(
     weight_rows, hidden_rows, is_column, is_row,
     DEPTH: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight by rows, given as pointers to their first elements -> [TILE_C, TILE_R] in float32."""
+    """Multiply weight rows with hidden rows, given as pointers to their first elements: float32 [TILE_C, TILE_R]."""
     inner = tl.arange(0, TILE_K)
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     for tile in range((DEPTH + TILE_K - 1) // TILE_K):
@@ -160,7 +161,7 @@ def _product_tile(
             is_element = is_element & (begin + inner < DEPTH)[None, :]
             is_weight = is_weight & (begin + inner < DEPTH)[None, :]
         rows = tl.trans(tl.load(hidden_rows[:, None] + inner[None, :] + begin, mask=is_element, other=0.0))
-        # Each weight is read once a step: keeping it would only push out what is read again.
+        # Each weight is read once per step, so it should not displace other data in the cache.
         loaded = tl.load(
             weight_rows[:, None] + inner[None, :] + begin, mask=is_weight, other=0.0, eviction_policy="evict_first"
         )
@@ -180,7 +181,7 @@ def _gated_experts_kernel(
         chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
-    # Rows of the gate, then the same of `up`: one product of as many as tensor cores like best.
+    # Rows of the gate, then rows of `up`: one product with a tile size that suits tensor cores.
     side = tl.arange(0, 2 * TILE_F)
     column = tl.program_id(0) * TILE_F + side % TILE_F
     is_column = column < WIDTH
@@ -205,8 +206,8 @@ def _down_experts_kernel(
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)  # which adds the parts up
-    # Asked for with the routes: what waits for memory waits at the same time.
+    let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
+    # Load the scores together with the routes, so that both wait for memory at the same time.
     routes, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
     expert, count, rank, its_route = _find_rows(
@@ -232,11 +233,11 @@ def _down_experts_kernel(
 def choose_experts(
     hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool
 ) -> tuple[Tensor, Tensor]:
-    """`choose_experts_ref`: the router's product in parts, and a launch that adds them up and chooses."""
+    """Compute `choose_experts_ref`: the router's product in parts, then one launch that adds them up and chooses."""
     check_tensors(hidden, router)
     check_dtypes(hidden, router)
     num_rows, num_experts = len(hidden), len(router)
-    require(0 < num_chosen <= num_experts, f"1 to {num_experts} chosen experts")
+    require(0 < num_chosen <= num_experts, "num_chosen", "from 1 to the number of experts")
     chosen = torch.empty((num_rows, num_chosen), dtype=torch.int64, device=hidden.device)
     scores = torch.empty((num_rows, num_chosen), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
@@ -251,17 +252,19 @@ def choose_experts(
 
 
 def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """`experts_ref` in two launches and a part for each chosen expert; with many rows, as it is."""
+    """Compute `experts_ref` in two launches, with one part per chosen expert. Many rows use the reference."""
     if not _is_few(hidden):
         return experts_ref(hidden, gate_up, down, chosen, scores)
     check_tensors(hidden, gate_up, down, chosen, scores)
     check_dtypes(hidden, gate_up, down, scores)
     num_experts, width, depth = down.shape
     num_rows, num_chosen = chosen.shape
-    require(hidden.shape == (num_rows, width) and scores.shape == chosen.shape, "rows, routes and scores of as many")
-    require(gate_up.shape == (num_experts, 2 * depth, width), f"{num_experts} weights of {2 * depth} rows")
-    require(hidden.stride(1) == 1, "contiguous rows")
-    require(all(tensor.is_contiguous() for tensor in (gate_up, down, chosen, scores)), "contiguous weights and routes")
+    require(hidden.shape == (num_rows, width), "hidden", "one row per row of `chosen`, as wide as `down`")
+    require(scores.shape == chosen.shape, "scores", "the shape of `chosen`")
+    require(gate_up.shape == (num_experts, 2 * depth, width), "gate_up", "the experts and widths of `down`")
+    require(hidden.stride(1) == 1, "hidden", "contiguous rows")
+    are_contiguous = all(tensor.is_contiguous() for tensor in (gate_up, down, chosen, scores))
+    require(are_contiguous, "gate_up, down, chosen, scores", "contiguous memory")
     shape = experts_shape(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
@@ -279,12 +282,12 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
 
 
 def _is_few(hidden: Tensor) -> bool:
-    """Whether so few rows are at hand that reading the weights is all that counts; see `product_shape`."""
+    """Return whether there are so few rows that only reading the weights matters; see `product_shape`."""
     return 0 < len(hidden) <= MAX_EXPERT_ROWS and (hidden.element_size() == 2 or IS_INTERPRETED)
 
 
 def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict[str, object]:
-    """What both launches are told."""
+    """Return the options of both launches."""
     return {
         "NUM_CHOSEN": num_chosen, "IS_BY_ROUTE": shape.is_by_route, "TILE_T": shape.sought_rows,
         "TILE_P": power_of_2(num_chosen), "TILE_R": shape.rows, "TILE_K": shape.depth,

@@ -1,9 +1,9 @@
-"""Cut distributions to their top-k and top-p tokens, without writing them out.
+"""Top-k and top-p filters that never write a distribution to memory.
 
-The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, as a key of its
-leading bits, among the tokens that `candidates` lists; a program a row. Each pass over a list quarters the interval of
-keys, top-k by how many tokens lie above a key, top-p by the weights of those. The tokens kept are the reference's, ties
-included; sums are made in a fixed order and may differ from the reference's in their last bit.
+The reference sorts each row. The kernels run one program per row and search for the row's threshold: the key of the
+lowest kept logit. They search among the tokens that `candidates.py` lists. Each pass over a list quarters the interval
+of keys: top-k counts the tokens above a key, top-p sums their weights. The kernels keep the same tokens as the
+reference, also among ties. Sums have a fixed order and may differ from the reference in the last bit.
 
 Axis letters: T rows, R requests, G groups, V vocabulary.
 """
@@ -24,38 +24,39 @@ from dflash_kernels.candidates import (
     shorten,
 )
 from dflash_kernels.categorical import first_above
-from dflash_kernels.launch_config import MIN_TEMPERATURE, constexpr, jit, power_of_2, tl
+from dflash_kernels.launch_config import constexpr, jit, power_of_2, tl
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_maxes, load_scores, scaled_sums, weights_of
+from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
 
 class Cut(NamedTuple):
-    """What stays of each row: keys above `keys`, and the tokens at that key up to `last_ids`."""
+    """Kept tokens of each row: tokens with a key above `keys`, and tokens with this key and an id up to `last_ids`."""
 
     lists: Tensor
-    """[T, places] int32, the groups that may hold such tokens, ascending; behind room for all groups, such tokens."""
+    """[T, groups + tokens] int32, ascending: the groups that may contain kept tokens, then the listed tokens."""
     num_listed: Tensor
-    """[T] int32, how many are on the list; 0 where no filter cuts the row, of which the rest is then not set."""
+    """[T] int32, length of the list. If no filter cuts the row, it is 0 and the other fields are not set."""
     has_tokens: Tensor
-    """[T] int32, whether the list is that of tokens, which is only made where it is the shorter to read."""
+    """[T] int32, whether the list has tokens instead of groups. Tokens are listed only if that list is shorter."""
     keys: Tensor
     """[T] int32"""
     last_ids: Tensor
     """[T] int32"""
     masses: Tensor
-    """[T] float64, what the weights that stay add up to."""
+    """[T] float64, sum of the kept weights."""
     sizes: dict[str, int]
-    """Bits of a token's place in its group, and tokens that are read at a time, as the kernels take them."""
+    """Kernel constants: bits of a token's index in its group, and number of tokens read at a time."""
 
 
 def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Rows cut to top-k, then to top-p, renormalised; rows with no filter come back bit for bit.
+    """Return distributions cut to top-k, then to top-p, and renormalised. Rows without a filter do not change.
 
-    logits  [T, V]           what ranks the tokens; equal ones rank by id
-    probs   [T, V] float64   their distribution, at any temperature
-    top_ks  [T] int64        0 keeps all
-    top_ps  [T] float64      1 keeps all; the most likely token is kept whatever it says
+    logits  [T, V]           rank of the tokens; equal logits rank by id
+    probs   [T, V] float64   distribution at any temperature
+    top_ks  [T] int64        0 keeps all tokens
+    top_ps  [T] float64      1 keeps all tokens; every value keeps the most likely token
     Returns [T, V] float64.
     """
     vocab_size = probs.shape[-1]
@@ -66,10 +67,10 @@ def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Te
     ranked = ranked.masked_fill(rank >= limits[:, None], 0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
     before = ranked.cumsum(-1) - ranked
-    # Without the first test a top_p of 1 would drop tail tokens whenever the sum rounds up to 1 early.
+    # The test for `top_ps < 1` keeps the last tokens of a row without top-p: the sum may round to 1 before them.
     ranked = ranked.masked_fill((top_ps < 1)[:, None] & (before >= top_ps[:, None]) & (rank > 0), 0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
-    # A row's numbers must not depend on whether another row of the batch is filtered.
+    # The probabilities of a row must not depend on filters of other rows in the batch.
     is_cut = (limits < vocab_size) | (top_ps < 1)
     return torch.where(is_cut[:, None], torch.zeros_like(probs).scatter(-1, order, ranked), probs)
 
@@ -79,7 +80,10 @@ def _threshold(
     row_logits, row_list, bits, num_listed, low, high, level, max_score, temperature, vocab_size,
     BY_MASS: tl.constexpr, KEY_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """The highest key at or above which tokens reach the level, by number or by weight; and what lies above it."""
+    """Return the highest key K for which the tokens with keys >= K reach the level, by number or by weight.
+
+    Also returns the number or weight of the tokens above K.
+    """
     above = tl.zeros((), tl.float64)
     while high - low > 1:
         step = (high - low + 3) >> 2
@@ -106,7 +110,10 @@ def _resolve_ties(
     row_logits, row_list, bits, num_listed, key, needed, max_score, temperature, vocab_size,
     KEY_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """The last of the `needed` lowest ids at a key, how many there are, and the mass of these and of all above."""
+    """Keep the `needed` lowest ids of the tokens at a key.
+
+    Returns the last kept id, the number of kept ids, and the mass of these tokens and of all tokens above the key.
+    """
     last_id, num_ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
     masses = tl.zeros((TILE_L,), tl.float64)
     for first in range(0, num_listed, TILE_L >> bits):
@@ -166,7 +173,7 @@ def _cut_kernel(
             row_logits, row_list, bits, length, key.to(tl.int64), high, level, max_score, temperature, vocab_size,
             True, KEY_BITS, TILE_L,
         )  # fmt: skip
-        # Those are kept before which the level is not reached, and no more than top-k left of them.
+        # Keep tokens at the threshold until the level is reached, but not more than top-k has kept.
         weight = weights_of(key_score(mass_key, KEY_BITS), max_score, temperature)
         needed = tl.ceil((level - above) / tl.where(weight > 0, weight, 1.0))
         most = tl.where(mass_key == key, num_kept, vocab_size).to(tl.float64)
@@ -184,9 +191,9 @@ def _cut_kernel(
 def probs_of(
     logits, row, token, temperature, max_scores, keys, last_ids, masses, vocab_size, row_stride, KEY_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of tokens, 0 past the vocabulary; a row each, or all of one row."""
+    """Return probabilities of tokens: one token per row, or several tokens of one row. 0 after the vocabulary's end."""
     scores = load_scores(logits + row * row_stride, token, vocab_size)
-    # A greedy row keeps one token, whatever its temperature makes of it.
+    # A greedy row keeps one token, so any temperature gives it the probability 1.
     temperature = tl.where(temperature >= _TL_MIN_TEMPERATURE, temperature, 1.0)
     weights = kept_weights(
         scores, token, tl.load(keys + row), tl.load(last_ids + row), tl.load(max_scores + row), temperature, KEY_BITS
@@ -197,7 +204,7 @@ def probs_of(
 
 @jit
 def kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS: tl.constexpr):
-    """Weights of the tokens that a cut leaves, 0 for others."""
+    """Return the weights of the kept tokens, and 0 for other tokens."""
     token_keys = score_keys(scores, KEY_BITS)
     is_kept = (token_keys > key) | ((token_keys == key) & (token <= last_id))
     return tl.where(is_kept & (scores > float("-inf")), weights_of(scores, max_score, temperature), 0.0)
@@ -208,7 +215,7 @@ def draw_kept(
     row_logits, row_list, bits, num_listed, key, last_id, level, max_score, temperature, vocab_size,
     KEY_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """The token at which the running sum of the weights kept passes `level`; if none does, the last with any."""
+    """Return the token at which the running sum of kept weights passes `level`, or the last token with a weight."""
     before, running = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     place, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     is_passed = tl.zeros((), tl.int32)
@@ -226,7 +233,7 @@ def draw_kept(
 
 
 def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, stats: TileStats) -> Cut:
-    """Find what stays of rows of logits [T, V] in two launches; values [R] hold for T / R rows each."""
+    """Find the kept tokens of the logits [T, V] in two launches. The request's values [R] apply to T / R rows each."""
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
     found = launch_lists(logits, temperatures, top_ks, top_ps, stats)
@@ -242,7 +249,7 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
 
 
 def no_cut(logits: Tensor) -> Cut:
-    """In place of a cut where no row has one; room for what the rows that stay whole are described by."""
+    """Return an empty cut for a batch without filters, with memory for the fields of unfiltered rows."""
     keys, last_ids = (torch.empty(len(logits), dtype=torch.int32, device=logits.device) for _ in range(2))
     masses = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
     return Cut(keys[:, None], keys, keys, keys, last_ids, masses, {"GROUP_BITS": 0, "TILE_L": 1})

@@ -1,7 +1,7 @@
 """Write K and V rows into their slots.
 
-A cache is pages of rows, [P, page_size, KV, D], and a slot is `page * page_size + offset`. Pages need not follow each
-other in memory: those of one layer are parts of pages that hold all layers. Keys and values have to lie alike.
+A cache [P, page_size, KV, D] consists of pages of rows, and a slot is `page * page_size + offset`. The pages of one
+layer need not be adjacent in memory, because a page of memory holds all layers. Key and value cache have equal strides.
 
 Axis letters: T rows, P pages, KV heads of keys and values, D head dim.
 """
@@ -12,13 +12,13 @@ from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require
 
 
 def kv_store_ref(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Store rows in place; rows whose slot is PAD (negative) are dropped.
+    """Store rows in the caches. Rows with the slot PAD (negative) are not stored.
 
     keys, values             [T, KV, D]
     key_cache, value_cache   [P, page_size, KV, D]   written
-    slots                    [T] int64               no two the same, PAD apart
+    slots                    [T] int64               all different, except PAD
 
-    The reference waits for the device, to learn how many rows there are; the kernel does not.
+    The reference waits for the device, because it needs the number of rows to store. The kernel does not wait.
     """
     rows = (slots >= 0).nonzero(as_tuple=True)[0]
     page_size = key_cache.shape[1]
@@ -28,16 +28,20 @@ def kv_store_ref(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: T
 
 
 def strides_of_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, ...]:
-    """How caches [..., P, page_size, KV, D] lie, both alike: strides, up to that of heads."""
-    require(key_cache.shape == value_cache.shape, "caches of one shape")
-    require(key_cache.stride() == value_cache.stride(), "caches whose strides are the same")
-    require(key_cache.stride(-1) == 1, "each head contiguous")
+    """Return the strides of two equal caches [..., P, page_size, KV, D], without the last stride, which is 1.
+
+    Raises:
+        ValueError: the caches differ in shape or strides, or heads are not contiguous.
+    """
+    require(key_cache.shape == value_cache.shape, "caches", "equal shapes")
+    require(key_cache.stride() == value_cache.stride(), "caches", "equal strides")
+    require(key_cache.stride(-1) == 1, "caches", "contiguous heads")
     return key_cache.stride()[:-1]
 
 
 @jit
 def row_of_slot(slot, page_stride, row_stride, PAGE_SIZE: tl.constexpr):
-    """Where the row of a slot, which is 64 bits wide, begins in a cache."""
+    """Return the offset of a slot's row in a cache. The slot must be a 64-bit integer."""
     return slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * row_stride
 
 
@@ -63,15 +67,16 @@ def _kv_store_kernel(
 
 
 def kv_store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """`kv_store_ref` in one launch, a program a row. Rows may be views of a wider projection."""
+    """Compute `kv_store_ref` in one launch, one program per row. Rows may be views of a wider projection."""
     check_tensors(keys, values, key_cache, value_cache, slots)
     tensors = (keys, values, key_cache, value_cache)
     num_rows, num_heads, head_dim = keys.shape
     strides = strides_of_caches(key_cache, value_cache)
-    require(keys.shape[1:] == values.shape[1:] == key_cache.shape[2:], "keys, values and caches of one head shape")
-    require(len({tensor.dtype for tensor in tensors}) == 1, "keys, values and caches of one dtype")
-    require(keys.stride(2) == values.stride(2) == 1, "each head contiguous")
-    require(len(values) == num_rows == slots.numel(), "as many values and slots as keys")
+    require(keys.shape[1:] == values.shape[1:] == key_cache.shape[2:], "keys, values, caches", "equal head shapes")
+    require(len({tensor.dtype for tensor in tensors}) == 1, "keys, values, caches", "one dtype")
+    require(keys.stride(2) == values.stride(2) == 1, "keys, values", "contiguous heads")
+    require(len(values) == num_rows, "values", "one row per key row")
+    require(slots.numel() == num_rows, "slots", "one slot per key row")
     if num_rows:
         tile = power_of_2(num_heads * head_dim)
         _kv_store_kernel[(num_rows,)](

@@ -1,8 +1,8 @@
-"""The one import of Triton, the checks before a launch, and every launch parameter.
+"""The import of Triton, the checks before a launch, and the launch parameters of all kernels.
 
-A machine without Triton imports the kernel modules all the same, for their references; launching is what fails. Launch
-parameters are plain tables instead of `@triton.autotune`, which needs a driver, differs from run to run and measures
-inside captured graphs. The numbers were chosen by `examples/benchmarks/kernel_times.py`.
+Kernel modules can be imported without Triton, for their references; only launches fail. Launch parameters are plain
+tables. `@triton.autotune` is not used: it needs a driver, differs from run to run, and measures inside captured
+graphs. `examples/benchmarks/kernel_times.py` measured the numbers.
 """
 
 import importlib
@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-"""What the floating point kernels take. float64 is the references' business."""
+"""Dtypes of the floating point kernels. Only the references compute in float64."""
 
 MIN_DOT = 16
-"""`tl.dot` takes no side shorter than this."""
+"""Smallest side of a tile in `tl.dot`."""
 
-
-NOT_INSTALLED = "Triton is not installed, so no kernel can be launched: choose the reference kernels"
+NOT_INSTALLED = "Triton is not installed: install Triton, or choose the reference kernels"
 
 
 class _Absent:
-    """Stands in for Triton, its language and its kernels: anything may be named, nothing may be launched."""
+    """Stand-in for Triton, its language and its kernels. Every name exists, but launching a kernel fails."""
 
     def __getattr__(self, name: str) -> "_Absent":
         return self
@@ -47,23 +46,29 @@ triton, tl = _import("triton"), _import("triton.language")
 TensorDescriptor = _import("triton.tools.tensor_descriptor").TensorDescriptor
 HAS_TRITON = not isinstance(triton, _Absent)
 IS_INTERPRETED: bool = HAS_TRITON and triton.knobs.runtime.interpret
-"""Whether kernels run on the CPU in Triton's interpreter; decided by TRITON_INTERPRET when Triton is imported."""
+"""Whether kernels run on the CPU in Triton's interpreter. TRITON_INTERPRET decides this when Triton is imported."""
 
 jit = triton.jit
 constexpr = tl.constexpr
 
 
 def check_tensors(*tensors: Tensor) -> None:
-    """Raise unless Triton can reach all these tensors. A launcher never falls back to its reference by itself."""
+    """Raise if Triton cannot read these tensors. A launcher never falls back to its reference.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+        ValueError: tensors on different devices, or on a device that Triton cannot use.
+    """
     if not HAS_TRITON:
         raise RuntimeError(NOT_INSTALLED)
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device:
-            raise ValueError(f"tensors on {device} and {tensor.device} in one launch")
+            raise ValueError(f"tensors of one launch: expected one device, found {device} and {tensor.device}")
     if device.type == "cuda":
         if device.index != torch.cuda.current_device():
-            raise ValueError(f"tensors on {device}, but the current device is cuda:{torch.cuda.current_device()}")
+            current = f"cuda:{torch.cuda.current_device()}"
+            raise ValueError(f"tensors of one launch: expected the current device, {current}, found {device}")
     elif not (device.type == "cpu" and IS_INTERPRETED):
         raise ValueError(
             f"Triton kernels cannot run on {device}: choose the reference kernels, "
@@ -72,23 +77,23 @@ def check_tensors(*tensors: Tensor) -> None:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raise unless these are floats a kernel takes, all of one dtype: a mix would be promoted by the reference."""
+    """Raise TypeError unless all tensors have the same dtype, one of FLOATS. A reference would promote mixed dtypes."""
     dtype = tensors[0].dtype
     if dtype not in FLOATS:
-        raise TypeError(f"Triton kernels take float32, float16 and bfloat16, not {dtype}")
+        raise TypeError(f"Triton kernels: expected float32, float16 or bfloat16, found {dtype}")
     for tensor in tensors:
         if tensor.dtype != dtype:
-            raise TypeError(f"{dtype} and {tensor.dtype} in one launch")
+            raise TypeError(f"tensors of one launch: expected one dtype, found {dtype} and {tensor.dtype}")
 
 
-def require(is_met: bool, requirement: str) -> None:
-    """Raise ValueError naming what a launch needs. Only shapes and strides are asked, never values on the device."""
+def require(is_met: bool, argument: str, expected: str) -> None:
+    """Raise ValueError unless an argument of a launcher is as expected. Checks read shapes, never device values."""
     if not is_met:
-        raise ValueError(f"needed: {requirement}")
+        raise ValueError(f"{argument}: expected {expected}")
 
 
 def power_of_2(value: int) -> int:
-    """The smallest power of two that is not below `value`."""
+    """Return the smallest power of two that is at least `value`."""
     return 1 << max(value - 1, 0).bit_length()
 
 
@@ -97,13 +102,13 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def warps_for(num_elements: int) -> int:
-    """Warps for a program that covers this many elements: eight elements a thread, as far as that goes."""
+    """Return the number of warps for this many elements: eight elements per thread, from 1 to 16 warps."""
     return min(max(power_of_2(num_elements) // 256, 1), 16)
 
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, at least. The interpreter's answer is small, so that tests split and combine."""
+    """Return the number of multiprocessors. It is small for the interpreter, so that tests cut work into parts."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,66 +116,66 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; 0 where that is not known."""
+    """Return the bytes of shared memory that one program can use, or 0 if unknown."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch's type stubs lack it
 
 
 @lru_cache
 def has_tile_loads(device: torch.device) -> bool:
-    """Whether a unit of its own loads tiles into shared memory (TMA); the interpreter does as if."""
+    """Return whether the GPU has a unit that loads tiles into shared memory (TMA). The interpreter emulates it."""
     if device.type != "cuda":
         return IS_INTERPRETED
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def fitting_stages(wanted: int, stage_bytes: int, kept_bytes: int, device: torch.device) -> int:
-    """How many tiles of a loop are on their way at once: fewer than `wanted` where shared memory does not hold them."""
+    """Return the number of pipeline stages: `wanted`, or fewer if shared memory is too small.
+
+    Each stage takes `stage_bytes`, and the program keeps `kept_bytes` besides.
+    """
     num_bytes = shared_memory(device)
     return max(1, min(wanted, (num_bytes - kept_bytes) // stage_bytes)) if num_bytes else wanted
 
 
 ELEMENT_TILE = 1024
-"""Elements a program covers in pointwise integer kernels."""
+"""Elements per program of pointwise kernels."""
 
 HEAD_TILE = 8
-"""Heads of one token that a norm-and-rope program covers."""
+"""Heads of one token per program of norm-and-rope kernels."""
 
 VOCAB_TILE = 4096
-"""Tokens a program covers in one pass over logits or probabilities."""
+"""Tokens per program in a pass over logits."""
 
 VOCAB_GROUP = 64
-"""Tokens of which a filter knows the highest logit, and which it reads or passes over together."""
+"""Tokens per group of the vocabulary. A filter knows each group's highest logit, and reads or skips whole groups."""
 
 NUM_DEPTHS = 256
-"""Logits that a filter tries as a bound of those it reads: so far below the highest, in steps of DEPTH_STEP."""
+"""Number of lower bounds that a top-p filter tries, in steps of DEPTH_STEP below the highest logit."""
 
 DEPTH_STEP = 3 / 32
-"""Temperatures; between two bounds lie few tokens, and below the last hardly any weight."""
+"""In units of the temperature. Few tokens are between two bounds. Tokens below the last bound have little weight."""
 
 LISTED_TOKENS = 4
-"""Tokens that a filter has room to list for each group of the vocabulary."""
+"""Capacity of the list of tokens, in tokens per group of the vocabulary."""
 
 LISTED_TILE = 2048
-"""Tokens of listed groups that a filter reads at a time."""
+"""Tokens of listed groups that a filter reads at once."""
 
 MAX_GRID = 65_535
-"""Programs along the second and third axis of a launch; only the first, where rows are, goes further."""
-
-MIN_TEMPERATURE = 1e-5
-"""Below this a row is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
+"""Most programs along the second and third axis of a launch. The first axis, for rows, has a higher limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShape:
-    """How a row of logits is cut into programs: the tokens and warps of each."""
+    """Cut of a row of logits into programs: tokens and warps per program."""
 
     tile: int
     num_warps: int
 
 
 def argmax_shape(num_rows: int) -> VocabShape:
-    """For rows that are all greedy: few rows need many programs, and many rows few that do more each."""
+    """Return the cut for greedy rows: many small programs for few rows, few large programs for many rows."""
     return VocabShape(4096, 4) if num_rows <= 64 else VocabShape(8192, 8)
 
 
@@ -179,12 +184,12 @@ def sampling_shape() -> VocabShape:
 
 
 COMBINE_TILE = 4
-"""Rows whose parts one program adds up, a warp each."""
+"""Rows per program that adds up parts, one warp per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How attention is cut into programs: a tile's packed rows (query heads x block rows) and keys, and the parts."""
+    """Cut of attention into programs: packed rows (query heads x block rows) and keys per tile, and number of parts."""
 
     rows: int
     keys: int
@@ -193,21 +198,20 @@ class AttentionShape:
 
 
 MAX_SPLITS = 16
-"""More parts than this cost more to add up than they gain."""
-
+"""Most parts of the keys: adding up more parts takes longer than they save."""
 
 FEW_KEYS = constexpr(256)
-"""With fewer keys a part, half of four or more parts are faster: one program on a multiprocessor, not two."""
+"""If parts have fewer keys, half as many parts are faster: one program per multiprocessor instead of two."""
 
 
 def attention_shape(
     num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
 ) -> AttentionShape:
-    """The cut for `num_groups` KV heads of requests with `num_packed` rows each; tiles fit in shared memory.
+    """Return the cut for `num_groups` KV heads of all requests with `num_packed` rows each.
 
-    It follows from shapes, not from lengths, so a graph captured with it serves every context: the parts share the
-    tiles of the true length evenly, on the device. Where few programs have to fill the device, smaller tiles let four
-    of those with the fewest rows share a multiprocessor.
+    The cut depends on shapes only, not on lengths, so a captured graph serves every context. On the device, the parts
+    share the tiles of the true length evenly. Tiles fit in shared memory. If few programs must fill the device, small
+    tiles let four programs with few rows share a multiprocessor.
     """
     row_bytes = power_of_2(head_dim) * itemsize
     rows = _packed_rows(num_packed, row_bytes, itemsize, device)
@@ -223,7 +227,7 @@ def attention_shape(
 
 
 def _packed_rows(num_packed: int, row_bytes: int, itemsize: int, device: torch.device) -> int:
-    """Packed rows of a tile. On Hopper those of 64 take less time than those of 32, though half of them be empty."""
+    """Return the packed rows per tile. On Hopper, 64 rows are faster than 32 even if half of them are empty."""
     if row_bytes > 512 or num_packed <= MIN_DOT:
         return MIN_DOT
     if itemsize == 2 and row_bytes <= 256 and has_tile_loads(device):
@@ -232,7 +236,10 @@ def _packed_rows(num_packed: int, row_bytes: int, itemsize: int, device: torch.d
 
 
 def _num_splits(num_programs: int, most_together: int, device: torch.device) -> int:
-    """Parts that fill the device, with as many programs on a multiprocessor; four parts and more may be halved."""
+    """Return the number of parts that fills the device with `most_together` programs per multiprocessor.
+
+    With fewer than four parts it counts two programs per multiprocessor: the kernel never halves these parts.
+    """
     num_splits = most_together * num_multiprocessors(device) // num_programs
     if num_splits < 4:
         num_splits = 2 * num_multiprocessors(device) // num_programs
@@ -241,10 +248,10 @@ def _num_splits(num_programs: int, most_together: int, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class BalancedShape:
-    """How attention of many requests is cut: as `AttentionShape`, but with the programs of a KV head and row tile.
+    """Cut of attention of many requests: as `AttentionShape`, with the number of programs per KV head and row tile.
 
-    `combined_rows` are those whose parts one program adds up; `num_whole` how many whole requests each program has
-    where their lengths are alike, 0 where that would leave too much of the device idle.
+    combined_rows  rows per program that adds up parts
+    num_whole      whole requests per program if lengths are similar; 0 if this would leave the device idle
     """
 
     rows: int
@@ -256,15 +263,15 @@ class BalancedShape:
 
 
 LEAST_SHARE = constexpr(4)
-"""Tiles of keys that a program walks where there are so many: parts of fewer are not worth adding up."""
+"""Fewest tiles of keys in a share: adding up smaller parts takes longer than they save."""
 
 
 def balanced_shape(
     num_requests: int, num_kv: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
 ) -> BalancedShape | None:
-    """The cut for requests with `num_packed` rows for each KV head; None where they do not fill the device alone.
+    """Return the cut for requests with `num_packed` rows per KV head, or None if they do not fill the device.
 
-    Measured on an H200 against one program for each request and KV head (`docs/measurements/attention.md`).
+    Measured on an H200 against one program per request and KV head (`docs/measurements/attention.md`).
     """
     shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
     num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
@@ -280,18 +287,18 @@ def balanced_shape(
 
 
 ROUTED_ROWS = 4
-"""Rows whose experts one program chooses, a warp each."""
+"""Rows per program that chooses experts, one warp per row."""
 
 MAX_EXPERT_ROWS = 256
-"""Rows up to which the products of chosen experts are ours; with more of them torch's grouped ones are as fast."""
+"""Most rows for which our expert kernels run. With more rows, torch's grouped products are as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """How the products of experts are cut into programs: a tile's rows, columns and inner width.
+    """Cut of the expert products into programs: rows, columns and inner width of a tile.
 
-    `sought_rows` are those among which a program looks for its own. By route, there is one for each expert that a
-    row chose, and otherwise one for each expert.
+    sought_rows   rows that a program searches for its expert, padded
+    is_by_route   one program per route (row and chosen expert) instead of one per expert
     """
 
     rows: int
@@ -305,9 +312,9 @@ class ExpertsShape:
 def experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
-    """The cut for rows each of which chose as many experts; the same for all numbers of rows up to a power of two.
+    """Return the cut for rows with `num_chosen` experts each. It changes only at powers of two of the rows.
 
-    Tiles are small enough for two programs on a multiprocessor: while one looks for its rows the other one reads.
+    Two programs fit on a multiprocessor: while one searches for its rows, the other one reads weights.
     """
     sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
     is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
@@ -319,10 +326,10 @@ def experts_shape(
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model.
+    """Tiles of prefill attention, one choice per model: packed rows (query heads x rows), keys, and launch options.
 
-    Long rows of keys are cut into parts as if so many programs ran together on a multiprocessor. `has_descriptors` is
-    how tiles of the rows' own keys are loaded that need no mask: by the GPU's own unit for that (TMA), or by pointers.
+    num_together     programs per multiprocessor that the cut of long contexts into parts counts on
+    has_descriptors  whether unmasked tiles of the rows' own keys are loaded by descriptors (TMA) instead of pointers
     """
 
     rows: int
@@ -341,38 +348,36 @@ RAGGED_SHAPES = (
     (4, 128, RaggedShape(rows=MIN_DOT, keys=32, num_warps=4, num_stages=2)),
     (4, 256, RaggedShape(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)),
 )
-"""For elements of so many bytes and heads up to this size: what fits in shared memory and, nearly, in registers.
+"""Bytes per element, largest head size, and the tiles that fit in shared memory and nearly fit in registers.
 
-`examples/benchmarks/ragged_shapes.py` compares others; none were compared for heads above 256.
+`examples/benchmarks/ragged_shapes.py` compares other tiles. Heads above 256 were not measured.
 """
 
-
 DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
-"""For 16-bit heads of 128: 1 to 25% faster than the first of the shapes above (docs/measurements/prefill.md)."""
+"""For 16-bit heads of 128: 1 to 25% faster than the first entry of RAGGED_SHAPES (docs/measurements/prefill.md)."""
 
 LONG_CONTEXT = 2048
-"""Tokens from which on contexts have tiles of their own."""
+"""Shortest context, in tokens, that uses LONG_SHAPE."""
 
 LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3)
-"""Where they fit, 12% faster than those above for 2,048 rows after 14,336 tokens, and as fast after 2,048."""
+"""12% faster than the other tiles for 2,048 rows after 14,336 tokens, and as fast after 2,048 tokens."""
 
 LONG_SHAPE_BYTES = 227 * 1024
-"""Shared memory that these take, and that not every GPU has."""
-
+"""Shared memory that LONG_SHAPE needs. Not every GPU has it."""
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
-"""The fastest of seven for 192 rows beside 62 requests (docs/measurements/mixed-load.md)."""
+"""The fastest of seven shapes for 192 prefill rows beside 62 decoding requests (docs/measurements/mixed-load.md)."""
 
 
 def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:
-    """The tiles for few rows beside others, whose keys are all read in pages."""
+    """Return the tiles for few prefill rows in a decode step. All keys are read from pages."""
     if (itemsize, power_of_2(head_dim)) == (2, 128):
         return FEW_ROWS_SHAPE
     return ragged_shape(head_dim, itemsize, 0, device)
 
 
 def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:
-    """The tiles for heads of this size; the references, which take any, are given the smallest."""
+    """Return the tiles for heads of this size. The references accept any tiles, for them it returns the smallest."""
     is_long = longest_context >= LONG_CONTEXT and (itemsize, power_of_2(head_dim)) == (2, 128)
     if is_long and shared_memory(device) >= LONG_SHAPE_BYTES:
         return LONG_SHAPE

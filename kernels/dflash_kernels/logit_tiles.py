@@ -1,4 +1,4 @@
-"""What each tile of a row of logits holds. One pass over the logits, by which rows are then chosen, cut and sampled.
+"""Statistics of each tile of a row of logits, from one pass. Argmax, filters and sampling read them.
 
 Axis letters: T rows, R requests, V vocabulary.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import (
-    MIN_TEMPERATURE,
     VOCAB_GROUP,
     argmax_shape,
     ceil_div,
@@ -19,24 +18,25 @@ from dflash_kernels.launch_config import (
     sampling_shape,
     tl,
 )
+from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 MAX_FLOAT = constexpr(3.4028234663852886e38)
 
 
 class TileStats(NamedTuple):
-    """Of each tile of `tile` logits; and, of rows that may be cut, of each group of `group`."""
+    """Statistics of each tile of `tile` logits, and in rows with filters also of each group of `group` logits."""
 
     maxes: Tensor
     """[T, tiles] float32, the highest logit; NaN counts as -inf."""
     has_nans: Tensor
-    """[T, tiles] int32"""
+    """[T, tiles] int32, 1 if a logit is NaN."""
     sums: Tensor
-    """[T, tiles] float64, weights scaled to the tile's highest logit; none in rows that are greedy or have a top-k."""
+    """[T, tiles] float64, sum of weights relative to the tile's highest logit. Not set for greedy rows or top-k."""
     group_maxes: Tensor
-    """[T, groups] float32; nothing in greedy rows."""
+    """[T, groups] float32, the highest logit. Not set for greedy rows."""
     group_sums: Tensor
-    """[T, groups] float32, weights scaled to the tile's highest logit; nothing in rows that have not top-p alone."""
+    """[T, groups] float32, sum of weights relative to the tile's highest logit. Set only for rows with top-p alone."""
     tile: int
     group: int
 
@@ -46,25 +46,25 @@ class TileStats(NamedTuple):
 
 @jit
 def load_raw(row_logits, token, vocab_size):
-    """Logits of tokens, -inf past the vocabulary."""
+    """Load the logits of tokens. Ids after the vocabulary give -inf."""
     return tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @jit
 def without_nans(raw):
-    """NaN counts as -inf, so that an argmax is always a token."""
+    """Replace NaN by -inf, so that an argmax is always a token."""
     return tl.where(raw == raw, raw, float("-inf"))
 
 
 @jit
 def load_scores(row_logits, token, vocab_size):
-    """Logits of tokens of which a weight can be made: no NaN, and none is +inf."""
+    """Load the logits of tokens with -inf for NaN and the largest float for +inf, so that weights are never NaN."""
     return tl.minimum(without_nans(load_raw(row_logits, token, vocab_size)), MAX_FLOAT)
 
 
 @jit
 def weights_of(scores, max_score, temperature):
-    """Probabilities up to a factor: exp((scores - max_score) / temperature) in float64, 0 where nothing is finite."""
+    """Return the weights exp((scores - max_score) / temperature) in float64, or 0 if `max_score` is -inf."""
     shift = tl.where(max_score == float("-inf"), 0.0, max_score)
     return tl.exp((scores.to(tl.float64) - shift.to(tl.float64)) * (1.0 / temperature))
 
@@ -82,7 +82,7 @@ def load_maxes(tile_maxes, row, num_tiles, TILE_T: tl.constexpr):
 
 @jit
 def scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T: tl.constexpr):
-    """Sums of the tiles, scaled to the row's highest logit; and that logit."""
+    """Return the sum of weights of each tile, relative to the row's highest logit, and this logit."""
     tiles = tl.arange(0, TILE_T)
     maxes = tl.minimum(load_maxes(tile_maxes, row, num_tiles, TILE_T), MAX_FLOAT)
     sums = tl.load(tile_sums + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
@@ -112,7 +112,7 @@ def _tile_stats_kernel(
                 maxes = tl.max(tl.reshape(scores, (TILE_V // GROUP, GROUP)), 1)
                 group = row * num_groups + tile * (TILE_V // GROUP) + tl.arange(0, TILE_V // GROUP)
                 tl.store(group_maxes + group, maxes)
-                # What is left of top-k is summed when it is known: far fewer weights.
+                # The filter itself sums the tokens kept by top-k: far fewer weights.
                 is_summed = has_top_k(tl.load(top_ks + row // num_repeats), vocab_size) == 0
             if is_summed:
                 weights = weights_of(scores, tl.max(scores, 0), temperature)
@@ -127,9 +127,9 @@ def _tile_stats_kernel(
 def launch_stats(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *, is_greedy: bool, has_filters: bool
 ) -> TileStats:
-    """One pass over logits [T, V]; temperatures, top_ks and top_ps [R] hold for T / R rows each."""
+    """Compute the statistics of logits [T, V] in one pass. The request's values [R] apply to T / R rows each."""
     num_rows, vocab_size = logits.shape
-    # Sums depend on the tile, so that of sampled rows is one for any number of rows.
+    # Sums depend on the tile size. Sampled rows therefore have one tile size for any number of rows.
     shape = argmax_shape(num_rows) if is_greedy else sampling_shape()
     tile = min(shape.tile, power_of_2(vocab_size))
     group = min(VOCAB_GROUP, tile)

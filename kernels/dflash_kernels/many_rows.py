@@ -1,8 +1,8 @@
-"""Gated products of many rows, as prompts have them: the gate is applied where its two products meet.
+"""Gated products of many rows, as in prefill: one launch computes both products and applies the gate.
 
-A library multiplies many rows as fast as the device can, but leaves both products in memory for a launch that gates
-them. Here a tile of both is one accumulator of a tensor core, gated before it is stored. There are as many programs as
-multiprocessors, and each goes from tile to tile, so that loads of the next one begin while this one is multiplied.
+A library multiplies many rows at full speed, but stores both products for a second launch that applies the gate. Here
+one accumulator holds a tile of both products, and the gate is applied before it is stored. There is one program per
+multiprocessor. Each program computes several tiles, so that loads of the next tile overlap with the current product.
 
 Axis letters: T rows, K inner width, F width of a gated product.
 """
@@ -35,7 +35,7 @@ def _gate_many_rows_kernel(
     num_row_tiles = (num_rows + TILE_R - 1) // TILE_R
     tiles_a_group = tiles_together * NUM_COLUMN_TILES
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_COLUMN_TILES, NUM_PROGRAMS, flatten=True):
-        # Those that run together read a few rows of tiles and a few columns, which stay in the cache meanwhile.
+        # Programs that run together read few rows and few columns of tiles, so these stay in the cache.
         first = tile // tiles_a_group * tiles_together
         group_rows = tl.minimum(num_row_tiles - first, tiles_together)
         row = (first + tile % tiles_a_group % group_rows) * TILE_R
@@ -50,19 +50,19 @@ def _gate_many_rows_kernel(
 
 
 def cut_of_many_rows(hidden: Tensor, weight: Tensor) -> ManyRowsShape | None:
-    """How a gated product of [T, K] and [2 F, K] is cut; None where it takes two launches."""
+    """Return the cut of a gated product of [T, K] and [2 F, K], or None if it takes two launches."""
     itemsize, width = hidden.element_size(), len(weight) // 2
     is_described = can_describe(hidden) and can_describe(weight) and width * itemsize % DESCRIPTOR_BYTES == 0
     return many_rows_shape(len(hidden), width, itemsize, hidden.device) if is_described else None
 
 
 def gate_many_rows(hidden: Tensor, weight: Tensor, shape: ManyRowsShape) -> Tensor:
-    """`product.gated_product_ref` in one launch: [T, K], [2 F, K] -> [T, F]. Descriptors can be made of all three."""
+    """Compute `gated_product_ref` in one launch: [T, K], [2 F, K] -> [T, F]. All three tensors allow descriptors."""
     check_tensors(hidden, weight)
     check_dtypes(hidden, weight)
     (num_rows, depth), width = hidden.shape, len(weight) // 2
-    require(weight.shape == (2 * width, depth), f"a weight of two halves, of {depth} columns")
-    require(weight.is_contiguous() and hidden.stride(1) == 1, "a contiguous weight and contiguous rows")
+    require(weight.shape == (2 * width, depth), "weight", "equally many gate rows and up rows, as wide as `hidden`")
+    require(weight.is_contiguous() and hidden.stride(1) == 1, "hidden, weight", "contiguous rows")
     out = torch.empty((num_rows, width), dtype=hidden.dtype, device=hidden.device)
     sizes, strides = [2, width, depth], [width * depth, depth, 1]
     both = TensorDescriptor(weight, sizes, strides, [2, shape.columns, shape.depth])

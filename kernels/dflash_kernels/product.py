@@ -1,12 +1,14 @@
-"""Products of few rows with a weight, as decode steps have them: read the weight once, as fast as memory gives it.
+"""Products of few rows with a weight, as in decode steps: read the weight once, at the speed of memory.
 
-A library's products are made for many rows. With 16 to 128 the time is all but that of reading the weight, and what is
-lost is lost at the ends: a product that does not fill the device, a pass that adds up the parts of a long sum, a pass
-that gates. So a long sum is left in parts, which the norm after it adds up while it reads them, and the gate of a
-feed-forward layer is applied where its two products meet. From 33 rows on tiles are loaded by descriptors, which leaves
-the tensor cores more of the multiprocessor. Which products are torch's, `product_config.py` says.
+Libraries are made for many rows. With 16 to 128 rows, a product takes as long as reading its weight. Libraries lose
+time when a product does not fill the device, and in extra passes that add up partial sums or apply the gate. Here:
 
-The weight is the side of the tile that tensor cores read from shared memory, so that few rows do not leave them idle.
+- The kernel cuts a long sum into parts. The next norm adds them up while it reads them.
+- One program computes both products of a feed-forward layer and applies the gate.
+- From 33 rows on, descriptors load the tiles. This leaves more of the multiprocessor to the tensor cores.
+
+`product_config.py` decides which products torch computes. The weight is the side of the tile that tensor cores read
+from shared memory, so that few rows do not leave them idle.
 
 Axis letters: T rows, K inner width, N columns, P parts, F width of a gated product.
 """
@@ -34,20 +36,20 @@ from dflash_kernels.tile_loads import can_describe, describe
 
 
 def product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`hidden @ weight.T`: [T, K], [N, K] -> [T, N]."""
+    """Return `hidden @ weight.T`: [T, K], [N, K] -> [T, N]."""
     return functional.linear(hidden, weight)
 
 
 def product_parts_ref(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`product_ref` as parts that are still to be added up and rounded to the model's dtype: [P, T, N].
+    """Return `product_ref` as parts [P, T, N] that the caller must add up and round to the model's dtype.
 
-    How many there are, and whether they are float32 or the model's dtype, is up to the implementation.
+    Each implementation decides the number of parts and their dtype: float32 or the model's dtype.
     """
     return functional.linear(hidden, weight)[None]
 
 
 def gated_product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up of one product with both weights, the gate's rows first: [T, K], [2 F, K] -> [T, F]."""
+    """Return silu(gate) * up of a product with gate rows, then up rows: [T, K], [2 F, K] -> [T, F]."""
     return silu_mul_ref(functional.linear(hidden, weight))
 
 
@@ -60,8 +62,8 @@ def _product_kernel(
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if HAS_PARTS:
-        let_next_launch_begin(IS_EARLY)  # which adds them up
-    # Tiles of rows are next to each other: those that read the same weight run together.
+        let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
+    # Programs with the same weight tile have adjacent ids, so they run together.
     first_row, first_column, part = tl.program_id(0) * TILE_R, tl.program_id(1) * TILE_C, tl.program_id(2)
     row = first_row + tl.arange(0, TILE_R)
     column = first_column + tl.arange(0, TILE_C)
@@ -72,7 +74,7 @@ def _product_kernel(
         weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     up = tl.zeros((TILE_C, TILE_R), tl.float32)
-    # As many tiles in each part, so that the compiler knows how many; those of the last may lie past the end, as zeros.
+    # Equal numbers of tiles per part, known to the compiler. Tiles of the last part after the end are zeros.
     NUM_TILES: tl.constexpr = ((DEPTH + TILE_K - 1) // TILE_K + NUM_PARTS - 1) // NUM_PARTS
     for tile in range(NUM_TILES):
         first = (part * NUM_TILES + tile) * TILE_K
@@ -84,7 +86,7 @@ def _product_kernel(
                 is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
                 is_weight = is_weight & (first + inner < DEPTH)[None, :]
             rows = tl.load(hidden_tile + first, mask=is_row_element, other=0.0)
-            # Each weight is read once a step: keeping it would only push out what is read again.
+            # Each weight is read once per step, so it should not displace other data in the cache.
             loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(loaded, tl.trans(rows), acc, input_precision="ieee")
         if IS_GATED:
@@ -103,13 +105,13 @@ def _product_kernel(
 
 
 def product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`product_ref` in one launch."""
+    """Compute `product_ref` in one launch."""
     shape = _shape_of(hidden, weight)
     return functional.linear(hidden, weight) if shape is None else _launch(hidden, weight, shape)[0]
 
 
 def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`product_parts_ref` in one launch; as many parts as fill the device."""
+    """Compute `product_parts_ref` in one launch, with enough parts to fill the device."""
     shape = _shape_of(hidden, weight, has_parts=True)
     if shape is None:
         return functional.linear(hidden, weight)[None]
@@ -117,7 +119,7 @@ def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`gated_product_ref` in one launch, or two where a library's is faster."""
+    """Compute `gated_product_ref` in one launch, or in two if a library is faster."""
     shape = _shape_of(hidden, weight, is_gated=True)
     if shape is None:
         cut = cut_of_many_rows(hidden, weight)
@@ -128,9 +130,10 @@ def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
 def _shape_of(
     hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated: bool = False
 ) -> ProductShape | None:
-    """How a product is cut; None where it is the library's.
+    """Return the cut of a product, or None if the library computes it.
 
-    float32 has no tensor cores here; the interpreter takes it all the same, which is how this is tested.
+    These kernels use no tensor cores for float32, so on a GPU the library computes float32. Tests use float32 in the
+    interpreter.
     """
     itemsize = hidden.element_size()
     if hidden.dim() != 2 or not len(hidden) or not (itemsize == 2 or IS_INTERPRETED):
@@ -147,13 +150,13 @@ def _shape_of(
 def _launch(
     hidden: Tensor, weight: Tensor, shape: ProductShape, *, has_parts: bool = False, is_gated: bool = False
 ) -> Tensor:
-    """One launch of the kernel -> [P, T, N] or, gated, [1, T, F]."""
+    """Launch the kernel once. Returns [P, T, N], or [1, T, F] if gated."""
     check_tensors(hidden, weight)
     check_dtypes(hidden, weight)
     num_rows, depth = hidden.shape
-    require(weight.dim() == 2 and weight.shape[1] == depth, f"a weight of {depth} columns")
-    require(weight.is_contiguous() and hidden.stride(1) == 1, "a contiguous weight and contiguous rows")
-    require(not is_gated or len(weight) % 2 == 0, "two halves of one width")
+    require(weight.dim() == 2 and weight.shape[1] == depth, "weight", "as many columns as `hidden`")
+    require(weight.is_contiguous() and hidden.stride(1) == 1, "hidden, weight", "contiguous rows")
+    require(not is_gated or len(weight) % 2 == 0, "weight", "equally many gate rows and up rows")
     num_columns = len(weight) // 2 if is_gated else len(weight)
     dtype = torch.float32 if shape.num_parts > 1 else hidden.dtype
     out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)

@@ -1,4 +1,7 @@
-"""How products are cut into programs, and which are a library's (`docs/measurements/products.md`)."""
+"""Cut of products into programs, and the choice between our kernel and a library.
+
+Measured on an H200 (`docs/measurements/products.md`).
+"""
 
 from dataclasses import dataclass
 
@@ -15,20 +18,20 @@ from dflash_kernels.launch_config import (
 )
 
 MAX_PRODUCT_ROWS = 32
-"""Rows up to which products are ours on any GPU; with more of them a library's are as fast or faster."""
+"""Most rows for which our kernel computes all products on any GPU. With more rows, a library is at least as fast."""
 
 WIDE_PRODUCT_ROWS = 128
-"""Rows up to which they are ours where tiles are loaded by descriptors, if they leave parts or are gated."""
+"""Most rows for which our kernel computes gated products and products in parts, if descriptors can load tiles."""
 
 GATED_ROWS = 1024
-"""Rows from which on gated products are ours again, where they fill the device: see `many_rows.py`."""
+"""Fewest rows for which `many_rows.py` computes gated products, if they fill the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """How a product is cut into programs: a tile's rows, columns and inner width, and the parts.
+    """Cut of a product into programs: rows, columns and inner width of a tile, and number of parts.
 
-    `has_descriptors` is how tiles are loaded: by the GPU's own unit for that (TMA), or by pointers.
+    has_descriptors  whether tiles are loaded by descriptors (TMA) instead of pointers
     """
 
     rows: int
@@ -41,10 +44,10 @@ class ProductShape:
 
 
 MAX_PARTS = 8
-"""More parts than this cost more to add up than they gain."""
+"""Most parts: adding up more parts takes longer than they save."""
 
 MANY_COLUMNS = 65_536
-"""From here on, as in a head, programs come in many rounds, and wide tiles read fewer rows again."""
+"""Fewest columns for wide tiles, as in a head: programs run in many rounds, and wide tiles read the rows less often."""
 
 
 def product_shape(
@@ -57,10 +60,10 @@ def product_shape(
     has_parts: bool = False,
     is_gated: bool = False,
 ) -> ProductShape | None:
-    """The cut of a product; it follows from shapes alone. None where a library's is faster.
+    """Return the cut of a product, or None if a library is faster. The cut depends on shapes only.
 
-    With `has_parts` the sum over `depth` is cut until the programs all but fill the device: each part more is read
-    again by the norm that adds them up. Where a multiprocessor has one program, that one keeps more on its way.
+    With `has_parts`, the sum over `depth` is cut until the programs nearly fill the device. More parts would cost time
+    in the norm that reads them. A program that has a multiprocessor for itself gets more pipeline stages.
     """
     if num_rows > MAX_PRODUCT_ROWS:
         is_asked = has_parts or is_gated
@@ -92,9 +95,9 @@ def product_shape(
 def _wide_shape(
     num_rows: int, num_columns: int, depth: int, itemsize: int, device: torch.device, *, is_gated: bool
 ) -> ProductShape | None:
-    """The cut of a product of more rows, which is bound by its weight no less than by its multiplications.
+    """Return the cut of a product of 33 to 128 rows, or None if a library computes it.
 
-    It is ours where the programs fill the device nearly as well as in the shapes that were measured.
+    Our kernel computes the product if the programs fill the device nearly as well as in the measured shapes.
     """
     if num_rows > WIDE_PRODUCT_ROWS or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
         return None
@@ -112,9 +115,9 @@ def _wide_shape(
 
 @dataclass(frozen=True, slots=True)
 class ManyRowsShape:
-    """How a gated product of many rows is cut: a tile's rows, columns and inner width, and the launch.
+    """Cut of a gated product of many rows: rows, columns and inner width of a tile, and launch options.
 
-    Tiles are taken in groups of so many rows of them, `tiles_together`, column by column.
+    tiles_together  rows of tiles in a group; a group is computed column by column
     """
 
     rows: int
@@ -126,10 +129,10 @@ class ManyRowsShape:
 
 
 def many_rows_shape(num_rows: int, width: int, itemsize: int, device: torch.device) -> ManyRowsShape | None:
-    """The cut of a gated product of many rows; None where two launches, a library's and one that gates, are faster.
+    """Return the cut of a gated product of many rows, or None if a library's product and a gate launch are faster.
 
-    They are where a part of the device would wait, in the last round of tiles or for rows that are not there; and, it
-    is supposed, where shared memory holds fewer tiles than that of an H200.
+    Two launches are faster if part of the device would idle, in the last round of tiles or for padded rows. This is
+    also assumed for GPUs with less shared memory than an H200.
     """
     if num_rows < GATED_ROWS or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
         return None

@@ -1,12 +1,12 @@
-"""Causal attention of rows of several requests, one request after the other: prefill in one launch.
+"""Causal attention of the concatenated rows of several requests: prefill in one launch.
 
-The definition is that of `block_attention`, with blocks that differ in length: row i of a segment stands at position
-`context_len + i`, the context `[0, context_len)` is read through the request's row of the page table, and the segments'
-own keys and values come dense.
+The definition equals `block_attention` with blocks of different lengths, called segments. Row i of a segment has the
+position `context_len + i`. The context `[0, context_len)` is read through the request's row of the page table. The
+segments' own keys and values are dense tensors.
 
-Lengths are known on the host, so the host cuts the rows into tiles, once for all layers of a forward, and cuts the keys
-of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
-of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
+The host knows all lengths. It cuts the rows into tiles, once for all layers of a forward. It cuts the keys of the
+longest tiles into parts (flash-decoding; see `block_attention`). The kernel reads this plan from one tensor. No
+argument depends on lengths, so new lengths never cause a compilation.
 
 Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads of keys and values, D head dim,
 M tiles, C tiles with several parts.
@@ -51,23 +51,25 @@ from dflash_kernels.launch_config import (
 from dflash_kernels.tile_loads import can_describe, describe
 
 TILE_FIELDS = 8
-"""Of a tile: first row, rows, context length and table row of its segment; first packed row; part, parts; where to."""
+"""First row, rows, context length and table row of the segment; first packed row; part; parts; index of the part."""
 
 SUM_FIELDS = 6
-"""Of a tile with parts: first row and rows of its segment; first packed row; where its first part is; parts; unused."""
+"""First row and rows of the segment; first packed row; index of the first part; parts; unused."""
 
 _TL_TILE_FIELDS, _TL_SUM_FIELDS = constexpr(TILE_FIELDS), constexpr(SUM_FIELDS)
 
 NO_TILE, NO_SUM = (0, 0, 0, 0, 0, 0, 1, -1), (0, 0, 0, 0, 0, 0)
-"""A tile and a sum without rows: their programs write nothing."""
+"""Padding: programs of a tile or sum without rows write nothing."""
+
+PLAN_THAT_FITS = "tiles, sums and parts that fit into the captured plan"
 
 MIN_PART = 4
-"""Tiles of keys below which a part costs more to add up than it gains."""
+"""Fewest tiles of keys in a part: adding up smaller parts takes longer than they save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The flat rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
+    """Flat rows of one request: `num_rows` rows from `first_row` on. The pages already hold their context."""
 
     first_row: int
     num_rows: int
@@ -77,54 +79,58 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
-    """How the rows of a forward are cut into programs. `tiles` and `sums` are rows of integers, for the kernels.
+    """Cut of the rows of a forward into programs. `tiles` and `sums` are rows of integers for the kernels.
 
-    With `is_paged` keys and values of the segments are read where they were stored, in pages, as those of contexts are:
-    that is faster for few rows, and slower for many.
+    With `is_paged`, the kernel reads the segments' own keys and values from pages, as it reads contexts. This is faster
+    for few rows and slower for many.
     """
 
     segments: tuple[Segment, ...]
     tiles: tuple[tuple[int, ...], ...]  # [M, TILE_FIELDS]
     sums: tuple[tuple[int, ...], ...]  # [C, SUM_FIELDS]
-    num_parts: int  # of all tiles that have several
+    num_parts: int  # of all tiles with several parts
     shape: RaggedShape
     is_paged: bool = False
 
     @property
     def ints(self) -> list[int]:
-        """What the kernels read, to be brought to the device: tiles, then sums."""
+        """Integers that the kernels read, to be copied to the device: tiles, then sums."""
         return [value for row in (*self.tiles, *self.sums) for value in row]
 
     def padded(self, room: "RaggedPlan") -> "RaggedPlan":
-        """The same cut with as many tiles, sums and parts as a larger plan, for a launch that was captured with it."""
-        require(self.shape == room.shape and self.num_parts <= room.num_parts, "a plan that fits into the other")
+        """Return this plan padded to the size of a larger plan, for a launch that was captured with the larger plan.
+
+        Raises:
+            ValueError: this plan does not fit into the larger plan.
+        """
+        require(self.shape == room.shape and self.num_parts <= room.num_parts, "plan", PLAN_THAT_FITS)
         tiles = (*self.tiles, *[NO_TILE] * (len(room.tiles) - len(self.tiles)))
         sums = (*self.sums, *[NO_SUM] * (len(room.sums) - len(self.sums)))
-        require((len(tiles), len(sums)) == (len(room.tiles), len(room.sums)), "a plan that fits into the other")
+        require((len(tiles), len(sums)) == (len(room.tiles), len(room.sums)), "plan", PLAN_THAT_FITS)
         return replace(self, tiles=tiles, sums=sums, num_parts=room.num_parts)
 
 
 def room_for_plans(
     num_rows: int, num_segments: int, num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
-    """A plan without rows into which every plan fits whose segments, at most so many, have so many rows together."""
+    """Return an empty plan with room for every plan of up to `num_segments` segments and `num_rows` rows in total."""
     num_cut = ceil_div(num_rows * (num_heads // num_kv), shape.rows) + num_segments
-    num_tiles = num_cut + _num_programs(num_kv, shape, device)  # one more for each share that is taken off a tile
+    num_tiles = num_cut + _num_programs(num_kv, shape, device)  # one more for each part that is cut off a tile
     rows = (Segment(0, num_rows, 0, 0),)
     return RaggedPlan(rows, (NO_TILE,) * num_tiles, (NO_SUM,) * num_cut, num_tiles, shape, is_paged=True)
 
 
 def _num_programs(num_kv: int, shape: RaggedShape, device: torch.device) -> int:
-    """Programs of one KV head that run at once."""
+    """Return the number of programs of one KV head that run at once."""
     return max(1, shape.num_together * num_multiprocessors(device) // num_kv)
 
 
 def plan_ragged(
     segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
-    """Cut flat rows into tiles, longest first, and the keys of the longest into parts where tiles are few.
+    """Cut flat rows into tiles, longest first. If there are few tiles, cut the keys of the longest into parts.
 
-    A part has at least an even share of all the work, by programs that run at once.
+    A part has at least an equal share of the work of all programs that run at once.
     """
     group = num_heads // num_kv
     cut = []
@@ -167,11 +173,11 @@ def ragged_attention_ref(
     keys, values            [T, KV, D]
     key_cache, value_cache  [P, page_size, KV, D]
     page_table              [B, pages of a request] int64, wide enough for every segment and its context
-    plan                    the segments, which cover all rows
-    placed                  `plan.ints` on the device, int64; the reference goes by the segments
+    plan                    the segments cover all rows
+    placed                  `plan.ints` on the device, int64; the reference reads the segments instead
     window                  a row sees keys less than `window` positions before it; None is unlimited
-    softmax                 how scores become weights
-    out                     [T, H, D], contiguous, written; None takes new memory
+    softmax                 cap and sinks
+    out                     [T, H, D], contiguous, written; None allocates it
     Returns [T, H, D].
     """
     out = room_for(query) if out is None else out
@@ -189,7 +195,7 @@ def ragged_attention_ref(
 
 @jit
 def _load_tile(tiles):
-    """The fields of this program's tile; those that index rows of tensors are 64 bits wide."""
+    """Load the fields of this program's tile. Fields that index rows of tensors are 64-bit integers."""
     tile = tiles + tl.program_id(0).to(tl.int64) * _TL_TILE_FIELDS
     return (
         tl.load(tile), tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32), tl.load(tile + 3),
@@ -209,7 +215,7 @@ def _ragged_attention_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)  # which adds parts up
+    let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
     kv_head = tl.program_id(1).to(tl.int64)
     first_row, num_rows, context_len, table_row, first_packed, part, num_parts, place = _load_tile(tiles)
     packed = first_packed + tl.arange(0, TILE_M)
@@ -226,7 +232,7 @@ def _ragged_attention_kernel(
     value_cache += kv_head * cache_head
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
     if IS_PAGED:
-        # One loop over few keys: several begin with nothing on its way.
+        # One loop for few keys: each further loop would start with an empty pipeline of loads.
         num_keys = context_len + last_row + 1
         first_tile, num_tiles, _, _ = tiles_in_sight(
             context_len, num_keys, first_packed // GROUP, -1, 0, True, WINDOW, TILE_N
@@ -246,7 +252,7 @@ def _ragged_attention_kernel(
             context_len, num_rows, first_packed // GROUP, last_row, part, num_parts, scale,
             HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
         )  # fmt: skip
-    # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
+    # A row that sees no key in this part has the mean 0, and its weight in the sum of parts is 2**-inf.
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     mean = acc / weight_sum[:, None]
     if place < 0:
@@ -273,7 +279,7 @@ def _sum_parts_kernel(
     first_packed = tl.load(item + 2)
     first_part = tl.load(item + 3)
     num_parts = tl.load(item + 4).to(tl.int32)
-    place = tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)  # of a packed row in its tile
+    place = tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)  # packed rows of the tile
     packed = first_packed + place
     row = packed // GROUP
     is_row = row < num_rows
@@ -293,7 +299,7 @@ def _sum_parts_kernel(
         acc += mean * weight[:, None]
         weight_sum += weight
     target = (first_row + row) * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
-    summed = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # 0 where there is no row
+    summed = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # 0 for padding
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], summed.to(out.dtype.element_ty), mask=is_element)
 
 
@@ -311,27 +317,28 @@ def ragged_attention(
     softmax: Softmax = PLAIN,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`ragged_attention_ref` in one launch, or two where some tile has its keys in parts."""
+    """Compute `ragged_attention_ref` in one launch, or in two if keys are cut into parts."""
     check_tensors(query, keys, values, key_cache, value_cache, page_table, placed)
     check_dtypes(query, keys, values, key_cache, value_cache)
     num_rows, num_heads, head_dim = query.shape
     num_kv = keys.shape[1]
-    require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
-    require(keys.shape == values.shape == (num_rows, num_kv, head_dim), "a key for each row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches of the keys' heads")
-    require(page_table.stride(1) == 1 and placed.is_contiguous(), "contiguous rows of the page table and the plan")
-    require(window is None or window > 0, "a window of at least 1")
+    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
+    require(keys.shape == values.shape == (num_rows, num_kv, head_dim), "keys, values", "one row per query row")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the heads of the keys")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(placed.is_contiguous(), "placed", "contiguous integers")
+    require(window is None or window > 0, "window", "at least 1")
     check_softmax(softmax, query)
-    require(num_kv <= MAX_GRID, f"at most {MAX_GRID} KV heads")
-    require(sum(segment.num_rows for segment in plan.segments) == num_rows, "a plan of these rows")
+    require(num_kv <= MAX_GRID, "keys", f"at most {MAX_GRID} KV heads")
+    require(sum(segment.num_rows for segment in plan.segments) == num_rows, "plan", "segments that cover all rows")
     out = room_for(query) if out is None else out
     check_room(out, query)
     if not out.numel():
         return out
     flat = (query, keys, values)
-    require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
+    require(all(tensor.stride(2) == 1 for tensor in flat), "query, keys, values", "contiguous heads")
     shape, group, tile_dim = plan.shape, num_heads // num_kv, max(power_of_2(head_dim), MIN_DOT)
-    # Parts are always float32, and empty where there are none, so that the kernel is one and the same.
+    # Parts are float32 tensors also if they are empty, so that one compiled kernel serves both cases.
     part_lses = torch.empty((plan.num_parts, num_kv, shape.rows), dtype=torch.float32, device=query.device)
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
     launching = early(query.device) if plan.is_paged else {"IS_EARLY": False}
@@ -355,7 +362,7 @@ def ragged_attention(
 
 
 def _tiles_of(keys: Tensor, values: Tensor, plan: RaggedPlan, window: int | None) -> tuple[Any, Any]:
-    """Descriptors of keys and values [T, KV, D], all heads of a row side by side; None where they are not used."""
+    """Return descriptors of keys and values [T, KV, D] with adjacent heads, or None if the kernel uses pointers."""
     head_dim = keys.shape[2]
     if not plan.shape.has_descriptors or plan.is_paged or window is not None or head_dim != power_of_2(head_dim):
         return None, None

@@ -1,11 +1,11 @@
-"""Verify sampled drafts by rejection, so that what is kept follows the target's distribution.
+"""Verification of sampled draft tokens by rejection: committed tokens follow the target's distribution.
 
 Source: Leviathan et al. 2023, "Fast inference from transformers via speculative decoding", algorithm 1.
 
-The kernels make probabilities of logits where they need them: at the drafted ids, and along the one row of each request
-in which a draft was rejected. No distribution is written.
+The kernels compute probabilities from logits only where needed: at the draft tokens, and for the row of the first
+rejection of each request. They never write a distribution.
 
-Axis letters: R requests, N block rows, K drafted tokens (N - 1), V vocabulary, V' that of the draft.
+Axis letters: R requests, N block rows, K draft tokens (N - 1), V vocabulary of the target, V' of the draft.
 """
 
 import torch
@@ -29,22 +29,22 @@ def reject_ref(
     positions: Tensor,
     max_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept each drafted token with probability min(1, p / q); sample what follows the accepted ones.
+    """Accept each draft token with probability min(1, p / q), and sample the token after the accepted ones.
 
-    draft_ids     [R, K] int64   sampled from `draft`; the target's ids, negative where nothing was drafted
-    sampled_ids   [R, N] int64   the target's own sample after each row, made of `target`
-    target        of R * N rows  p; row i is the distribution of the token after row i of the block
-    draft         of R * K rows  q, with its temperature and filters: the distribution the draft really sampled from
-    draft_places  [V] int64      the draft's ids of the target's, -1 where it has none; None where they are the same
+    draft_ids     [R, K] int64  samples of `draft` as target ids; negative ids are padding
+    sampled_ids   [R, N] int64  the target's sample after each row, from `target`
+    target        R * N rows    p; row i is the distribution of the token after row i of the block
+    draft         R * K rows    q, the distribution that the draft sampled from, after temperature and filters
+    draft_places  [V] int64     draft id of each target id, or -1; None if the vocabularies are equal
     seeds         [R] int64
-    positions     [R] int64      position of the first drafted token
-    max_accepted  [R] int64      drafts that may count
-    The distributions are those of `Chosen`. Returns num_accepted [R] int64 and target_ids [R, N] int64: the accepted
-    drafts, then one sample, then any valid ids.
+    positions     [R] int64     position of the first draft token
+    max_accepted  [R] int64     limit of accepted tokens
+    Distributions have the form of `Chosen.distribution`.
+    Returns num_accepted [R] int64 and target_ids [R, N] int64: the accepted tokens, one sample, then any valid ids.
 
-    After a rejection the sample is from max(p - q, 0), renormalised, or from p where that is 0 everywhere. Where all
-    drafts that may count are accepted it is from p itself: to stop at a limit is no rejection. The coin, the
-    sample after a rejection and the target's own each have their own stream of random numbers.
+    After a rejection, the sample comes from max(p - q, 0), renormalised, or from p if this residual is 0 everywhere. If
+    all tokens up to the limit are accepted, the sample comes from p: a limit does not count as a rejection. The
+    accept decisions, the samples after a rejection and the target's samples use separate random streams.
     """
     assert isinstance(target, Tensor)
     assert isinstance(draft, Tensor)
@@ -72,7 +72,7 @@ def reject_ref(
 
 
 def _over_target_ids(probs: Tensor, draft_places: Tensor | None) -> Tensor:
-    """[R * K, V'] over the draft's ids -> [R * K, V] over the target's."""
+    """Map probabilities from draft ids to target ids: [R * K, V'] -> [R * K, V]."""
     if draft_places is None:
         return probs
     return torch.where(draft_places >= 0, probs[:, draft_places.clamp(min=0)], 0.0)
@@ -80,7 +80,7 @@ def _over_target_ids(probs: Tensor, draft_places: Tensor | None) -> Tensor:
 
 @jit
 def _places_of(draft_places, token, vocab_size, draft_vocab_size, HAS_PLACES: tl.constexpr):
-    """The draft's ids of the target's; past its vocabulary where it has none."""
+    """Return the draft ids of target ids. A target id without a draft id gives `draft_vocab_size`."""
     if HAS_PLACES:
         token = tl.load(draft_places + token, mask=token < vocab_size, other=-1)
         token = tl.where(token >= 0, token, draft_vocab_size)
@@ -100,7 +100,7 @@ def _coins_kernel(
     drafted = tl.load(draft_ids + request * num_drafts + column, mask=column < num_drafts, other=-1)
     is_drafted = (drafted >= 0) & (column < tl.load(max_accepted + request))
     token = tl.where(is_drafted, drafted, vocab_size)
-    # Columns that drafted nothing read some row of the request; their token is past its end.
+    # Columns without a draft token read any row of the request. Their token is after the vocabulary: probability 0.
     row = request * (num_drafts + 1) + tl.minimum(column, num_drafts)
     p = probs_of(
         target, row, token, tl.load(target_temperatures + request), target_maxes, target_keys, target_last_ids,
@@ -113,7 +113,7 @@ def _coins_kernel(
         draft_masses, draft_vocab_size, draft_stride, DRAFT_BITS,
     )  # fmt: skip
     coins = uniform_tile(tl.load(seeds + request), tl.load(positions + request) + column, salt)
-    # There is a first column that fails, since TILE_N exceeds the number of drafts.
+    # A column that fails exists: TILE_N is larger than the number of draft tokens.
     limit = tl.min(tl.where(is_drafted, TILE_N, column), 0)
     accepted = tl.min(tl.where(is_drafted & (coins * q < p), TILE_N, column), 0)
     tl.store(num_accepted + request, accepted.to(tl.int64))
@@ -131,7 +131,7 @@ def _residual_tile(
     vocab_size, draft_vocab_size, target_stride, draft_stride,
     HAS_PLACES: tl.constexpr, TARGET_BITS: tl.constexpr, DRAFT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of max(p - q, 0) of a request's row."""
+    """Return a tile of the residual max(p - q, 0) of a request's row."""
     p = probs_of(
         target, request * (num_drafts + 1) + column, token, tl.load(target_temperatures + request), target_maxes,
         target_keys, target_last_ids, target_masses, vocab_size, target_stride, TARGET_BITS,
@@ -152,7 +152,7 @@ def _residual_sums_kernel(
     vocab_size, draft_vocab_size, target_stride, draft_stride,
     HAS_PLACES: tl.constexpr, TARGET_BITS: tl.constexpr, DRAFT_BITS: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the tiles of what is left of p after a rejection."""
+    """Store the sum of each tile of the residual after a rejection."""
     request = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if tl.load(is_rejected + request) == 0:
@@ -182,7 +182,7 @@ def _sample_residual_kernel(
     sums = tl.load(tile_sums + request * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
     total = tl.sum(sums, 0)
     column = tl.load(num_accepted + request)
-    # Nothing is left where p is q: the target's own sample stays.
+    # The residual is empty if p equals q. Then the target's sample stays.
     if total > 0:
         number = uniform_tile(tl.load(seeds + request), tl.load(positions + request) + column, salt)
         tile = first_above(sums, 0.0, number * total, TILE_T)
@@ -207,8 +207,9 @@ def reject(
     positions: Tensor,
     max_accepted: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`reject_ref` in three launches: the coins, the sums of what is left of p, the sample."""
-    require(isinstance(target, Distribution) and isinstance(draft, Distribution), "distributions of these kernels")
+    """Compute `reject_ref` in three launches: accept decisions, sums of the residual, sample of the residual."""
+    is_own = isinstance(target, Distribution) and isinstance(draft, Distribution)
+    require(is_own, "target, draft", "distributions of the Triton kernels")
     assert isinstance(target, Distribution)
     assert isinstance(draft, Distribution)
     num_requests, num_drafts = draft_ids.shape
@@ -249,13 +250,15 @@ def _check(
 ) -> None:  # fmt: skip
     check_tensors(draft_ids, sampled_ids, *target, *draft, *values)
     num_requests, num_drafts = draft_ids.shape
-    require(num_drafts > 0 and sampled_ids.shape == (num_requests, num_drafts + 1), "a sample after each row")
-    require(len(target.logits) == sampled_ids.numel(), "a target row for each draft and one more")
-    require(len(draft.logits) == draft_ids.numel(), "a draft row for each draft")
-    require(len(target.temperatures) == len(draft.temperatures) == num_requests, "one temperature a request")
-    require(all(value.shape == (num_requests,) for value in values), "one value a request")
-    require(all(ids.dtype == torch.int64 for ids in (draft_ids, sampled_ids, *values)), "int64 ids, seeds and limits")
+    require(num_drafts > 0, "draft_ids", "at least one draft token per request")
+    require(sampled_ids.shape == (num_requests, num_drafts + 1), "sampled_ids", "one more id than draft tokens")
+    require(len(target.logits) == sampled_ids.numel(), "target", "one row per sampled id")
+    require(len(draft.logits) == draft_ids.numel(), "draft", "one row per draft token")
+    require(len(target.temperatures) == num_requests, "target", "one temperature per request")
+    require(len(draft.temperatures) == num_requests, "draft", "one temperature per request")
+    require(all(value.shape == (num_requests,) for value in values), "seeds, positions, limits", "one per request")
+    require(all(ids.dtype == torch.int64 for ids in (draft_ids, sampled_ids, *values)), "ids, seeds, limits", "int64")
     if draft_places is None:
-        require(target.logits.shape[1] == draft.logits.shape[1], "one vocabulary, or places in the draft's")
+        require(target.logits.shape[1] == draft.logits.shape[1], "draft_places", "a map between two vocabularies")
     else:
-        require(draft_places.shape == (target.logits.shape[1],), "a place for each id of the target")
+        require(draft_places.shape == (target.logits.shape[1],), "draft_places", "one entry per target id")

@@ -1,9 +1,9 @@
-"""RMS normalisation and rotary embedding, with the rounding of the published models.
+"""RMS normalisation and rotary embedding, with the roundings of the published models.
 
-Both are computed in float32 (float64 stays float64) and rounded once, as transformers' Qwen3 does, so that bf16 runs
-agree with the models drafts were trained against. Source: huggingface/transformers models/qwen3/modeling_qwen3.py.
-The kernels round where the references round: after the norm, after its weight, after each product of the rotation. They
-are compiled without fused multiply-add, which would swallow the last of these (seen: `fma.rn.bf16` for a rotation).
+The norm is computed in float32 (float64 for float64 models), as in transformers' Qwen3. Therefore bf16 runs agree with
+the models that drafts were trained with. Source: huggingface/transformers models/qwen3/modeling_qwen3.py.
+The kernels round like the references: after the norm, after its weight, and after each product of the rotation. They
+are compiled without fused multiply-add, which would skip the last rounding (seen: `fma.rn.bf16` for a rotation).
 
 Axis letters: T rows, H heads, D head dim.
 """
@@ -24,7 +24,7 @@ from dflash_kernels.launch_config import (
 
 
 def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis and scale by `weight`.
+    """Normalise the last axis and multiply by `weight`.
 
     hidden  [..., D]
     weight  [D]
@@ -38,25 +38,25 @@ def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a sublayer's output to the residual stream, and normalise the sum for the next sublayer.
 
-    parts     [P, T, D]   the output, as `product_parts_ref` leaves it
+    parts     [P, T, D]   the output, as returned by `product_parts_ref`
     residual  [T, D]
     weight    [D]
-    Returns the normalised sum and the sum, the new residual, both [T, D].
+    Returns the normalised sum and the sum, which is the new residual, both [T, D].
     """
     total = sum_parts_ref(parts, residual.dtype) + residual
     return rms_norm_ref(total, weight, eps), total
 
 
 def sum_parts_ref(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts [P, ...] added up and rounded once -> [...]."""
+    """Add up parts [P, ...] and round once: -> [...]."""
     return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
 
 
 def rope_ref(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its position, halves paired (the "neox" layout).
+    """Rotate each head by its position. Elements of both halves are paired (the "neox" layout).
 
     heads     [..., H, D]
-    cos, sin  [..., D]   rows of the rope table for these positions, both halves filled
+    cos, sin  [..., D]   rows of the rope table for these positions; both halves are equal
     Returns [..., H, D].
     """
     first, second = heads.chunk(2, dim=-1)
@@ -68,7 +68,7 @@ def norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor,
     """Normalise each query or key head, then rotate it.
 
     heads     [T, H, D]   D even
-    weight    [D], or [H, D] where heads differ, as those of queries and keys do; None where a model has no such norm
+    weight    [D], or [H, D] with one norm per head; None for no norm
     cos, sin  [T, D]
     Returns [T, H, D].
     """
@@ -77,7 +77,7 @@ def norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor,
 
 @jit
 def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Elements of parts added up in order, and rounded to the model's dtype as one product would have been."""
+    """Add up elements of parts in order, and round to the model's dtype once, as for an uncut product."""
     total = tl.load(parts + offsets, mask=is_element, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
         total += tl.load(parts + part * part_stride + offsets, mask=is_element, other=0.0).to(tl.float32)
@@ -94,7 +94,7 @@ def _rms_norm_kernel(
     dim = tl.arange(0, TILE)
     is_dim = dim < WIDTH
     dtype = normed.dtype.element_ty
-    # Asked for before anything is summed: what waits for memory waits at the same time.
+    # Load the weights before the sums, so that all loads wait for memory at the same time.
     weights = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
@@ -110,27 +110,27 @@ def _rms_norm_kernel(
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm_ref` in one launch, a program a row."""
+    """Compute `rms_norm_ref` in one launch, one program per row."""
     check_dtypes(hidden, weight)
     rows = _rows(hidden)
     return _launch_norm(rows[None], None, weight, eps)[0].view(hidden.shape)
 
 
 def add_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_ref` in one launch, a program a row."""
-    require(parts.shape[1:] == residual.shape, "a residual of the shape of a part")
-    require(residual.stride(1) == 1 and parts.stride(2) == 1, "contiguous rows")
+    """Compute `add_rms_norm_ref` in one launch, one program per row."""
+    require(parts.shape[1:] == residual.shape, "residual", "the shape of one part")
+    require(residual.stride(1) == 1 and parts.stride(2) == 1, "parts, residual", "contiguous rows")
     return _launch_norm(parts, residual, weight, eps)
 
 
 def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Parts [P, T, D] -> the normalised sum and the sum, [T, D] each."""
+    """Return the normalised sum and the sum of parts [P, T, D], [T, D] each."""
     given = (parts, weight) if residual is None else (parts, weight, residual)
     check_tensors(*given)
     check_dtypes(*given[1:])
     check_parts(parts, weight.dtype)
     num_parts, num_rows, width = parts.shape
-    require(weight.shape == (width,), f"a weight of {width} elements")
+    require(weight.shape == (width,), "weight", "one element per column")
     others = parts[0] if residual is None else residual
     normed = torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
     total = normed if residual is None else torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
@@ -145,20 +145,20 @@ def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: fl
 
 
 def check_parts(parts: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless parts are float32, or of the model's dtype."""
+    """Raise TypeError unless parts are float32 or have the model's dtype."""
     if parts.dtype not in (dtype, torch.float32):
-        raise TypeError(f"parts of {parts.dtype} for {dtype} in one launch")
+        raise TypeError(f"parts: expected float32 or {dtype}, found {parts.dtype}")
 
 
 def _rows(hidden: Tensor) -> Tensor:
-    """[..., D] as [T, D] with contiguous rows; copies only what no stride can describe."""
+    """Return [..., D] as [T, D] with contiguous rows. Copies only if a view is impossible."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @jit
 def rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second):
-    """Both halves of a rotated head, rounded as `rope_ref` rounds. All arguments in the model's dtype."""
+    """Return both halves of rotated heads, rounded like `rope_ref`. All arguments have the model's dtype."""
     dtype = first.dtype
     first_cos = (first.to(tl.float32) * cos_first.to(tl.float32)).to(dtype).to(tl.float32)
     first_sin = (first.to(tl.float32) * sin_second.to(tl.float32)).to(dtype).to(tl.float32)
@@ -169,7 +169,7 @@ def rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_secon
 
 @jit
 def norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM: tl.constexpr):
-    """Both halves [heads, half] of RMS-normalised heads, rounded as `rms_norm_ref` rounds.
+    """Return both halves [heads, half] of RMS-normalised heads, rounded like `rms_norm_ref`.
 
     Weights are [heads, half], or [1, half] for all heads.
     """

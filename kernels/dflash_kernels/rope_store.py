@@ -1,9 +1,9 @@
-"""From a projection to queries, keys and values ready for attention, and to the pages, in one launch.
+"""Queries, keys and values of an attention layer from its projection, in one launch.
 
-The parts of the projection are added up, query and key heads are normalised and rotated, and keys and values go into
-their slots while they are at hand. Rounding is that of `rope_norm`.
+The kernel adds up the parts of the projection, normalises and rotates query and key heads, and stores keys and values
+in their slots. It rounds as `rope_norm.py` does.
 
-Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim; those of pages as in `kv_store`.
+Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim. Pages are as in `kv_store.py`.
 """
 
 from typing import NamedTuple
@@ -35,14 +35,14 @@ from dflash_kernels.rope_norm import (
 
 
 class KVPlace(NamedTuple):
-    """Where rows' keys and values are kept; rows whose slot is PAD are dropped."""
+    """Caches and slots for the keys and values of rows. Rows with the slot PAD are not stored."""
 
     key_cache: Tensor
     """[P, page_size, KV, D]"""
     value_cache: Tensor
     """[P, page_size, KV, D]"""
     slots: Tensor
-    """[T] int64, no two the same, PAD apart"""
+    """[T] int64, all different, except PAD."""
 
 
 def rope_store_ref(
@@ -54,15 +54,15 @@ def rope_store_ref(
     num_kv: int,
     place: KVPlace | None,
 ) -> Tensor:
-    """Normalise and rotate the query and key heads of a projection, and keep keys and values.
+    """Normalise and rotate the query and key heads of a projection, and store keys and values.
 
-    parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as `product_parts_ref` leaves them; D even
-    head_norms  [H + KV, D]              that of queries for each of their heads, then that of keys; None without
+    parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as returned by `product_parts_ref`; D even
+    head_norms  [H + KV, D]              norm weight of each query head, then of each key head; None for no norm
     cos, sin    [T, D]                   rows of the rope table
-    place       where keys and values are kept, written; None keeps them nowhere
-    Returns [T, H + 2 KV, D]: queries and keys, rotated, and values.
+    place       caches and slots, written; None stores nothing
+    Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values.
 
-    The reference waits for the device (`kv_store_ref`); the kernel does not.
+    The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """
     rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, cos.shape[1])
     heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
@@ -99,16 +99,16 @@ def _rope_store_kernel(
     dim = tl.arange(0, TILE_HALF)[None, :]
     is_rotated = head < NUM_ROTATED
     is_element = (head < NUM_ROTATED + NUM_KV) & (dim < HALF)
-    # Asked for before anything is summed: what waits for memory waits at the same time.
+    # Load the weights before the sums, so that all loads wait for memory at the same time.
     if HAS_NORM:
         norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_rotated & is_element, HALF)
-    # Rotations and slots are older than the launch before, which may still run.
+    # The previous launch may still run: it writes neither rotations nor slots.
     cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
     sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
     if HAS_PLACE:
         slot = tl.load(slots + row).to(tl.int64)
     wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)  # attention, which looks up its keys
+    let_next_launch_begin(IS_EARLY)  # the next launch is attention, which looks up its pages
     source = row * parts_row + head * HEAD_DIM + dim
     part_stride = part_stride.to(tl.int64)
     plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
@@ -117,7 +117,7 @@ def _rope_store_kernel(
     if HAS_NORM:
         first, second = norm_half_tiles(first, second, norm_first, norm_second, eps, HEAD_DIM)
     first, second = rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second)
-    # A tile may hold heads of both kinds: values pass as they are.
+    # A tile may contain key heads and value heads. Value heads are not rotated.
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
     _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
     if HAS_PLACE:
@@ -138,27 +138,28 @@ def rope_store(
     num_kv: int,
     place: KVPlace | None,
 ) -> Tensor:
-    """`rope_store_ref` in one launch."""
+    """Compute `rope_store_ref` in one launch."""
     tables = (cos, sin) if head_norms is None else (cos, sin, head_norms)
     check_tensors(parts, *tables, *(place or ()))
     check_dtypes(*tables, *(place or ())[:2])
     check_parts(parts, cos.dtype)
     num_parts, num_rows, width = parts.shape
     head_dim = cos.shape[1]
-    require(head_dim % 2 == 0 and width % head_dim == 0, "an even head size, and whole heads")
+    require(head_dim % 2 == 0, "cos", "an even head size")
+    require(width % head_dim == 0, "parts", "whole heads")
     num_heads = width // head_dim - 2 * num_kv
-    require(num_heads > 0, f"query heads besides {num_kv} of keys and values")
+    require(num_heads > 0, "parts", "query heads, key heads and value heads")
     shape = (num_heads + num_kv, head_dim)
-    require(head_norms is None or head_norms.shape == shape, f"a norm of {head_dim} elements for each rotated head")
-    require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
-    require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous rows")
+    require(head_norms is None or head_norms.shape == shape, "head_norms", "one norm per query and key head")
+    require(cos.shape == sin.shape == (num_rows, head_dim), "cos, sin", "one row per row of the projection")
+    require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "parts, cos, sin", "contiguous rows")
     caches, page_size = (parts, parts), 1
     strides: tuple[int, ...] = (0, 0, 0)
     if place is not None:
         caches = (place.key_cache, place.value_cache)
         strides, page_size = strides_of_caches(*caches), place.key_cache.shape[1]
-        require(place.key_cache.shape[2:] == (num_kv, head_dim), "caches of the same heads")
-        require(place.slots.numel() == num_rows, "a slot for each row")
+        require(place.key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the projection")
+        require(place.slots.numel() == num_rows, "slots", "one slot per row")
     out = torch.empty((num_rows, num_heads + 2 * num_kv, head_dim), dtype=cos.dtype, device=parts.device)
     if num_rows:
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads + 2 * num_kv)), power_of_2(head_dim // 2)

@@ -1,10 +1,10 @@
-"""What changes in the state's rows between steps: they are given to requests, gain pages, and are switched on.
+"""Changes of the state's rows between steps: rows are assigned to requests, gain pages, and are switched on.
 
-All of a step's changes go up as one tensor and are written in one launch, whatever their number: as operations of their
-own they are a dozen launches, which a prompt that comes to an idle device waits for.
+All changes of a step are copied to the device as one tensor and written in one launch. Separate operations would be a
+dozen launches, and a prompt that arrives at an idle device would wait for them.
 
-Axis letters: B rows of the state, S stop ids, P pages of a row, E rows that change, C pages that they gain, F rows
-whose first token has been chosen.
+Axis letters: B rows of the state, S stop ids, P pages per row, E changed rows, C gained pages, F rows with a new first
+token.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from dflash_kernels.step_rows import NUM_FIELDS, RowState, pack_results
 
 
 class HeldRows(NamedTuple):
-    """What a row has from when it is given to a request, [B] int64 unless said otherwise."""
+    """Fields of a row that are set when it is assigned to a request, [B] int64 unless stated otherwise."""
 
     done: Tensor
-    """bool; a row that is given is done until it is switched on"""
+    """bool; an assigned row is done until it is switched on"""
     generations: Tensor
     widths: Tensor
     top_ks: Tensor
@@ -32,27 +32,30 @@ class HeldRows(NamedTuple):
     top_ps: Tensor
     """float64"""
     reserved_lens: Tensor
-    """first position that no page is reserved for"""
+    """first position without a reserved page"""
     stop_ids: Tensor
-    """[B, S], -1 where unused"""
+    """[B, S], padded with -1"""
     page_table: Tensor
-    """[B, P], 0 where no page is owned"""
+    """[B, P], 0 for no page"""
 
 
 NUM_CHANGE_FIELDS = 11
-"""Of a row that changes: row; whether it is given to a request; first column, number and place of the pages that it
-gains; then what a given row has: generation, width, top-k, seed, and the bits of temperature and top-p. Its stop ids
-follow."""
+"""Columns of a change before its stop ids:
+
+- row, and whether it is assigned to a request
+- gained pages: first column of the page table, number of pages, index of the first in `pages`
+- fields of an assigned row: generation, width, top-k, seed, bits of the temperature, bits of top-p
+"""
 
 _TL_NUM_CHANGE_FIELDS = constexpr(NUM_CHANGE_FIELDS)
 _TILE = 128
 
 
 def change_rows_ref(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) -> None:
-    """Give rows to requests and pages to rows. A row that is given begins without pages and is done.
+    """Assign rows to requests, and pages to rows. An assigned row starts without pages and is done.
 
-    changes  [E, NUM_CHANGE_FIELDS + S] int64, a row of the state in one of them at most
-    pages    [C] int64, those of one row after the other
+    changes  [E, NUM_CHANGE_FIELDS + S] int64, at most one change per row of the state
+    pages    [C] int64, concatenated pages of the changes
     """
     row, is_given, column, count, place = changes[:, :5].unbind(1)
     given = changes[is_given != 0]
@@ -93,7 +96,7 @@ def _change_rows_kernel(
         tl.store(done + row, True)
     if is_given | (count > 0):
         tl.store(reserved_lens + row, tl.where(count > 0, (column + count) * page_size, 0))
-    # Each cell is written once: what a given row does not gain is no page.
+    # Write each cell once. An assigned row also clears the cells of pages that it does not gain.
     first = tl.where(is_given, 0, column)
     end = tl.where(is_given, num_columns, column + count)
     for begin in range(first, end, TILE):
@@ -104,10 +107,11 @@ def _change_rows_kernel(
 
 
 def change_rows(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) -> None:
-    """`change_rows_ref` in one launch, a program a row that changes."""
+    """Compute `change_rows_ref` in one launch, one program per change."""
     check_tensors(*held, changes, pages)
     num_stops = held.stop_ids.shape[1]
-    require(changes.dim() == 2 and changes.shape[1] == NUM_CHANGE_FIELDS + num_stops, "all fields of each change")
+    has_all_fields = changes.dim() == 2 and changes.shape[1] == NUM_CHANGE_FIELDS + num_stops
+    require(has_all_fields, "changes", "all fields and stop ids of each change")
     _check_contiguous((*held, changes, pages))
     if len(changes):
         floats = (held.temperatures.view(torch.int64), held.top_ps.view(torch.int64))
@@ -119,27 +123,27 @@ def change_rows(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) 
 
 
 class ReadyRows(NamedTuple):
-    """Rows that are switched on, E of them: those whose first token has been chosen before those that have tokens."""
+    """E rows to switch on: first F rows with a new first token, then rows that already have tokens."""
 
     rows: Tensor
-    """[E] int64, of the state"""
+    """[E] int64, rows of the state"""
     kv_lens: Tensor
     """[E] int64"""
     remaining: Tensor
-    """[E] int64, tokens that may be committed, the first one included"""
+    """[E] int64, tokens that the request may still commit, including the first token"""
     anchors: Tensor
-    """[E - F] int64, the last token of those that have some"""
+    """[E - F] int64, last token of each row that already has tokens"""
 
 
 def switch_on_rows_ref(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite: Tensor) -> Tensor:
-    """Switch rows on, and pack the first tokens of F of them as a step does its results.
+    """Switch rows on, and pack the F first tokens like the results of a step.
 
-    A first token that is a stop id, or the last that may be committed, ends its request: its row stays done. Of a row
-    that is given twice either may stay.
+    A request ends with its first token if this is a stop id or the last token it may commit. Its row then stays done.
+    If a row occurs twice, either of the two may be written.
 
     chosen     [F] int64   first tokens
-    is_finite  [F] bool    whether the logits that they were chosen from are finite
-    Returns [F, NUM_FIELDS + 1] int64: see `close_step_ref`.
+    is_finite  [F] bool    whether the logits of the first token are finite
+    Returns [F, NUM_FIELDS + 1] int64, as `close_step_ref`.
     """
     count, nothing = len(chosen), ready.rows.new_zeros(len(chosen))
     rows, remaining = ready.rows[:count], ready.remaining[:count]
@@ -187,12 +191,13 @@ def _switch_on_rows_kernel(
 
 
 def switch_on_rows(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite: Tensor) -> Tensor:
-    """`switch_on_rows_ref` in one launch, a program a row."""
+    """Compute `switch_on_rows_ref` in one launch, one program per row."""
     check_tensors(*state, *ready, chosen, is_finite)
     _check_contiguous((*state, *ready, chosen, is_finite))
     num_rows, num_fresh, num_stops = len(ready.rows), len(chosen), state.stop_ids.shape[1]
-    require(len(ready.kv_lens) == len(ready.remaining) == num_rows, "a length and a bound for each row")
-    require(len(is_finite) == num_fresh == num_rows - len(ready.anchors), "a first or a last token for each row")
+    require(len(ready.kv_lens) == len(ready.remaining) == num_rows, "ready", "one length and one limit per row")
+    require(num_fresh == num_rows - len(ready.anchors), "chosen", "one first token per row without an anchor")
+    require(len(is_finite) == num_fresh, "is_finite", "one flag per first token")
     packed = torch.empty((num_fresh, NUM_FIELDS + 1), dtype=torch.int64, device=chosen.device)
     if num_rows:
         _switch_on_rows_kernel[(num_rows,)](
@@ -204,4 +209,4 @@ def switch_on_rows(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite:
 
 
 def _check_contiguous(tensors: Sequence[Tensor]) -> None:
-    require(all(tensor.is_contiguous() for tensor in tensors), "contiguous tensors")
+    require(all(tensor.is_contiguous() for tensor in tensors), "tensors", "contiguous memory")

@@ -1,8 +1,9 @@
-"""Sample tokens from logits with temperature, top-k and top-p, from random numbers keyed by position.
+"""Sampling of tokens from logits with temperature, top-k and top-p, by random numbers keyed by position.
 
-Each sample uses one uniform that is a hash of (seed, position, purpose), so a request's tokens depend neither on its
-batch mates nor on how many tokens a step happens to verify: sampled speculative output equals sampled plain decoding.
-What the host knows of a batch (nobody samples, nobody filters) comes as keywords, so that nothing waits for the device.
+Each sample uses one uniform number, a hash of (seed, position, purpose). A request's tokens therefore do not depend on
+the other requests of its batch or on the number of verified tokens per step. Sampled speculative output equals sampled
+plain decoding. Keywords carry facts that the host knows about the batch (all rows greedy, no filters), so that no call
+waits for the device.
 
 Axis letters: T rows, R requests, V vocabulary.
 """
@@ -16,7 +17,6 @@ from dflash_kernels.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.filters import cut_ref, draw_kept, launch_cut, no_cut
 from dflash_kernels.launch_config import (
-    MIN_TEMPERATURE,
     check_dtypes,
     check_tensors,
     constexpr,
@@ -34,15 +34,17 @@ from dflash_kernels.logit_tiles import (
     weights_of,
     without_nans,
 )
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
+OF_REQUESTS = "temperatures, top_ks, top_ps, seeds"
 
 
 class Distribution(NamedTuple):
-    """What the kernels sampled rows from: exp((logits - max_scores) / temperature) / masses, of the tokens kept.
+    """Distribution that the kernels sampled from: exp((logits - max_scores) / temperature) / masses of kept tokens.
 
-    Those are the tokens with keys above `keys`, and the ones at that key up to `last_ids`; of a greedy row one.
+    Kept tokens have a key above `keys`, or this key and an id up to `last_ids`. A greedy row keeps one token.
     """
 
     logits: Tensor
@@ -60,19 +62,19 @@ class Distribution(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What was chosen after each row of logits."""
+    """Sampled token of each row of logits."""
 
     token_ids: Tensor
-    """[T] int64; of a row that is not finite, some id of the vocabulary, which nobody should use."""
+    """[T] int64. A row that is not finite has an arbitrary id of the vocabulary, which must not be used."""
     is_finite: Tensor
-    """[T] bool: the highest logit is NaN where any is, and infinite where nothing can be said: one token, or none."""
+    """[T] bool, whether the highest logit is finite. It is not finite if any logit is NaN or +inf, or all are -inf."""
     distribution: Distribution | Tensor | None = None
-    """What was sampled from, as `reject` of the same kernels takes it: of the reference, [T, V] float64. None where all
-    rows are greedy."""
+    """Distribution of the sample, for `reject` of the same kernels; [T, V] float64 for the reference. None if all rows
+    are greedy."""
 
 
 def argmax_ref(logits: Tensor) -> Tensor:
-    """The token with the highest logit of each row, the lowest id among equals: [T, V] -> [T] int64."""
+    """Return the token with the highest logit of each row, or the lowest id of several: [T, V] -> [T] int64."""
     return logits.argmax(-1)
 
 
@@ -88,17 +90,17 @@ def sample_ref(
     has_filters: bool = True,
     purpose: int = TARGET,
 ) -> Chosen:
-    """One token a row: the argmax where the temperature is below MIN_TEMPERATURE, a sample otherwise.
+    """Return one token per row: the argmax if the temperature is below MIN_TEMPERATURE, otherwise a sample.
 
-    logits        [T, V]   any float dtype; T / R rows in a row belong to one request
+    logits        [T, V]        any float dtype; each request has T / R consecutive rows
     temperatures  [R] float64
-    top_ks        [R] int64     0 keeps all
-    top_ps        [R] float64   1 keeps all
+    top_ks        [R] int64     0 keeps all tokens
+    top_ps        [R] float64   1 keeps all tokens
     seeds         [R] int64
     positions     [T] int64     position of the sampled token
-    is_greedy     every temperature is below MIN_TEMPERATURE
-    has_filters   some top_k or top_p may cut; False promises that none does
-    purpose       which stream of random numbers
+    is_greedy     whether every temperature is below MIN_TEMPERATURE
+    has_filters   False promises that no top_k or top_p removes tokens
+    purpose       stream of random numbers
     Among equal logits the argmax is the lowest id.
     """
     is_finite = logits.amax(-1).isfinite()
@@ -110,7 +112,7 @@ def sample_ref(
 
 
 def _for_rows(values: Tensor, logits: Tensor) -> Tensor:
-    """[R] -> [T], each as often as a request has rows of logits."""
+    """Repeat each request's value for its rows of logits: [R] -> [T]."""
     return values.repeat_interleave(len(logits) // max(len(values), 1))
 
 
@@ -123,11 +125,11 @@ def filtered_probs_ref(
     is_greedy: bool = False,
     has_filters: bool = True,
 ) -> Tensor:
-    """The distribution a row is sampled from: softmax at its temperature, cut to top-k, then to top-p.
+    """Return the distribution of each row's sample: softmax at its temperature, cut to top-k, then to top-p.
 
-    Shapes and keywords as in `sample_ref`; a greedy row puts everything on the argmax. top-p keeps the smallest
-    set of most likely tokens whose probability reaches `top_p`, after top-k and renormalisation; equal logits rank by
-    id. Returns [T, V] float64, rows summing to 1.
+    Shapes and keywords are as in `sample_ref`. A greedy row has probability 1 at the argmax. After top-k and
+    renormalisation, top-p keeps the fewest most likely tokens with a sum of at least `top_p`. Equal logits rank by id.
+    Returns [T, V] float64 with rows that sum to 1.
     """
     top = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     top.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -143,13 +145,13 @@ def filtered_probs_ref(
 
 @jit
 def _first_id(scores, token, max_score, vocab_size):
-    """The lowest id with the highest logit; some id where none has it."""
+    """Return the lowest id with the highest logit, or an arbitrary id if no token has this logit."""
     return tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0).to(tl.int64)
 
 
 @jit
 def _best_id(row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
-    """The argmax, by reading the first tile that has the highest logit once more."""
+    """Return the argmax. It reads the first tile with the highest logit a second time."""
     tile = tl.min(tl.where(maxes == max_score, tl.arange(0, TILE_T), TILE_T), 0)
     token = tile * TILE_V + tl.arange(0, TILE_V)
     return _first_id(without_nans(load_raw(row_logits, token, vocab_size)), token, max_score, vocab_size)
@@ -157,7 +159,7 @@ def _best_id(row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TIL
 
 @jit
 def _draw(row_logits, sums, max_score, level, temperature, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
-    """The token at which the running sum of all weights passes `level`."""
+    """Return the token at which the running sum of all weights passes `level`."""
     tile = first_above(sums, 0.0, level, TILE_T)
     before = tl.sum(tl.where(tl.arange(0, TILE_T) < tile, sums, 0.0), 0)
     token = tile * TILE_V + tl.arange(0, TILE_V)
@@ -220,9 +222,9 @@ def _sample_kernel(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """`argmax_ref` in two launches."""
+    """Compute `argmax_ref` in two launches."""
     _check_logits(logits)
-    # Read by nobody, but of the types that the code for sampled rows is compiled with.
+    # The kernel never reads these tensors, but it is compiled for their types.
     real, whole = (torch.empty(1, dtype=dtype, device=logits.device) for dtype in (torch.float64, torch.int64))
     values = real, whole, real, whole, whole
     return _launch_sample(logits, *values, is_greedy=True, has_filters=False, purpose=TARGET).token_ids
@@ -240,12 +242,12 @@ def sample(
     has_filters: bool = True,
     purpose: int = TARGET,
 ) -> Chosen:
-    """`sample_ref`, in two launches, or four with filters; none of them writes a distribution."""
+    """Compute `sample_ref` in two launches, or in four with filters, without writing a distribution."""
     _check_logits(logits)
     _check_values(logits, temperatures, top_ks, top_ps, seeds)
     check_tensors(logits, positions)
-    require(positions.shape == (len(logits),), "a position for each row")
-    require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
+    require(positions.shape == (len(logits),), "positions", "one per row of logits")
+    require(seeds.dtype == positions.dtype == torch.int64, "seeds, positions", "int64")
     return _launch_sample(
         logits, temperatures, top_ks, top_ps, seeds, positions.contiguous(),
         is_greedy=is_greedy, has_filters=has_filters and not is_greedy, purpose=purpose,
@@ -280,15 +282,16 @@ def _launch_sample(
 def _check_logits(logits: Tensor) -> None:
     check_tensors(logits)
     check_dtypes(logits)
-    require(logits.dim() == 2 and logits.stride(1) == 1, "contiguous rows of logits")
+    require(logits.dim() == 2 and logits.stride(1) == 1, "logits", "two axes and contiguous rows")
 
 
 def _check_values(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *seeds: Tensor) -> None:
     values = temperatures, top_ks, top_ps, *seeds
     check_tensors(logits, *values)
     num_values = len(temperatures)
-    require(all(value.shape == (num_values,) for value in values), "one value a request")
-    require(len(logits) == 0 or (num_values > 0 and len(logits) % num_values == 0), "as many rows for each request")
-    require(all(value.is_contiguous() for value in values), "contiguous values")
-    require(temperatures.dtype == top_ps.dtype == torch.float64, "float64 temperatures and top_ps")
-    require(all(value.dtype == torch.int64 for value in (top_ks, *seeds)), "int64 top_ks and seeds")
+    require(all(value.shape == (num_values,) for value in values), OF_REQUESTS, "one value per request")
+    are_equal = len(logits) == 0 or (num_values > 0 and len(logits) % num_values == 0)
+    require(are_equal, "logits", "equally many rows per request")
+    require(all(value.is_contiguous() for value in values), OF_REQUESTS, "contiguous memory")
+    require(temperatures.dtype == top_ps.dtype == torch.float64, "temperatures, top_ps", "float64")
+    require(all(value.dtype == torch.int64 for value in (top_ks, *seeds)), "top_ks, seeds", "int64")

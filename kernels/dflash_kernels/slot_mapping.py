@@ -1,9 +1,10 @@
-"""Positions to KV slots through a page table.
+"""Mapping of positions to KV slots by a page table.
 
-A slot is one token's place in KV, `page * page_size + offset`. Page 0 is never allocated, so a table entry of 0 means
-"no page" and becomes PAD; so does every position at or past what a request has reserved. PAD rows write nothing.
+A slot is the index of a token's KV row, `page * page_size + offset`. Page 0 is never allocated: a table entry of 0
+means "no page" and gives PAD. Positions that the request has not reserved also give PAD. A row with the slot PAD is
+not stored.
 
-Axis letters: R requests, N rows a request, P pages, B rows of the page table, T flat rows, G chunks.
+Axis letters: R requests, N rows per request, P pages, B rows of the page table, T flat rows, G chunks.
 """
 
 import torch
@@ -15,11 +16,11 @@ PAD = -1
 
 
 def slot_mapping_ref(page_table: Tensor, positions: Tensor, reserved_lens: Tensor, page_size: int) -> Tensor:
-    """The slot of each position, or PAD.
+    """Return the slot of each position, or PAD.
 
-    page_table     [R, P] int64   0 where no page is owned
-    positions      [R, N] int64   negative for padded rows
-    reserved_lens  [R] int64      first position the request has not reserved
+    page_table     [R, P] int64   0 for no page
+    positions      [R, N] int64   negative for padding
+    reserved_lens  [R] int64      first position without a reserved page
     Returns [R, N] int64.
     """
     columns = positions // page_size
@@ -29,10 +30,9 @@ def slot_mapping_ref(page_table: Tensor, positions: Tensor, reserved_lens: Tenso
     return torch.where(is_inside & (pages > 0), slots, PAD)
 
 
-# Sizes that differ from step to step: a kernel for those that are 1, or multiples of 16, would be compiled in mid-run.
 @jit
 def slots_at(table, position, reserved_len, num_pages, PAGE_SIZE: tl.constexpr):
-    """`slot_mapping_ref` for positions of one request, whose row of the page table this is."""
+    """Compute `slot_mapping_ref` for one request. `table` is its row of the page table."""
     column = position // PAGE_SIZE
     is_inside = (position >= 0) & (position < reserved_len) & (column < num_pages)
     page = tl.load(table + column, mask=is_inside, other=0)
@@ -40,7 +40,7 @@ def slots_at(table, position, reserved_len, num_pages, PAGE_SIZE: tl.constexpr):
 
 
 def slots_of(page_table: Tensor, table_rows: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where KV of positions goes, [T], by rows of the page table, [T]; PAD where no page is owned."""
+    """Return the slots of positions [T] by rows of the page table [T]. Positions without a page give PAD."""
     pages = page_table[table_rows, positions // page_size]
     return torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
 
@@ -48,12 +48,12 @@ def slots_of(page_table: Tensor, table_rows: Tensor, positions: Tensor, page_siz
 def locate_rows_ref(
     page_table: Tensor, ends: Tensor, shifts: Tensor, table_rows: Tensor, num_rows: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Position and slot of each flat row, [T] int64 each. Rows lie chunk by chunk.
+    """Return position and slot of each flat row, [T] int64 each. Flat rows are the concatenated chunks.
 
-    page_table  [B, P] int64, 0 where no page is owned, wide enough for all positions
-    ends        [G] int64     the flat row behind each chunk
-    shifts      [G] int64     by how much a position is larger than its flat row
-    table_rows  [G] int64     of the page table
+    page_table  [B, P] int64  0 for no page; wide enough for all positions
+    ends        [G] int64     first flat row after each chunk
+    shifts      [G] int64     position minus flat row
+    table_rows  [G] int64     row of the page table
     """
     flat = torch.arange(num_rows, device=ends.device)
     chunk = torch.bucketize(flat, ends, right=True)
@@ -61,6 +61,7 @@ def locate_rows_ref(
     return positions, slots_of(page_table, table_rows[chunk], positions, page_size)
 
 
+# These numbers change from step to step. Without this option, Triton compiles again for 1 and for multiples of 16.
 @jit(do_not_specialize=["num_rows", "num_chunks"])
 def _locate_rows_kernel(
     page_table, ends, shifts, table_rows, positions, slots, table_stride, num_pages, num_rows, num_chunks,
@@ -81,11 +82,11 @@ def _locate_rows_kernel(
 def locate_rows(
     page_table: Tensor, ends: Tensor, shifts: Tensor, table_rows: Tensor, num_rows: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`locate_rows_ref` in one launch."""
+    """Compute `locate_rows_ref` in one launch."""
     check_tensors(page_table, ends, shifts, table_rows)
-    require(len(ends) == len(shifts) == len(table_rows), "an end, a shift and a row of the table for each chunk")
-    require(page_table.stride(1) == 1, "contiguous rows of the page table")
-    # Two tensors: where the second of one begins would depend on how many rows there are.
+    require(len(ends) == len(shifts) == len(table_rows), "ends, shifts, table_rows", "one per chunk")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    # Two allocations: the alignment of a second half of one tensor would depend on the number of rows.
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=page_table.device) for _ in range(2))
     if num_rows:
         _locate_rows_kernel[(ceil_div(num_rows, ELEMENT_TILE),)](

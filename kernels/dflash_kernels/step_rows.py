@@ -1,9 +1,9 @@
-"""The two ends of a decode step: what its rows are, read from the state, and what they come to, written there.
+"""Beginning and end of a decode step: read its rows from the state, and write its results to the state.
 
-Both are many small decisions about a few integers of each request. As operations of their own they are a hundred
-launches; here each end is one.
+Both consist of many small decisions about a few integers per request. Separate operations would be a hundred launches;
+these kernels need one launch for the beginning and one for the end.
 
-Axis letters: B rows of the state, R requests, N rows of a block, W of them that are verified, S stop ids, P pages.
+Axis letters: B rows of the state, R requests, N block rows, W verified rows, S stop ids, P pages.
 """
 
 from collections.abc import Sequence
@@ -22,64 +22,64 @@ NUM_FIELDS = 6
 
 
 class RowState(NamedTuple):
-    """What the state has of each of its rows, [B] int64 unless said otherwise."""
+    """Fields of the state's rows, [B] int64 unless stated otherwise."""
 
     done: Tensor
     """bool; a row without a running request is done"""
     kv_lens: Tensor
     anchors: Tensor
     remaining: Tensor
-    """tokens that may still be committed"""
+    """tokens that the request may still commit"""
     reserved_lens: Tensor
-    """first position that no page is reserved for"""
+    """first position without a reserved page"""
     widths: Tensor
-    """rows of a block that the request verifies at most"""
+    """most block rows that the request verifies"""
     generations: Tensor
     stop_ids: Tensor
-    """[B, S], -1 where unused"""
+    """[B, S], padded with -1"""
     page_table: Tensor
-    """[B, P], 0 where no page is owned"""
+    """[B, P], 0 for no page"""
 
 
 class StepRows(NamedTuple):
-    """The rows of one step, int64 unless said otherwise.
+    """Rows of one step, int64 unless stated otherwise.
 
-    A request that is done has no context, nothing remaining and no slots: it reads and writes no KV, and commits no
-    token.
+    For a done request, context length and remaining tokens are 0 and all slots are PAD. It reads and writes no KV and
+    commits no token.
     """
 
     kv_lens: Tensor
     """[R]"""
     context_lens: Tensor
-    """[R] those that are read: `kv_lens`, 0 where the request is done"""
+    """[R] context length to read: `kv_lens`, or 0 for a done request"""
     remaining: Tensor
     """[R]"""
     max_accepted: Tensor
-    """[R] drafts that may count"""
+    """[R] limit of accepted draft tokens"""
     can_draft: Tensor
-    """[R] bool; near the model's limit a request decodes plainly, in a block of the same length"""
+    """[R] bool; near the model's limit a request decodes without drafts, in a block of the same length"""
     positions: Tensor
     """[R, N]"""
     block_ids: Tensor
-    """[R, N] the anchor, then masks"""
+    """[R, N] the anchor, then mask tokens"""
     slots: Tensor
-    """[R, W], PAD past what is reserved"""
+    """[R, W], PAD for positions without a reserved page"""
 
 
 class Bounds(NamedTuple):
-    """What is the same for every row of every step."""
+    """Limits and constants of all rows and steps."""
 
     max_model_len: int
     last_draft_len: int
-    """the longest true KV after which a whole block still fits the model"""
+    """longest KV after which a whole block still fits within the model's length"""
     page_size: int
     mask_id: int
 
 
 def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: int, bounds: Bounds) -> StepRows:
-    """The rows of a step in which requests draft blocks of N = `num_block` and verify W = `num_verified` rows of them.
+    """Return the rows of a step that verifies the first W = `num_verified` rows of blocks of N = `num_block` rows.
 
-    rows  [R] int64, rows of the state; several may be the same if that one is done
+    rows  [R] int64, rows of the state; a done row may occur several times
     """
     is_alive = ~state.done[rows]
     kv_lens, anchors = state.kv_lens[rows], state.anchors[rows]
@@ -100,7 +100,7 @@ def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: i
 
 
 def pack_results(fields: Sequence[Tensor], chosen: Tensor, draft_ids: Tensor) -> Tensor:
-    """One row a request: the `NUM_FIELDS` fields [R], chosen ids [R, W], draft ids [R, W - 1] -> int64."""
+    """Return one row per request: `NUM_FIELDS` fields [R], chosen ids [R, W], draft ids [R, W - 1] -> int64."""
     return torch.cat((torch.stack([field.to(torch.int64) for field in fields], dim=1), chosen, draft_ids), dim=1)
 
 
@@ -113,15 +113,14 @@ def close_step_ref(
     max_accepted: Tensor,
     is_finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Decide what a step commits (`accept_block_ref`) and advance the state by it.
+    """Decide which tokens a step commits (`accept_block_ref`), and write lengths, anchors, remaining and done.
 
-    draft_ids     [R, W - 1] int64   negative where nothing was drafted
-    chosen        [R, W] int64       the target's choice after each row
-    max_accepted  [R] int64          drafts that may count
+    draft_ids     [R, W - 1] int64   negative ids are padding
+    chosen        [R, W] int64       the target's token after each row
+    max_accepted  [R] int64          limit of accepted draft tokens
     is_finite     [R, W] bool        whether the logits of a row are finite
-    Returns the results, packed, [R, NUM_FIELDS + 2 W - 1] int64: `NUM_FIELDS` columns, then `chosen` and `draft_ids`;
-    and the slots of committed rows, [R, W], PAD elsewhere. The lengths, anchors, remaining and done of the rows are
-    written.
+    Returns the packed results, [R, NUM_FIELDS + 2 W - 1] int64: `NUM_FIELDS` columns, `chosen`, `draft_ids`. Also
+    returns the slots of committed rows, [R, W], with PAD for other rows.
     """
     accepted = accept_block_ref(draft_ids, chosen, max_accepted, state.stop_ids[rows], step.remaining)
     num_committed = accepted.num_committed
@@ -168,10 +167,10 @@ def _open_step_kernel(
 
 
 def open_step(state: RowState, rows: Tensor, num_block: int, num_verified: int, bounds: Bounds) -> StepRows:
-    """`open_step_ref` in one launch, a program a request."""
+    """Compute `open_step_ref` in one launch, one program per request."""
     check_tensors(rows, *state)
     _check_state(state, rows)
-    require(0 < num_verified <= num_block, "at least one verified row, and no more than the block has")
+    require(0 < num_verified <= num_block, "num_verified", "from 1 to `num_block`")
     num_requests = len(rows)
     ints = torch.empty((4, num_requests), dtype=torch.int64, device=rows.device)
     blocks = torch.empty((2, num_requests, num_block), dtype=torch.int64, device=rows.device)
@@ -216,7 +215,7 @@ def _close_step_kernel(
     anchor = tl.where(committed > 0, last_id, tl.load(anchors + row))
     generation = tl.load(generations + row)
     can_draft = tl.load(step_can_draft + request).to(tl.int64)
-    # All of it is read before any is written. Rows that are given twice are done: every program writes what is there.
+    # Read everything before the first write. A row that occurs twice is done, so its programs write equal values.
     tl.debug_barrier()
     tl.store(kv_lens + row, tl.load(step_kv_lens + request) + committed)
     tl.store(anchors + row, anchor)
@@ -244,14 +243,14 @@ def close_step(
     max_accepted: Tensor,
     is_finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`close_step_ref` in one launch, a program a request."""
+    """Compute `close_step_ref` in one launch, one program per request."""
     given = (draft_ids, chosen, max_accepted, is_finite)
     check_tensors(rows, *state, *step, *given)
     _check_state(state, rows)
     num_requests, num_verified = chosen.shape
-    require(draft_ids.shape == (num_requests, num_verified - 1), "a draft for each verified row but the first")
-    require(len(rows) == num_requests == max_accepted.numel(), "a row and a bound for each request")
-    require(is_finite.shape == step.slots.shape == chosen.shape, "a flag and a slot for each verified row")
+    require(draft_ids.shape == (num_requests, num_verified - 1), "draft_ids", "one per verified row after the first")
+    require(len(rows) == num_requests == max_accepted.numel(), "rows, max_accepted", "one per request")
+    require(is_finite.shape == step.slots.shape == chosen.shape, "is_finite, step.slots", "one per verified row")
     width = NUM_FIELDS + 2 * num_verified - 1
     packed = torch.empty((num_requests, width), dtype=torch.int64, device=rows.device)
     context_slots = torch.empty((num_requests, num_verified), dtype=torch.int64, device=rows.device)
@@ -268,5 +267,5 @@ def close_step(
 
 
 def _check_state(state: RowState, rows: Tensor) -> None:
-    require(rows.dim() == 1 and rows.is_contiguous(), "rows in a line")
-    require(all(tensor.is_contiguous() for tensor in state), "contiguous state")
+    require(rows.dim() == 1 and rows.is_contiguous(), "rows", "one axis, contiguous")
+    require(all(tensor.is_contiguous() for tensor in state), "state", "contiguous tensors")

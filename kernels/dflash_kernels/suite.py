@@ -1,4 +1,4 @@
-"""The kernels as one choice, made once: Triton's or the references."""
+"""The choice between the Triton kernels and the PyTorch references."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KernelChoice = Literal["auto", "triton", "reference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One implementation of every function; each is documented at its reference."""
+    """One implementation of every function. The references document the functions."""
 
     name: str
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -126,22 +126,26 @@ _TRITON = Kernels(
 
 
 def triton_kernels() -> Kernels:
-    """The Triton kernels, or RuntimeError where Triton is not installed."""
+    """Return the Triton kernels.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
     if not HAS_TRITON:
         raise RuntimeError(NOT_INSTALLED)
     return _TRITON
 
 
 def pick_kernels(name: KernelChoice, device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:
-    """The implementation for a device and, where it is given, the dtype of a run.
+    """Return the implementation for a device and, if given, the dtype of a run.
 
-    `auto` is Triton on a GPU, where it is installed and takes the dtype, and the references elsewhere.
+    `auto` means Triton on a GPU, if Triton is installed and supports the dtype. Otherwise it means the references.
 
     Raises:
-        ValueError: an unknown name, or Triton where it cannot run.
+        ValueError: the name is unknown, or Triton cannot run here.
     """
     if name not in get_args(KernelChoice):
-        raise ValueError(f"no kernels are called {name!r}: {', '.join(get_args(KernelChoice))}")
+        raise ValueError(f"kernels: expected {', '.join(get_args(KernelChoice))}, found {name!r}")
     is_cuda = torch.device(device).type == "cuda"
     if name == "auto":
         name = "triton" if is_cuda and HAS_TRITON and dtype in (None, *FLOATS) else "reference"

@@ -1,7 +1,7 @@
 """Random numbers keyed by position: a hash of (seed, position, purpose) instead of a generator with a state.
 
-A request's samples therefore depend neither on its batch mates nor on how many tokens a step happens to verify, and a
-captured graph samples afresh whenever positions move on.
+A request's samples therefore do not depend on the other requests of its batch or on the number of verified tokens per
+step. A captured graph draws new numbers whenever positions advance.
 
 Axis letters: T rows.
 """
@@ -11,8 +11,10 @@ from torch import Tensor
 from dflash_kernels.launch_config import constexpr, jit, tl
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 1, 2, 3, 4
-"""Purposes, one for each use of randomness: the target's own samples, the draft's, the coin of acceptance, the sample
-after a rejection. No two share numbers; sharing them biases what is sampled (vllm-project/vllm#47386)."""
+"""Purposes of random numbers: samples of the target, samples of the draft, accept decisions, samples after a rejection.
+
+Each purpose has its own numbers. Shared numbers would bias the samples (vllm-project/vllm#47386).
+"""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -21,7 +23,7 @@ _TL_GOLDEN, _TL_MIX_1, _TL_MIX_2 = constexpr(_GOLDEN), constexpr(_MIX_1), conste
 
 
 def uniform_ref(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """[T] float64 in [0, 1) from [T] int64 seeds and positions, by two rounds of splitmix64.
+    """Return float64 numbers [T] in [0, 1) from int64 seeds [T] and positions [T], by two rounds of splitmix64.
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants of its mix13.
     """
@@ -31,7 +33,7 @@ def uniform_ref(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 
 def stream(purpose: int) -> int:
-    """What a purpose adds to the seed: the Python integer as the signed 64-bit integer with the same low bits."""
+    """Return the number that a purpose adds to the seed, as a signed 64-bit integer."""
     return (_GOLDEN * (purpose + 1) + 2**63) % 2**64 - 2**63
 
 
@@ -42,7 +44,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift; `>>` of a signed integer is arithmetic."""
+    """Shift right logically. `>>` of a signed integer is an arithmetic shift."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -55,7 +57,7 @@ def _mix_tile(state):
 
 @jit
 def uniform_tile(seeds, positions, salt):
-    """`uniform_ref` on tiles or scalars of int64; `salt` is `stream(purpose)`."""
+    """Compute `uniform_ref` for int64 tiles or scalars. `salt` is `stream(purpose)`."""
     state = _mix_tile(seeds + salt)
     bits = _mix_tile(state + (positions + 1) * _TL_GOLDEN)
     return ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16

@@ -15,6 +15,7 @@ found by itself.
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from secrets import randbits
 
@@ -84,33 +85,23 @@ class Engine:
         self._num_added += 1
 
     def step(self) -> list[Committed]:
-        """Queue a step and commit the results that are due; with nothing to queue, commit the oldest.
+        """Queue one step, commit the results that are due, and return what was committed.
 
-        What a failing step raises ends the requests it is about; see `RequestOutput.error`. A failed assertion and
-        whatever is no `Exception`, as Ctrl-C, is raised; the next step goes on from the tokens that are committed.
+        With nothing to queue, commit the oldest results. A failed step is undone: see `RequestOutput.error` for the
+        request that ends with it. Raises only a failed assertion, and exceptions such as Ctrl-C that are no `Exception`;
+        the next step goes on from the committed tokens.
         """
-        self._mend()
-        self._is_whole = False
-        try:
-            self._exchange()
+        with self._undoing_failures():
+            self._advance_transfers()
             batch = self._schedule()
             if batch.is_empty:
                 self._commit_oldest()
-            else:
-                pending = self.runner.submit(batch)
-                if pending is not None:
-                    self._in_flight.append(pending)
+            elif (pending := self.runner.submit(batch)) is not None:
+                self._in_flight.append(pending)
             self._begin_loading(batch)
             while self._is_due:
                 self._commit_oldest()
-            self._num_good_steps += 1
-            if self._num_good_steps % NUM_GOOD_STEPS == 0:
-                self.scheduler.load.add()
-        except AssertionError:
-            raise
-        except Exception as error:
-            self._recover(error)
-        self._is_whole = True
+            self._count_good_step()
         return self.deliver()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Committed]:
@@ -205,8 +196,8 @@ class Engine:
             if request.is_sending and self.transfers is not None:
                 self.transfers.send(request)
 
-    def _exchange(self) -> None:
-        """Take what has been handed to requests, and let go of those that are handed off."""
+    def _advance_transfers(self) -> None:
+        """Switch on requests whose KV has arrived, and end requests whose KV has left."""
         if self.transfers is not None:
             self._touched |= dict.fromkeys(self.transfers.advance())
 
@@ -219,6 +210,25 @@ class Engine:
             return self.scheduler.schedule(is_drained=not self._in_flight)
         except OutOfPages:
             return Batch()  # nothing to queue: the oldest results are committed instead, which may free pages
+
+    @contextmanager
+    def _undoing_failures(self) -> Iterator[None]:
+        """Run a step that is undone if it fails: the request it is about ends, or the next step tries less."""
+        self._mend()
+        self._is_whole = False
+        try:
+            yield
+        except AssertionError:
+            raise
+        except Exception as error:
+            self._recover(error)
+        self._is_whole = True
+
+    def _count_good_step(self) -> None:
+        """Raise the load again after enough steps without a failure."""
+        self._num_good_steps += 1
+        if self._num_good_steps % NUM_GOOD_STEPS == 0:
+            self.scheduler.load.add()
 
     def _mend(self) -> None:
         """After a step that was broken off: forget what it left on the device and in the books."""

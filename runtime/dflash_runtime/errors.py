@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from dflash_runtime.phrases import shorten
+
 
 class _Missing:
     def __repr__(self) -> str:
@@ -201,15 +203,10 @@ def _listed(items: Sequence[str], separator: str, limit: int = 100) -> str:
 
 def _sentence(field: str | None, found: Any, expected: str | None) -> str:
     """`--top-p: found 2.0, expected a number from 0 to 1`."""
-    found_text = "missing" if found is MISSING else f"found {_shorten(found)}"
+    found_text = "missing" if found is MISSING else f"found {shorten(repr(found), 80)}"
     return f"{field}: {found_text}, expected {expected}"
 
 
 def _kebab_case(name: str) -> str:
     """`TensorMismatch` as `tensor-mismatch`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
-
-
-def _shorten(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""Offline generation: `LLM(target, draft).generate(prompts, params)`. Knows token ids, no text.
+"""Offline generation: `LLM(target, draft).generate(prompts, params)`.
 
 From a call to the target's forward it is six calls, and a test counts them:
 
@@ -15,6 +15,7 @@ from typing import overload
 import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
+from dflash_runtime.checkpoint.tokenizer import Tokenizer
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.memory import fit_num_pages
@@ -22,7 +23,7 @@ from dflash_runtime.device.pair_fingerprint import fingerprint
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.engine import Engine
-from dflash_runtime.errors import DFlashError, UsageError
+from dflash_runtime.errors import DFlashError, RequestError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.lossless import Lossless, check_lossless
@@ -36,6 +37,9 @@ from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class LLM:
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # the one that runs
+        self._decode = self.tokenizer.decode if self.tokenizer is not None else None
         self._lock = Lock()
 
     @property
@@ -102,6 +107,11 @@ class LLM:
         runner = self.engine.runner
         shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
         return (*self.pair.warnings, *(shortage for shortage in shortages if shortage is not None))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None if its checkpoint has none, or the pair was built by hand."""
+        return self.pair.tokenizer
 
     @property
     def num_draft_tokens(self) -> int:
@@ -135,21 +145,26 @@ class LLM:
 
     def generate(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         handoffs: HandoffPlan | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts of token ids; outputs come in the order of the prompts.
+        """Complete prompts; outputs come in the order of the prompts.
 
-        With `handoffs` they are handed off after their first token, or go on from hand-offs.
+        A prompt is a string or a list of token ids. The answer to a string also ends at the target's own stop tokens;
+        the answer to token ids ends only where `params` say so. Without a tokenizer strings are refused, and the
+        outputs have no text.
 
-        A prompt that cannot be served, or whose request fails on its way, has an output with `finish_reason` ERROR; the
-        others are not touched by it. Ctrl-C is raised, and nothing is left behind; `stream` is for those who want what
-        had ended by then.
+        With `handoffs`, requests are handed off after their first token, or continue from hand-offs.
+
+        A prompt that cannot be served has an output with `finish_reason` ERROR, and so has a request that fails. The
+        other prompts are served. Ctrl-C is raised and leaves no request behind; `stream` yields the outputs of requests
+        that ended before it.
 
         Raises:
-            UsageError: other than one set of parameters or one a prompt; or this LLM is busy.
+            UsageError: `prompts` is one string; the number of `params` is neither one nor that of prompts; or this LLM
+                is busy.
             DFlashError: the device failed in an earlier call, which closes an LLM for good.
         """
         finished = []
@@ -160,7 +175,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         handoffs: HandoffPlan | None = None,
@@ -169,10 +184,10 @@ class LLM:
 
         Whatever ends this, Ctrl-C included, the outputs of all requests that had ended are yielded before.
         """
-        prompts = list(prompts)
+        prompts = _listed(prompts)
         if handoffs is None and self._store is not None:
             handoffs = HandoffPlan.of_store(self._store, len(prompts))
-        requests, refused = _requests(prompts, params, self.engine.scheduler.check, handoffs)
+        requests, refused = self._requests(prompts, _params_of(prompts, params), handoffs)
         call = self._begin()
         try:
             self.engine.open_transfers(handoffs, self.fingerprint)
@@ -181,7 +196,7 @@ class LLM:
             self._check_call(call)
             for committed in self.engine.run(requests):
                 request = committed.request
-                ended = RequestOutput.read(request) if request.is_finished else None
+                ended = RequestOutput.read(request, self._decode) if request.is_finished else None
                 yield Delta(request.index, tuple(committed.token_ids), ended)
                 self._check_call(call)
         finally:
@@ -198,6 +213,50 @@ class LLM:
         self._call = None
         self.engine.close_transfers()
         self.engine.abort()
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], handoffs: HandoffPlan | None
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """A request for each prompt that can be served, and an output for each other prompt. Queues nothing."""
+        if handoffs is not None and len(handoffs.keys) != len(prompts):
+            raise UsageError(
+                field="handoffs",
+                found=f"{len(handoffs.keys)} keys",
+                expected=f"a key for each of {len(prompts)} prompts",
+            )
+        requests, refused = [], []
+        for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
+            token_ids: tuple[int, ...] = ()
+            try:
+                if isinstance(prompt, str):
+                    prompt, item = self._encode(prompt), item.with_stops(self._stop_token_ids)
+                token_ids = check_ids(prompt)
+                request = Request(index=index, prompt_token_ids=token_ids, params=item)
+                self.engine.scheduler.check(request)
+                requests.append(request if handoffs is None else handoffs.apply(request))
+            except DFlashError as error:
+                refused.append(RequestOutput.refuse(index, token_ids, error, self._decode))
+        return requests, refused
+
+    @property
+    def _stop_token_ids(self) -> Sequence[int]:
+        """The target's own stop tokens, those of its tokenizer included."""
+        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        return self.pair.stop_token_ids if eos is None else (*self.pair.stop_token_ids, eos)
+
+    def _encode(self, prompt: str) -> list[int]:
+        """The token ids of a string.
+
+        Raises:
+            RequestError: the target has no tokenizer.
+            CheckpointError: the tokenizer's files cannot be loaded.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                id="prompt-without-tokenizer", field="prompt", found=prompt,
+                expected="token ids: the target has no tokenizer",
+            )  # fmt: skip
+        return self.tokenizer.encode(prompt)
 
     def _begin(self) -> object:
         """Take the engine for one call.
@@ -260,31 +319,38 @@ def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None
     return PrefixStore(folder, fingerprint, pair.config.page_size)
 
 
-def _requests(
-    prompts: Iterable[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    check: Callable[[Request], None],
-    handoffs: HandoffPlan | None = None,
-) -> tuple[list[Request], list[RequestOutput]]:
-    """A request for each prompt that can be served, and the output of each that cannot; nothing is queued."""
-    prompts = list(prompts)
+def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts of one call.
+
+    Raises:
+        UsageError: one string was given, whose characters are not the prompts.
+    """
+    if isinstance(prompts, str | bytes):
+        raise UsageError(
+            id="prompts-not-a-list", field="prompts", found=prompts, expected="a list of prompts",
+            hint="pass a list, even of one prompt: generate([prompt])",
+        )  # fmt: skip
+    return list(prompts)
+
+
+def _params_of(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """The sampling parameters of each prompt.
+
+    Raises:
+        UsageError: there are neither one set of parameters nor as many as prompts, or of another type.
+    """
     if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
+        return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
-    if handoffs is not None and len(handoffs.keys) != len(prompts):
-        raise UsageError(f"{len(handoffs.keys)} keys of hand-offs for {len(prompts)} prompts")
+        raise UsageError(
+            id="other-number-of-params",
+            field="params",
+            found=len(params),
+            expected=f"1 or {len(prompts)}, one per prompt",
+        )
     for item in params:
         if not isinstance(item, SamplingParams):
-            raise UsageError(f"sampling parameters of type {type(item).__name__}, expected SamplingParams")
-    requests, refused = [], []
-    for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
-        token_ids: tuple[int, ...] = ()
-        try:
-            token_ids = check_ids(prompt)
-            request = Request(index=index, prompt_token_ids=token_ids, params=item)
-            check(request)
-            requests.append(request if handoffs is None else handoffs.apply(request))
-        except DFlashError as error:
-            refused.append(RequestOutput.refuse(index, token_ids, error))
-    return requests, refused
+            raise UsageError(field="params", found=type(item).__name__, expected="SamplingParams")
+    return params

@@ -20,13 +20,21 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import loading
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.dflash import DFlashDraft
-from dflash_runtime.errors import UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import MLP, Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing import checkpoints as support
-from dflash_testing.pairs import bundled_draft, bundled_prompts, random_draft, random_llm, random_target
+from dflash_testing.pairs import (
+    bundled_draft,
+    bundled_prompts,
+    bundled_tokenizer,
+    random_draft,
+    random_llm,
+    random_target,
+)
+from dflash_testing.refusals import refuses
 
 CONFIG = EngineConfig(device="cpu", max_model_len=256, num_pages=60)
 PARAMS = SamplingParams(max_new_tokens=20)
@@ -57,7 +65,7 @@ def test_from_generate_to_the_targets_forward_it_is_six_calls(scheduling: str) -
     watched = Watched(target)
     random_llm(watched, random_draft(target), 3, scheduling=scheduling).generate([[1, 2, 3]], PARAMS)
     ways = {tuple(chain[::-1]) for chain in watched.chains}
-    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("_fill", "_decode")}
+    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("_prefill", "_decode")}
     assert all(len(chain) <= 6 for chain in watched.chains)
 
 
@@ -156,7 +164,7 @@ def test_a_stream_left_at_a_refused_prompt_leaves_nothing_behind(wrong: Any) -> 
 
 @pytest.mark.parametrize(
     ("prompt", "found"),
-    [([1.7, 2.2], "1.7"), ("ab", "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)")],
+    [([1.7, 2.2], "1.7"), (["a", "b"], "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)")],
     ids=str,
 )
 def test_ids_that_are_no_integers_are_refused_and_not_rounded(prompt: Any, found: str) -> None:
@@ -171,10 +179,10 @@ def test_ids_of_any_integer_type_are_taken() -> None:
     assert llm.generate([torch.tensor([1, 2, 3])], SMALL)[0].token_ids == llm.generate([[1, 2, 3]], SMALL)[0].token_ids  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("params", [[SMALL], [SMALL, None, SMALL]])
-def test_parameters_that_fit_no_prompt_are_refused_before_anything_is_queued(params: Any) -> None:
+@pytest.mark.parametrize(("params", "found"), [([SMALL], 1), ([SMALL, None, SMALL], "NoneType")], ids=["few", "None"])
+def test_wrong_params_are_refused_before_anything_is_queued(params: Any, found: object) -> None:
     llm = small_llm()
-    with pytest.raises(UsageError, match="sampling parameters"):
+    with refuses(UsageError, field="params", found=found):
         llm.generate(PROMPTS, params)
     assert not llm.engine.scheduler.has_work
     assert [index for index, _ in small_texts(llm)] == [0, 1, 2]
@@ -253,6 +261,87 @@ def test_without_a_seed_equal_prompts_draw_differently_and_with_one_alike() -> N
     assert len(set(draw(None, llm) + draw(None, llm) + draw(None, small_llm()))) == 9
     assert len(set(draw(4, llm) + draw(4, small_llm()))) == 1
     assert draw(None, small_llm(seed=7)) == draw(None, small_llm(seed=7))
+
+
+TEXT = "def read_lines(path):\n    "
+
+
+def test_strings_and_token_ids_are_prompts_of_one_call() -> None:
+    llm = LLM(open_target(tiny_directory() / "target"), bundled_draft(), CONFIG)
+    tokenizer = bundled_tokenizer()
+    text, ids = llm.generate([TEXT, tokenizer.encode(TEXT)], PARAMS)
+    assert text.prompt_token_ids == ids.prompt_token_ids == tuple(tokenizer.encode(TEXT))
+    assert text.token_ids == ids.token_ids
+    assert text.text == ids.text == tokenizer.decode(text.token_ids)
+    assert len(text.text) > 20
+
+
+def test_a_tokenizer_is_loaded_only_for_text() -> None:
+    llm = LLM(open_target(tiny_directory() / "target"), bundled_draft(), CONFIG)
+    assert llm.tokenizer is not None
+    (output,) = llm.generate(bundled_prompts()[:1], PARAMS)
+    assert "_tokenizer" not in vars(llm.tokenizer)
+    assert output.text
+    assert "_tokenizer" in vars(llm.tokenizer)
+
+
+def llm_with_text(**pair: Any) -> LLM:
+    """A random pair with the bundled tokenizer."""
+    target = random_target(vocab_size=bundled_draft().config.vocab_size)
+    llm = random_llm(target, random_draft(target), 3, max_num_requests=2)
+    return LLM(replace(llm.pair, tokenizer=bundled_tokenizer(), **pair))
+
+
+def test_only_the_answer_to_a_string_ends_at_the_targets_own_stop_tokens() -> None:
+    ids = bundled_tokenizer().encode(TEXT)
+    (free,) = llm_with_text().generate([ids], PARAMS)
+    stop = free.token_ids[5]
+    cut = free.token_ids[: free.token_ids.index(stop) + 1]
+    llm = llm_with_text(stop_token_ids=(stop,))
+    text, same, ignoring = llm.generate([TEXT, ids, TEXT], [PARAMS, PARAMS, replace(PARAMS, ignore_eos=True)])
+    assert (text.token_ids, text.finish_reason) == (cut, FinishReason.STOP)
+    assert same.token_ids == ignoring.token_ids == free.token_ids
+
+
+def test_a_string_is_refused_alone_where_the_target_has_no_tokenizer() -> None:
+    before, wrong, after = small_llm().generate([[1, 2], "ab", [1, 2]], SMALL)
+    assert (wrong.finish_reason, wrong.error_id, wrong.exit_code) == (FinishReason.ERROR, "prompt-without-tokenizer", 2)
+    assert before.token_ids == after.token_ids != ()
+    assert before.text is wrong.text is None
+
+
+def test_a_tokenizer_that_cannot_be_loaded_refuses_strings_and_serves_token_ids(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target", {})
+    (target / "tokenizer.json").write_text("{}")
+    text, ids = LLM(open_target(target), bundled_draft(), CONFIG).generate([TEXT, bundled_prompts()[0]], PARAMS)
+    assert (text.error_id, text.exit_code) == ("tokenizer-not-loaded", 3)
+    assert len(ids.token_ids) == 20
+    with refuses(CheckpointError, "tokenizer-not-loaded", path=target):
+        _ = ids.text
+
+
+@pytest.mark.parametrize("prompts", ["a text", b"a text"], ids=repr)
+def test_one_bare_string_is_not_a_list_of_prompts(prompts: Any) -> None:
+    llm = small_llm()
+    with refuses(UsageError, "prompts-not-a-list", field="prompts", found=prompts) as caught:
+        llm.generate(prompts, SMALL)
+    assert caught.value.hint is not None
+    assert not llm.engine.scheduler.has_work
+    assert len(small_texts(llm)) == 3
+
+
+def test_an_output_is_shown_on_one_screen() -> None:
+    """Counts and the beginning of the answer, however long it is."""
+    long = SamplingParams(max_new_tokens=200)
+    (text,) = llm_with_text().generate([TEXT], long)
+    (ids,) = small_llm().generate([[1, 2, 3]], long)
+    (wrong,) = small_llm().generate(["ab"], long)
+    assert max(map(len, map(repr, (text, ids, wrong)))) < 800
+    assert repr(text.text)[:100] in repr(text)
+    assert repr(ids.token_ids)[:100] in repr(ids)
+    assert "num_tokens=200" in repr(ids)
+    assert "acceptance_length=" in repr(ids)
+    assert "error_id='prompt-without-tokenizer'" in repr(wrong)
 
 
 def save_target(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:

@@ -88,12 +88,12 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(data, path)
     except CheckpointError as error:
-        raise UsageError(error.message) from error
+        raise UsageError(error.message, id="malformed-json") from error
     command = document.pop(COMMAND, None)
     if command is None:
         return document
     if not isinstance(command, str):
-        raise UsageError(f"{path}: {COMMAND}: found {command!r}, expected a text")
+        raise UsageError(path=path, field=COMMAND, found=command, expected=EXPECTED["text"])
     return {**_parse_command(path, command), **document}
 
 
@@ -102,10 +102,12 @@ def _parse_command(path: Path, text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
-        raise UsageError(f"{path}: the command cannot be read: {error}") from error
+        raise UsageError(f"the command cannot be read: {error}", id="unreadable-command", path=path) from error
     begin = next((at + 1 for at, word in enumerate(words) if word.endswith(PROGRAMS)), None)
     if begin is None and not any(OPTION.match(word) for word in words):
-        raise UsageError(f"{path}: found no options, expected a JSON object of arguments or a serve command")
+        raise UsageError(
+            "found no options, expected a JSON object of arguments or a serve command", id="no-options", path=path
+        )
     words = words[begin:]
     found: dict[str, Any] = {MODEL: words[0]} if begin and words and not OPTION.match(words[0]) else {}
     for name, values in _options(words):
@@ -172,10 +174,5 @@ def _checked(path: Path, key: str, value: Any, kind: Kind) -> Any:
         "object": isinstance(read, dict),
     }[kind]
     if value is not None and not fits:
-        raise UsageError(f"{path}: {key}: found {_shown(value)}, expected {EXPECTED[kind]}")
+        raise UsageError(path=path, field=key, found=value, expected=EXPECTED[kind])
     return read
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."

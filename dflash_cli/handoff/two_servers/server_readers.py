@@ -227,4 +227,4 @@ def _text(launch: Launch, place: str, within: Mapping[str, Any], key: str) -> st
 
 
 def _wrong(launch: Launch, key: str, value: Any, expected: str) -> UsageError:
-    return UsageError(f"{launch.path}: {key}: found {value!r}, expected {expected}")
+    return UsageError(path=launch.path, field=key, found=value, expected=expected)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.models.placement import as_current
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,25 @@ takes about as long as such a step, of which thousands follow."""
 
 @dataclass(frozen=True, slots=True)
 class StepMode:
-    """What the host decides of a decode step: how many rows of each block are verified, and how tokens are sampled.
+    """The host's choices for a step: rows to verify per block, how tokens are sampled, and room for prompt rows.
 
-    A verify width of 1 is plain decoding: with no draft to verify, none is made. Beside blocks a step may have room for
-    so many rows of prompts.
+    A verify width of 1 is plain decoding: there is no draft to verify, so the draft does not run.
     """
 
     verify_width: int
     is_greedy: bool
     has_filters: bool
     num_prompt_rows: int = 0
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], verify_width: int = 1, num_prompt_rows: int = 0) -> "StepMode":
+        """The mode of a step that samples tokens for these requests."""
+        return cls(
+            verify_width=verify_width,
+            is_greedy=all(request.params.is_greedy for request in requests),
+            has_filters=any(request.params.has_filters for request in requests),
+            num_prompt_rows=num_prompt_rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dflash_runtime.checkpoint.digests import digest_weights
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
-from dflash_runtime.checkpoint.weight_digest import digest_weights
+from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
@@ -51,6 +52,8 @@ class LoadedPair:
     target_quantization: str | None = None
     rounding: str | None = None
     weight_digests: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def has_graphs(self) -> bool:
@@ -124,6 +127,8 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         target_runtime=runtime,
         target_quantization=quantization.label if quantization is not None else None,
         weight_digests=_digests(target, draft),
+        tokenizer=find_tokenizer(target.checkpoint.path),
+        stop_token_ids=find_stop_ids(target),
     )
     pair = replace(pair, config=replace(config, prefix_cache=pair.has_prefix_cache))
     if draft is not None:

@@ -1,11 +1,12 @@
-"""Prefill: all chunks of a step in one forward, whatever prompts they are of.
+"""The prompt rows of a step: the chunks of all its prompts, laid out as flat rows for one forward of the target.
 
-Flat rows are those of one chunk after the other. Lengths, which the host knows, go up in one copy together with the
-tokens; positions and slots are made of them on the device (`Prefill.lay_out`). Then they go through the target, alone
-or behind the rows of requests that decode. After that the first tokens of all prompts that end are chosen together, and
-their rows of the device state switched on, as are those of resumed requests (`Prefill.finish`).
+The rows of each chunk follow those of the chunk before. Token ids and lengths go to the device in one copy. The device
+computes positions and slots from them.
 
-Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
+A fresh request has no token yet: the step chooses its first one. A resumed request was preempted, and continues from
+its last token.
+
+Axis letters: T flat rows, G chunks, E requests whose prefill ends, F fresh requests among them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,8 @@ from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
-from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
-
-ChooseFirst = Callable[[Tensor, Tensor, Tensor, StepMode], tuple[Tensor, Tensor]]
-"""(batch rows [F], hidden states [F, hidden], positions [F], mode) -> token ids [F], whether logits are finite [F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +76,17 @@ class RaggedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """Chunks as they go through the target, and the requests whose prefill they end."""
+    """The chunks of a step as flat rows, and the requests whose prefill ends with them."""
 
-    chunks: tuple[Chunk, ...]  # those with rows
+    chunks: tuple[Chunk, ...]  # without empty chunks
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T]
-    attend: RaggedAttention | None  # none where the target keeps its own cache
-    ended: tuple[Request, ...]  # [E], those whose first token is chosen before resumed ones
-    num_fresh: int  # of which so many are the former
-    last_rows: Tensor  # [F] the last flat row of each of these
-    rows: Tensor  # [E] of the state
+    attend: RaggedAttention
+    fresh: tuple[Request, ...]  # [F]
+    mode: StepMode  # how first tokens are sampled
+    last_rows: Tensor  # [F] last flat row of each fresh request
+    rows: Tensor  # [E] rows of the state, fresh requests before resumed ones
     kv_lens: Tensor  # [E]
     remaining: Tensor  # [E]
     anchors: Tensor  # [E - F] of resumed requests
@@ -98,38 +95,42 @@ class PromptRows:
         return len(self.token_ids)
 
     @property
+    def num_fresh(self) -> int:
+        """F: rows of the state that get a first token."""
+        return len(self.last_rows)
+
+    @property
     def wanted(self) -> Tensor:
-        """The flat rows whose hidden states are read; one that is not, where there are none."""
+        """The flat rows whose hidden states are read [F]; without fresh requests the first row, which nobody reads."""
         return self.last_rows if self.num_fresh else self.last_rows.new_zeros(1)
 
     @property
-    def fresh(self) -> tuple[Request, ...]:
-        return self.ended[: self.num_fresh]
+    def ready(self) -> ReadyRows:
+        """The rows of the state to switch on, whose requests decode from the next step on."""
+        return ReadyRows(self.rows, self.kv_lens, self.remaining, self.anchors)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Lays out chunks, and chooses what follows prompts, with what the runner has for it."""
+class PromptLayout:
+    """Lays out prompts with the parts of one runner."""
 
-    target: Target
+    config: TargetConfig
     kernels: Kernels
     cache: KVCache
-    has_own_cache: bool
     state: DeviceState
     upload: Uploader
     max_model_len: int
-    choose_first: ChooseFirst
 
     def lay_out(self, chunks: Sequence[Chunk]) -> PromptRows:
-        """The rows of chunks; none where each chunk is empty.
+        """The chunks of a step as flat rows, [0] if every chunk is empty.
 
-        The chunk of a resumed request may be: every row up to its anchor was in the prefix cache.
+        The chunk of a resumed request is empty if the prefix cache has every row up to its anchor.
         """
         filled = tuple(chunk for chunk in chunks if chunk.start < chunk.end)
         longest_context = max((chunk.start for chunk in filled), default=0)
         itemsize, device = self.cache.pages.element_size(), self.cache.pages.device
         shape_of = partial(ragged_shape, itemsize=itemsize, longest_context=longest_context, device=device)
-        plans = plan_chunks(segments_of(filled), self.target.config, shape_of, device)
+        plans = plan_chunks(segments_of(filled), self.config, shape_of, device)
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)
         num_fresh = sum(not is_resumed(request) for request in ended)
@@ -149,32 +150,14 @@ class Prefill:
         positions, slots = self.kernels.locate_rows(
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
-        attend = None
-        if not self.has_own_cache:
-            cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-            windows = self.target.config.windows
-            attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
+        cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
+        attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots)
+        fresh = tuple(ended[:num_fresh])
         return PromptRows(
-            chunks=filled, token_ids=token_ids, positions=positions, slots=slots, attend=attend, ended=tuple(ended),
-            num_fresh=num_fresh, last_rows=last_rows, rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
+            chunks=filled, token_ids=token_ids, positions=positions, slots=slots, attend=attend,
+            fresh=fresh, mode=StepMode.of(fresh), last_rows=last_rows,
+            rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
         )  # fmt: skip
-
-    def finish(self, prompts: PromptRows, hidden: Tensor | None, mode: StepMode) -> Tensor | None:
-        """Choose first tokens from the hidden states of `last_rows` [F, hidden], and switch on what is prefilled.
-
-        Returns the packed results of fresh requests; None where there are none. `mode` says how these are sampled.
-        """
-        if not len(prompts.rows):
-            return None
-        if prompts.num_fresh:
-            assert hidden is not None
-            positions = prompts.positions[prompts.last_rows]
-            chosen, is_finite = self.choose_first(prompts.rows[: prompts.num_fresh], hidden, positions, mode)
-        else:
-            chosen, is_finite = prompts.rows[:0], prompts.rows[:0].bool()
-        ready = ReadyRows(prompts.rows, prompts.kv_lens, prompts.remaining, prompts.anchors)
-        packed = self.kernels.switch_on_rows(self.state.row_state, ready, chosen, is_finite)
-        return packed if prompts.num_fresh else None
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:

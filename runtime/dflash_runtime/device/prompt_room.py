@@ -13,17 +13,16 @@ from functools import partial
 from dflash_kernels.launch_config import few_rows_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, room_for_plans
 from dflash_kernels.slot_mapping import slots_of
-from dflash_kernels.suite import Kernels
-from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.prefill import (
+    PromptLayout,
     PromptRows,
     RaggedAttention,
     is_resumed,
     plan_chunks,
     segments_of,
 )
-from dflash_runtime.device.state import DeviceState, Uploader, row_of
-from dflash_runtime.models.target import Target
+from dflash_runtime.device.state import row_of
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
@@ -34,29 +33,19 @@ MOST_PROMPTS = 8
 class PromptRoom:
     """Room for prompts that have at most `num_rows` rows together."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        target: Target,
-        kernels: Kernels,
-        cache: KVCache,
-        state: DeviceState,
-        max_model_len: int,
-        upload: Uploader,
-    ) -> None:
+    def __init__(self, num_rows: int, layout: PromptLayout) -> None:
         self.num_rows = num_rows
-        self._target, self._kernels, self._cache, self._state = target, kernels, cache, state
-        self._max_model_len, self._upload = max_model_len, upload
-        self._padding_row = len(state.done) - 1
+        self._layout = layout
+        self._padding_row = len(layout.state.done) - 1
         self._num_prompts = min(MOST_PROMPTS, self._padding_row)
-        num_heads, device = target.config.num_heads, cache.pages.device
+        num_heads, device = layout.config.num_heads, layout.cache.pages.device
         self._plans = {
             (heads, size): room_for_plans(num_rows, self._num_prompts, num_heads, heads, plan.shape, device)
             for (heads, size), plan in self._plan(()).items()
         }
         lists = self._lists(())
         self._sizes = tuple(len(values) for values in lists)
-        self._ints = upload.ints([value for values in lists for value in values])
+        self._ints = layout.upload.ints([value for values in lists for value in values])
 
     def holds(self, chunks: Sequence[Chunk]) -> bool:
         """Whether these chunks fit; one that switches on a resumed request does not."""
@@ -66,26 +55,31 @@ class PromptRoom:
 
     def fill(self, chunks: Sequence[Chunk]) -> tuple[Request, ...]:
         """Lay out chunks that fit, in one copy -> the requests whose prompts they end, in order of their results."""
-        self._upload.over(self._ints, [value for values in self._lists(chunks) for value in values])
+        self._layout.upload.over(self._ints, [value for values in self._lists(chunks) for value in values])
         return tuple(chunk.request for chunk in chunks if chunk.is_last)
 
-    def prompts(self) -> PromptRows:
-        """What a captured step reads. Slots are looked up in that step: pages are of those who are there then."""
+    def prompts(self, mode: StepMode) -> PromptRows:
+        """The rows of this room as a captured step in this mode reads them.
+
+        The captured step looks up the slots: the requests, and so their pages, change from step to step.
+        """
+        layout = self._layout
         *placed, token_ids, positions, table_rows, last_rows, rows, kv_lens, remaining = self._ints.split(self._sizes)
-        slots = slots_of(self._state.page_table, table_rows, positions, self._cache.page_size)
+        slots = slots_of(layout.state.page_table, table_rows, positions, layout.cache.page_size)
         plans = {key: (plan, ints) for (key, plan), ints in zip(self._plans.items(), placed, strict=True)}
-        windows = self._target.config.windows
-        attend = RaggedAttention(self._kernels, self._cache, self._state.page_table, plans, windows, slots)
+        attend = RaggedAttention(
+            layout.kernels, layout.cache, layout.state.page_table, plans, layout.config.windows, slots
+        )
         return PromptRows(
-            chunks=(), token_ids=token_ids, positions=positions, slots=slots, attend=attend, ended=(),
-            num_fresh=self._num_prompts, last_rows=last_rows, rows=rows, kv_lens=kv_lens, remaining=remaining,
-            anchors=rows[:0],
+            chunks=(), token_ids=token_ids, positions=positions, slots=slots, attend=attend,
+            fresh=(), mode=mode, last_rows=last_rows,
+            rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=rows[:0],
         )  # fmt: skip
 
     def _plan(self, segments: Sequence[Segment]) -> dict[tuple[int, int], RaggedPlan]:
-        pages = self._cache.pages
+        pages = self._layout.cache.pages
         shape_of = partial(few_rows_shape, itemsize=pages.element_size(), device=pages.device)
-        return plan_chunks(segments, self._target.config, shape_of, pages.device)
+        return plan_chunks(segments, self._layout.config, shape_of, pages.device)
 
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """Plans of attention, then tokens, positions and rows of the page table, [T] each; then of prompts that end
@@ -106,7 +100,7 @@ class PromptRoom:
             ([row for row, _ in last], 0),
             ([row_of(request) for _, request in last], nobody),
             ([request.rows_to_prefill for _, request in last], 0),
-            ([request.remaining(self._max_model_len) for _, request in last], 0),
+            ([request.remaining(self._layout.max_model_len) for _, request in last], 0),
         ]
         return [
             *(plan.padded(self._plans[key]).ints for key, plan in plans.items()),

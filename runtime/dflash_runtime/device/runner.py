@@ -1,23 +1,30 @@
-"""Runs the models: draft, verify, accept, context KV; `prefill.py` runs prompts. Owns KV tensors and device state.
+"""Runs the models on one device: draft, verify, accept, context KV. Owns the KV tensors and the device state.
 
-One decode step, for R requests of N = K + 1 block rows each:
+A decode step, for R requests with blocks of N = K + 1 rows:
 
     draft     [anchor, mask x K] over the context KV -> K drafted tokens
-    verify    [anchor, drafted], W <= N rows of it, through the target -> its own choice after every row
-    accept    the longest prefix of the drafts the target agrees with, one bonus token, cut at stops and limits
-    context   features of the committed rows -> the draft's context KV, before anything reads past them
+    verify    [anchor, drafted], W <= N rows of it, through the target -> the target's choice after every row
+    accept    the longest prefix of the drafts that the target agrees with, and one bonus token, cut at stops and limits
+    context   features of the committed rows -> the draft's context KV
 
-A step that has prompts too runs their rows behind those it verifies, so that the target's weights are read once. It is
-captured whole while both have few rows (`prompt_room.py`), and otherwise piece by piece or not at all.
+The way of a prompt through a step:
 
-Nothing here waits for the device. A request whose block would pass the model's limit takes part with no drafts
-accepted, which is plain decoding; one that is done takes part and changes nothing.
+    lay out   the chunks of all prompts as flat rows (`prefill.py`)
+    forward   the rows through the target, behind the blocks of decoding requests if there are any
+    start     the first token of every prompt that ends; its row of the device state is switched on
+    context   features of the prompt rows -> the draft's context KV
 
-Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T flat rows, F features, V vocabulary.
+Blocks and prompts share a forward, so that the target's weights are read once. If both have few rows, the whole step is
+one CUDA graph (`prompt_room.py`). Otherwise the forward runs in captured pieces (`piecewise_graphs.py`), or uncaptured.
+
+Nothing here waits for the device. A request whose block would pass the model's limit runs with no drafts accepted, which
+is plain decoding. A request that is done runs too, and changes nothing.
+
+Axis letters: R requests, N block rows, W verified rows, K drafted tokens, T flat rows, E requests whose prefill ends,
+F fresh requests among them, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +38,7 @@ from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
-from dflash_runtime.device.prefill import Prefill, PromptRows
+from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
@@ -49,7 +56,7 @@ REGRET_ROWS = 256
 """Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
 
 Results = list[tuple[Sequence[Request], Tensor | None]]
-"""Packed results [R, ...] and whose they are; None where no tokens come of them."""
+"""Requests with their packed results [R, ...], which are None if the requests get no tokens."""
 
 
 class Runner:
@@ -70,11 +77,14 @@ class Runner:
         # The last row is never given to a request: graphs fill their batches with it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
+        self._layout = PromptLayout(
+            self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len
+        )
         caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
         if self.draft_kv is not None:
             caches[DRAFT_PAGES] = self.draft_kv
         self.porter = PagePorter(caches, self.device, self._upload)
-        self._draft_places = self._find_places()
+        self._draft_ids = self._find_draft_ids()
         self._bounds = Bounds(
             max_model_len=self.limits.max_model_len,
             last_draft_len=self.limits.last_draft_len,
@@ -93,38 +103,37 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:
-        """Queue one step, on the device of the pair whatever the caller's current one is; None where nothing runs.
-
-        Decoding requests and prompts go through the target together, unless it keeps a cache of its own.
-        """
+        """Queue one step on the pair's device, whichever device is current; None if there is nothing to run."""
         with as_current(self.device):
-            if self.texts is not None:
-                self.texts.drop_ended()
-            num_rows = self.limits.num_lookahead_tokens
-            self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
-            rows, mode = [row_of(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
+            self._admit(batch)
             room = self.room_beside(batch)
-            prompts = self._prefill().lay_out(batch.chunks) if batch.chunks and room is None else None
-            parts: Results = []
+            prompts = self._layout.lay_out(batch.chunks) if batch.chunks and room is None else None
+            results: Results = []
             context = None
-            if room is not None:
-                parts = self._replay_together(batch, rows, room)
-            elif rows and prompts and self.texts is None:
-                parts, context = self._run_together(batch, rows, mode, prompts)
+            if prompts and batch.decode and self.texts is None:
+                results, context = self._decode_and_prefill(batch, prompts)
             else:
-                if rows and self.graphs is not None:
-                    parts.append((batch.decode, self.graphs.replay(rows, mode)[0]))
-                elif rows:
-                    parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)[0]))
+                if batch.decode and self.graphs is not None:
+                    results += self._replay(self.graphs, batch, room)
+                elif batch.decode:
+                    rows, mode = self._upload.ints(_rows(batch)), StepMode.of(batch.decode, batch.verify_width)
+                    results.append((batch.decode, self._decode(rows, mode, batch.longest)[0]))
                 if prompts is not None:
-                    packed, context = self._fill(prompts)
-                    parts.append((prompts.fresh, packed))
-            pending = PendingForward.send(parts, self.device, batch) if parts else None
-            self._write_context(context)  # behind the results: nothing reads it before the next step drafts
+                    first, context = self._prefill(prompts)
+                    results.append((prompts.fresh, first))
+            pending = PendingForward.send(results, self.device, batch) if results else None
+            self._write_context(context)  # after the results: only the next step's drafts read it
             return pending
 
+    def _admit(self, batch: Batch) -> None:
+        """Give rows of the state to admitted requests, and pages to rows."""
+        if self.texts is not None:
+            self.texts.drop_ended()
+        num_rows = self.limits.num_lookahead_tokens
+        self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
+
     def room_beside(self, batch: Batch) -> PromptRoom | None:
-        """The room for the chunks of a step that is captured with them, if there is such a step."""
+        """The room for this batch's chunks in a captured decode step; None if the step runs another way."""
         if self.graphs is None or not batch.decode or not batch.chunks or batch.verify_width > 1:
             return None
         num_rows = rows_to_ridge(len(batch.decode))
@@ -133,17 +142,105 @@ class Runner:
 
     def _room(self, num_rows: int) -> PromptRoom:
         if num_rows not in self._rooms:
-            parts = (self.target, self.kernels, self.target_kv, self.state, self.limits.max_model_len, self._upload)
-            self._rooms[num_rows] = PromptRoom(num_rows, *parts)
+            self._rooms[num_rows] = PromptRoom(num_rows, self._layout)
         return self._rooms[num_rows]
 
-    def _replay_together(self, batch: Batch, rows: list[int], room: PromptRoom) -> Results:
-        """Run batch rows [R] and prompts in one captured step."""
-        assert self.graphs is not None
+    def _replay(self, graphs: DecodeGraphs, batch: Batch, room: PromptRoom | None) -> Results:
+        """Replay a captured decode step, with the batch's chunks if there is a room for them."""
+        if room is None:
+            packed, *_ = graphs.replay(_rows(batch), StepMode.of(batch.decode, batch.verify_width))
+            return [(batch.decode, packed)]
         fresh = room.fill(batch.chunks)
-        mode = replace(_mode((*batch.decode, *fresh), batch.verify_width), num_prompt_rows=room.num_rows)
-        packed, first = self.graphs.replay(rows, mode)
+        mode = StepMode.of((*batch.decode, *fresh), batch.verify_width, room.num_rows)
+        packed, first = graphs.replay(_rows(batch), mode)
         return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
+
+    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
+        """Decode state rows [R] for one step -> packed results, and the packed results of prompts if `mode` has room.
+
+        CUDA graphs capture this function. `longest` bounds the true KV lengths of the requests. Without it, all
+        launches follow from shapes and the mode alone.
+        """
+        blocks = self._draft_blocks(rows, mode, longest)
+        if mode.num_prompt_rows:
+            prompts = self._room(mode.num_prompt_rows).prompts(mode)
+            packed, first, context = self._run_joined(blocks, prompts, self.target, self._prompt_stream)
+            assert first is not None
+            self._write_context(context)
+            return packed, first
+        if self.texts is None:
+            attend = self._attend_target(blocks)
+            hidden, features = self.target(blocks.token_ids, blocks.positions.flatten(), attend, self._taps)
+        else:
+            ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
+            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
+        packed, slots = self._accept(blocks, hidden)
+        # A later step reads all context KV below kv_len, so committed rows get theirs here, drafted or not.
+        self._write_context(ContextRows(features, blocks.positions, slots))
+        return (packed,)
+
+    def _decode_and_prefill(self, batch: Batch, prompts: PromptRows) -> tuple[Results, ContextRows]:
+        """Run the blocks of a batch and its prompts in one forward -> results, and the context KV to write."""
+        rows = _rows(batch)
+        # The number of rows is one that is captured at start, so that its kernels are compiled already.
+        padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
+        blocks = self._draft_blocks(padded, StepMode.of(batch.decode, batch.verify_width), batch.longest)
+        packed, first, context = self._run_joined(blocks, prompts, self.pieces or self.target)
+        return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)], context
+
+    def _run_joined(
+        self,
+        blocks: Blocks,
+        prompts: PromptRows,
+        target: Target | PiecewiseGraphs,
+        prompt_stream: torch.cuda.Stream | None = None,
+    ) -> tuple[Tensor, Tensor | None, ContextRows]:
+        """Run one forward, blocks first -> packed results of blocks and of fresh requests, and context KV to write."""
+        count = len(blocks.token_ids)
+        attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend, prompt_stream)
+        positions = torch.cat((blocks.positions.flatten(), prompts.positions))
+        token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
+        wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
+        hidden, features = target(token_ids, positions, attend, self._taps, wanted)
+        packed, slots = self._accept(blocks, hidden[:count])
+        context = ContextRows(features, positions, torch.cat((slots.flatten(), prompts.slots)))
+        return packed, self._start(prompts, hidden[count:]), context
+
+    def _prefill(self, prompts: PromptRows) -> tuple[Tensor | None, ContextRows | None]:
+        """Run prompts in a forward of their own -> packed results of fresh requests, and the context KV to write."""
+        hidden = context = None
+        if prompts:
+            if self.texts is None:
+                target, ids = self.pieces or self.target, prompts.token_ids
+                hidden, features = target(ids, prompts.positions, prompts.attend, self._taps, prompts.wanted)
+            else:
+                hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
+                hidden = hidden[prompts.wanted]
+            context = ContextRows(features, prompts.positions, prompts.slots)
+        return self._start(prompts, hidden), context
+
+    def _start(self, prompts: PromptRows, hidden: Tensor | None) -> Tensor | None:
+        """Choose first tokens and switch on every request whose prefill ends.
+
+        `hidden` [F, hidden] are the hidden states of `prompts.last_rows`. Returns the packed results of the F fresh
+        requests, or None without fresh requests.
+        """
+        if not len(prompts.rows):
+            return None
+        chosen, is_finite = self._choose_first(prompts, hidden)
+        packed = self.kernels.switch_on_rows(self.state.row_state, prompts.ready, chosen, is_finite)
+        return packed if prompts.num_fresh else None
+
+    def _choose_first(self, prompts: PromptRows, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The first tokens [F] of fresh requests, and whether their logits are finite, [F]."""
+        rows = prompts.rows[: prompts.num_fresh]
+        if hidden is None or not prompts.num_fresh:
+            return rows, rows.bool()
+        positions = prompts.positions[prompts.last_rows]
+        sampling = self._sampling(rows, prompts.mode)
+        none_accepted = torch.zeros_like(rows)
+        chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), none_accepted)
+        return chosen[:, 0], is_finite[:, 0]
 
     def take_state(self, request: Request) -> TextState:
         """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
@@ -186,76 +283,6 @@ class Runner:
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
 
-    def _fill(self, prompts: PromptRows) -> tuple[Tensor | None, ContextRows | None]:
-        """Run prompts alone -> packed results of those that begin to decode, and what is to be written."""
-        hidden = context = None
-        if len(prompts):
-            if self.texts is None:
-                assert prompts.attend is not None
-                ids, positions = prompts.token_ids, prompts.positions
-                target = self.pieces or self.target
-                hidden, features = target(ids, positions, prompts.attend, self._taps, prompts.wanted)
-            else:
-                hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
-                hidden = hidden[prompts.wanted]
-            context = ContextRows(features, prompts.positions, prompts.slots)
-        return self._prefill().finish(prompts, hidden, _mode(prompts.fresh, verify_width=1)), context
-
-    def _run_together(
-        self, batch: Batch, rows: list[int], mode: StepMode, prompts: PromptRows
-    ) -> tuple[Results, ContextRows]:
-        """Run blocks of batch rows [R] and prompts in one forward -> results, and what is to be written."""
-        # Of a size that steps are captured in, so that kernels are those that were compiled at start.
-        padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
-        blocks = self._draft_blocks(padded, mode, batch.longest)
-        target, first_mode = self.pieces or self.target, _mode(prompts.fresh, verify_width=1)
-        packed, first, context = self._step_together(blocks, prompts, target, first_mode)
-        return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)], context
-
-    def _step_together(
-        self,
-        blocks: Blocks,
-        prompts: PromptRows,
-        target: Target | PiecewiseGraphs,
-        first_mode: StepMode,
-        prompt_stream: torch.cuda.Stream | None = None,
-    ) -> tuple[Tensor, Tensor | None, ContextRows]:
-        """One forward, blocks first -> packed results of blocks, of prompts that end, and what is to be written."""
-        count = len(blocks.token_ids)
-        assert prompts.attend is not None
-        attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend, prompt_stream)
-        positions = torch.cat((blocks.positions.flatten(), prompts.positions))
-        token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
-        wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
-        hidden, features = target(token_ids, positions, attend, self._taps, wanted)
-        packed, slots = self._settle(blocks, hidden[:count])
-        context = ContextRows(features, positions, torch.cat((slots.flatten(), prompts.slots)))
-        return packed, self._prefill().finish(prompts, hidden[count:], first_mode), context
-
-    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
-        """One step of decoding batch rows [R] -> packed results, and those of prompts where the mode has room for some.
-
-        `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
-        """
-        blocks = self._draft_blocks(rows, mode, longest)
-        if mode.num_prompt_rows:
-            prompts = self._room(mode.num_prompt_rows).prompts()
-            packed, first, context = self._step_together(blocks, prompts, self.target, mode, self._prompt_stream)
-            assert first is not None
-            self._write_context(context)
-            return packed, first
-        if self.texts is None:
-            attend = self._attend_target(blocks)
-            hidden, features = self.target(blocks.token_ids, blocks.positions.flatten(), attend, self._taps)
-        else:
-            ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
-            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
-        packed, slots = self._settle(blocks, hidden)
-        # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
-        # step reads all of it below kv_len.
-        self._write_context(ContextRows(features, blocks.positions, slots))
-        return (packed,)
-
     def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
         """Draft, for batch rows [R], up to what goes through the target."""
         width = mode.verify_width
@@ -271,8 +298,8 @@ class Runner:
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
         return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), step.positions[:, :width])
 
-    def _settle(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Accept, by hidden states [R * W, hidden] -> packed results [R, ...], slots of committed rows [R, W]."""
+    def _accept(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Accept drafts by hidden states [R * W, hidden] -> packed results [R, ...], slots of committed rows [R, W]."""
         step, proposal = blocks.step, blocks.proposal
         chosen, max_accepted, is_finite = self._choose(
             hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted
@@ -280,26 +307,6 @@ class Runner:
         return self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
-
-    def _prefill(self) -> Prefill:
-        """What lays out prompts, with the parts that this runner has now."""
-        return Prefill(
-            target=self.target,
-            kernels=self.kernels,
-            cache=self.target_kv,
-            has_own_cache=self.texts is not None,
-            state=self.state,
-            upload=self._upload,
-            max_model_len=self.limits.max_model_len,
-            choose_first=self._choose_first,
-        )
-
-    def _choose_first(self, rows: Tensor, hidden: Tensor, positions: Tensor, mode: StepMode) -> tuple[Tensor, Tensor]:
-        """The tokens after prompts, from their last rows: see `prefill.ChooseFirst`."""
-        sampling = self._sampling(rows, mode)
-        zero = torch.zeros_like(rows)
-        chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), zero)
-        return chosen[:, 0], is_finite[:, 0]
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
         """Draft whole blocks [R, N]; choose what is verified. The block's K and V stay out of the pages."""
@@ -324,13 +331,13 @@ class Runner:
         assert self.draft is not None
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
-    def _find_places(self) -> Tensor | None:
-        """The draft's ids of the target's, [V], -1 where it has none; None where they are the same."""
+    def _find_draft_ids(self) -> Tensor | None:
+        """The draft's id of every id of the target [V], or -1; None if both have the same ids."""
         if self.draft is None or self.draft.target_ids is None:
             return None
-        places = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=self.device)
-        places[self.draft.target_ids] = torch.arange(len(self.draft.target_ids), device=self.device)
-        return places
+        draft_ids = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=self.device)
+        draft_ids[self.draft.target_ids] = torch.arange(len(self.draft.target_ids), device=self.device)
+        return draft_ids
 
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
@@ -349,7 +356,7 @@ class Runner:
         chosen = token_ids.view_as(positions)
         if proposal.distribution is not None:
             max_accepted, chosen = self.kernels.reject(
-                proposal.token_ids, chosen, distribution, proposal.distribution, self._draft_places,
+                proposal.token_ids, chosen, distribution, proposal.distribution, self._draft_ids,
                 sampling.seeds, positions[:, 1], max_accepted,
             )  # fmt: skip
         return chosen, max_accepted, is_finite.view_as(positions)
@@ -388,9 +395,6 @@ class Runner:
         )
 
 
-def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:
-    return StepMode(
-        verify_width=verify_width,
-        is_greedy=all(request.params.is_greedy for request in requests),
-        has_filters=any(request.params.has_filters for request in requests),
-    )
+def _rows(batch: Batch) -> list[int]:
+    """Rows of the state that a batch decodes."""
+    return [row_of(request) for request in batch.decode]

@@ -8,12 +8,9 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,14 @@ from typing import Any
 import torch
 
 import dflash_kernels.suite
+from dflash_runtime.checkpoint.digests import digest_value, hash_files
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.json_values import as_object, is_number
 from dflash_runtime.scheduling.width import StepTimes, widths_for
+from dflash_runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: N
     `observe` hears how many steps were measured, of how many.
     """
     key = describe(runner)
-    path = cache_directory() / f"{blake2b(_to_text(key).encode(), digest_size=12).hexdigest()}.json"
+    path = cache_directory() / f"{digest_value(key, digest_size=12)}.json"
     batches, widths = measured_batches(runner.limits.max_num_requests), widths_for(runner.limits.num_draft_tokens)
     document = _read(path, key, batches, widths)
     if document is None:
@@ -106,11 +105,8 @@ def describe(runner: Runner) -> dict[str, Any]:
 @cache
 def code_digest() -> str:
     """A digest of the kernels and of all that runs them: with other code, steps take other times."""
-    digest = blake2b(digest_size=12)
     roots = (Path(dflash_kernels.suite.__file__).parent, Path(__file__).parents[1])
-    for file in sorted(file for root in roots for file in root.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return hash_files(sorted(file for root in roots for file in root.rglob("*.py")))
 
 
 def cache_directory() -> Path:
@@ -187,18 +183,10 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a cache file whole or not at all; where that is not possible, the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with written_whole(path) as partial:
+            partial.write_text(_to_text(document), encoding="utf-8")
     except OSError as error:
         logger.warning("step times are not kept: %s", error)
-        return
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_to_text(document))
-        Path(name).replace(path)
-    except OSError as error:
-        logger.warning("step times are not kept: %s", error)
-        with suppress(OSError):
-            Path(name).unlink()
 
 
 def _to_text(document: Mapping[str, Any]) -> str:

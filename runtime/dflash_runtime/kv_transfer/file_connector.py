@@ -23,7 +23,7 @@ from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.handoff import Handoff, check_header
 from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
 from dflash_runtime.kv_transfer.receiving import refusal
-from dflash_runtime.kv_transfer.whole_files import reason_of, written_whole
+from dflash_runtime.kv_transfer.transfer_outputs import reason_of, transfer_output
 
 HEADER, TENSORS = "handoff.json", "kv.safetensors"
 
@@ -74,7 +74,7 @@ class FileConnector:
             CapacityError: the refusal cannot be written.
         """
         file = refusal_file(self.folder, check_key(key))
-        with written_whole(file, "refusal", id="refusal-not-written") as partial:
+        with transfer_output(file, "refusal", id="refusal-not-written") as partial:
             partial.write_text(reason, encoding="utf-8")
 
     def is_wanted(self, key: str) -> bool:
@@ -250,7 +250,7 @@ def write_handoff(folder: Path, handoff: Handoff) -> None:
         CapacityError: it cannot be written, for example because the disk is full.
         UsageError: its key is not safe as the name of a folder.
     """
-    with written_whole(folder / check_key(handoff.key), "hand-off", id="handoff-not-written") as partial:
+    with transfer_output(folder / check_key(handoff.key), "hand-off", id="handoff-not-written") as partial:
         partial.mkdir()
         if handoff.tensors:
             save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)

@@ -22,7 +22,7 @@ from dflash_runtime.errors import InvalidHandoff, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
-from dflash_runtime.kv_transfer.whole_files import written_whole
+from dflash_runtime.kv_transfer.transfer_outputs import transfer_output
 from dflash_runtime.scheduling.prefix_cache import page_digests
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
@@ -165,7 +165,7 @@ class PrefixStore:
 
 def _write_page(path: Path, page: dict[str, Tensor]) -> None:
     sums = {name: checksum(tensor) for name, tensor in page.items()}
-    with written_whole(path, "KV page", id="page-not-written") as partial:
+    with transfer_output(path, "KV page", id="page-not-written") as partial:
         save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
 
 

@@ -11,19 +11,24 @@ While steps are in flight the device is ahead of these lengths, by at most the t
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
 
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
+from dflash_runtime.phrases import shorten
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
+
+REPR_CHARS = 400
+"""The most characters of one field in the repr of an output."""
 
 MAX_STOP_IDS = 16
 """The most stop ids of a request. The device compares every token with all of them."""
-
-MIN_TEMPERATURE = 1e-5
-"""A request below this temperature is greedy. Dividing logits by less would overflow and separate them no better."""
 
 INT64 = range(-(2**63), 2**63)
 """The values of an integer on the device."""
@@ -263,7 +268,7 @@ class Request:
         self.error = error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RequestOutput:
     """The result of one request.
 
@@ -279,6 +284,8 @@ class RequestOutput:
 
     After a failure, `finish_reason` is ERROR, `error`, `error_id` and `exit_code` describe it, and `token_ids` has the
     tokens generated before it.
+
+    `decode` turns token ids into text. It is None if the target has no tokenizer.
     """
 
     index: int
@@ -296,6 +303,30 @@ class RequestOutput:
     error: str | None = None
     error_id: str | None = None
     exit_code: int = 0
+    decode: Decode | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """Counts, then the beginning of the text, or of the token ids without a tokenizer."""
+        shown: dict[str, object] = {"index": self.index, "finish_reason": self.finish_reason.value}
+        if self.error is not None:
+            shown |= {"error_id": self.error_id, "error": self.error}
+        shown |= {"num_prompt_tokens": len(self.prompt_token_ids), "num_tokens": len(self.token_ids)}
+        if self.acceptance_lengths:
+            num_steps = len(self.acceptance_lengths)
+            shown |= {"num_steps": num_steps, "acceptance_length": round(sum(self.acceptance_lengths) / num_steps, 2)}
+        shown |= {"text": self.text} if self.decode is not None else {"token_ids": self.token_ids}
+        return (
+            f"RequestOutput({', '.join(f'{name}={shorten(repr(value), REPR_CHARS)}' for name, value in shown.items())})"
+        )
+
+    @property
+    def text(self) -> str | None:
+        """The generated text without special tokens; None if the target has no tokenizer.
+
+        Raises:
+            CheckpointError: the tokenizer's files cannot be loaded.
+        """
+        return None if self.decode is None else self.decode(self.token_ids)
 
     @property
     def num_plain_steps(self) -> int:
@@ -303,7 +334,7 @@ class RequestOutput:
         return max(0, len(self.token_ids) - 1 - sum(self.committed_lengths))
 
     @classmethod
-    def read(cls, request: Request) -> "RequestOutput":
+    def read(cls, request: Request, decode: Decode | None = None) -> "RequestOutput":
         """The output of a request that has ended."""
         assert request.finish_reason is not None
         error = request.error
@@ -323,10 +354,13 @@ class RequestOutput:
             error=error.message if error is not None else None,
             error_id=error.id if error is not None else None,
             exit_code=error.exit_code if error is not None else 0,
+            decode=decode,
         )
 
     @classmethod
-    def refuse(cls, index: int, prompt_token_ids: tuple[int, ...], error: DFlashError) -> "RequestOutput":
+    def refuse(
+        cls, index: int, prompt_token_ids: tuple[int, ...], error: DFlashError, decode: Decode | None = None
+    ) -> "RequestOutput":
         """The output of a refused prompt."""
         return cls(
             index=index,
@@ -336,6 +370,7 @@ class RequestOutput:
             error=error.message,
             error_id=error.id,
             exit_code=error.exit_code,
+            decode=decode,
         )
 
 

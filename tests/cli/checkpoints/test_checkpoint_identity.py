@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints import checkpoint_identity as identity
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
+from dflash_runtime.checkpoint import digests
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
@@ -71,8 +71,8 @@ def test_what_decides_nothing_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_large_weights_are_sampled_by_tensor_and_dated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "WHOLE_BYTES", 10)
-    monkeypatch.setattr(identity, "SAMPLE_BYTES", 8)
+    monkeypatch.setattr(digests, "WHOLE_CHECKPOINT_BYTES", 10)
+    monkeypatch.setattr(digests, "SAMPLE_BYTES", 8)
     path = support.make_native(tmp_path / "a")
     before = of(path)
     assert before.modified_ns is not None

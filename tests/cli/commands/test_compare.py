@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
+from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
+from dflash_testing.evaluations import drawn_evaluation
 
 CATEGORIES = ("code", "mathematics", "a category with a long name")
 
 
 def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) -> dict[str, Any]:
     """A document of eval-acceptance: the same prompts in each, and a draft that is better by `gain`."""
-    generator = random.Random(name)
+    generator, whole = random.Random(name), to_json(drawn_evaluation(count=12))
     rows: list[dict[str, Any]] = []
     for index in range(count):
         steps = 20 + 5 * (index % 7)
         length = 2.5 + (index % 3) + gain + 0.1 * generator.gauss(0, 1)
         rows.append(
-            {
+            whole["conversations"][0]
+            | {
                 "digest": f"digest {index}",
                 "name": f"row-{index}",
                 "category": CATEGORIES[index % 3],
@@ -29,7 +32,8 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
             }
         )
     tokens, steps = (sum(row[field] for row in rows) for field in ("num_tokens", "num_steps"))
-    return {
+    return whole | {
+        "schema_version": 1,
         "kind": "eval-acceptance",
         "acceptance_len": tokens / steps,
         "num_drafts": steps,
@@ -44,7 +48,7 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
             "num_speculative_tokens": 7,
             **settings,
         },
-        "measured": {"device_name": "cpu", "draft": {"name": name}, "date": name},
+        "measured": whole["measured"] | {"draft": whole["measured"]["draft"] | {"name": name}, "date": name},
     }
 
 

@@ -237,6 +237,13 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
     save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, file, metadata)
 
 
+def edit_facts(file: Path, **changes: Any) -> None:
+    """The file with other facts in its metadata."""
+    with safe_open(file, framework="pt") as reader:
+        facts = json.loads(reader.metadata()["dflash"])
+    save_file(load_file(file), file, {"dflash": json.dumps(facts | changes)})
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -245,7 +252,13 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "token_ids is ["),
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), "token_ids: found 2"),
         (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "found a value that is not finite"),
-        (lambda file: save_file(load_file(file), file), "its metadata does not say what it is"),
+        (lambda file: save_file(load_file(file), file), "dflash: missing, expected metadata"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "row: missing, "),
+        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not valid JSON"),
+        (lambda file: edit_facts(file, turn="0"), "turn: found '0', "),
+        (lambda file: edit_facts(file, prompt_len=0), "prompt_len: found 0, "),
+        (lambda file: edit_facts(file, finish_reason="tired"), "finish_reason: found 'tired', "),
+        (lambda file: edit_facts(file, length=1), "length: found 1, "),
         (lambda file: save_file({"x": torch.zeros(1)}, file), "has no tensor hidden_states (it has x)"),
     ],
 )
@@ -257,20 +270,31 @@ def test_files_that_were_harmed_are_named(harm: Callable[[Path], object], messag
     assert message in error
 
 
+GONE = {"file": "gone.safetensors", "index": 0, "turn": 0, "prompt_len": 1, "answer_len": 1, "num_tokens": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "code", "message"),
+    ("changes", "code", "id", "field"),
     [
-        ({"kind": "other"}, 3, "kind: found 'other', expected 'dump'"),
-        ({"schema_version": 2}, 5, "schema_version 2, this release reads 1"),
-        ({"taps": []}, 3, "taps: found [], expected a list of layers"),
-        ({"vocab_size": None}, 3, "vocab_size: missing"),
-        ({"requests": [{"file": "gone.safetensors"}]}, 3, "manifest.json lists gone.safetensors, which is not there"),
+        ({"kind": "other"}, 3, "wrong-value", "kind"),
+        ({"schema_version": 2}, 5, "later-version", "schema_version"),
+        ({"taps": []}, 3, "wrong-value", "taps"),
+        ({"taps": [True]}, 3, "wrong-value", "taps[0]"),
+        ({"vocab_size": None}, 3, "wrong-value", "vocab_size"),
+        ({"hidden_size": 1.5}, 3, "wrong-value", "hidden_size"),
+        ({"target": {"name": "a", "commit": None, "modified_ns": None}}, 3, "missing-key", "target.digest"),
+        ({"tap": 1}, 3, "unknown-key", "tap"),
+        ({"requests": [{"file": "gone.safetensors"}]}, 3, "missing-key", "requests[0].index"),
+        ({"requests": [GONE]}, 3, "missing-file", None),
     ],
 )
-def test_manifests_that_are_none_are_named(changes: dict[str, Any], code: int, message: str, copied: Path) -> None:
+def test_malformed_manifests_are_refused(
+    changes: dict[str, Any], code: int, id: str, field: str | None, copied: Path
+) -> None:
     file = copied / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert message in refuse(code, *REPLAY, "--dump", copied, "--head-from", "tiny")
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert (done.code, done.error_id, done.field) == (code, id, field), done.err
 
 
 def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, legend, to_markdown
+from dflash_cli.acceptance.acceptance_report import Evaluation, legend
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.exact_match import ExactMatch, PlainMatch
@@ -21,6 +21,7 @@ from dflash_cli.generation.conditions import Condition
 from dflash_cli.publishing.csv_report import to_csv
 from dflash_cli.publishing.exports.export_format import ExportPlan, Thinking
 from dflash_cli.publishing.exports.golden_al import GoldenLength
+from dflash_cli.publishing.markdown_report import evaluation_to_markdown
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 from dflash_testing.evaluations import drawn_evaluation, request_output, write_evaluation
@@ -54,7 +55,7 @@ def test_a_document_comes_back_as_it_was(tmp_path: Path) -> None:
     (stored,) = read_evaluations([write_evaluation(tmp_path / "drawn.json", evaluation)])
     assert stored.name == "drawn"
     assert stored.evaluation == evaluation
-    assert to_markdown(stored.evaluation) == to_markdown(evaluation)
+    assert evaluation_to_markdown(stored.evaluation) == evaluation_to_markdown(evaluation)
 
 
 def test_the_mean_over_anchors_of_a_replay_comes_back(tmp_path: Path) -> None:
@@ -80,8 +81,8 @@ def test_conditions_and_exact_matches_come_back(tmp_path: Path) -> None:
     )
     (stored,) = read_evaluations([write_evaluation(tmp_path / "asked.json", evaluation)])
     assert stored.evaluation == evaluation
-    assert to_markdown(stored.evaluation) == to_markdown(evaluation)
-    assert "-0.20 [-0.30, -0.10]" in to_markdown(stored.evaluation)
+    assert evaluation_to_markdown(stored.evaluation) == evaluation_to_markdown(evaluation)
+    assert "-0.20 [-0.30, -0.10]" in evaluation_to_markdown(stored.evaluation)
     rows = list(csv.DictReader(io.StringIO(to_csv([stored]))))
     assert {row["condition"] for row in rows} == {"", "thinking on", "thinking off"}
 

@@ -8,25 +8,39 @@ import pytest
 
 from dflash_cli.documents.atomic_file import atomic_text, check_output
 from dflash_runtime.errors import UsageError
+from dflash_testing.refusals import refuses
 
 
 def test_what_exists_is_refused_without_force(tmp_path: Path) -> None:
     path = tmp_path / "out"
     check_output(path, force=False)
     path.write_text("mine")
-    with pytest.raises(UsageError, match="out: exists already"):
+    with refuses(UsageError, "output-exists", path=path):
         check_output(path, force=False)
     check_output(path, force=True)
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "absent")
-    with pytest.raises(UsageError, match="dangling: exists already"):
+    with refuses(UsageError, "output-exists", path=dangling):
         check_output(dangling, force=False)
 
 
 def test_a_missing_folder_is_refused_even_with_force(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a/b: no such directory") as raised:
-        check_output(tmp_path / "a" / "b" / "c", force=True)
-    assert raised.value.hint == f"make it first: mkdir -p {tmp_path / 'a' / 'b'}"
+    parent = tmp_path / "a" / "b"
+    with refuses(UsageError, "no-parent-directory", path=parent) as caught:
+        check_output(parent / "c", force=True)
+    assert f"mkdir -p {parent}" in str(caught.value.hint)
+
+
+def test_a_directory_is_no_text_file(tmp_path: Path) -> None:
+    with refuses(UsageError, "output-is-directory", path=tmp_path), atomic_text(tmp_path):
+        pass
+
+
+def test_an_error_of_the_block_keeps_its_own_file_name(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    with pytest.raises(FileNotFoundError) as caught, atomic_text(tmp_path / "out"):
+        absent.read_text()
+    assert caught.value.filename == str(absent)
 
 
 def test_a_failed_block_leaves_the_old_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_cli.generation.answers import Answer, Event, plural
+from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.outputs import POSITION_STYLES, RowSink, TextSink, trace_lines, visible
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
@@ -65,10 +65,6 @@ def test_one_answer_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(2)
     assert shown(rows, [finished(rows[0], "one"), finished(rows[1], "two")], capsys) == "one\ntwo\n"
-
-
-def test_one_is_singular() -> None:
-    assert [plural(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
 
 
 def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from dflash_kernels.candidates import KEY_BITS
 from dflash_kernels.categorical import categorical_ref
-from dflash_kernels.launch_config import MIN_TEMPERATURE
 from dflash_kernels.sampling import Chosen, Distribution
 from dflash_kernels.suite import Kernels, triton_kernels
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_kernels.uniform import TARGET, uniform_ref
 
 

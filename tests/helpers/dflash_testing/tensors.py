@@ -1,8 +1,9 @@
-"""What the tests of the kernels share: dtypes, tolerances, random pages."""
+"""Shared parts of the kernel tests: dtypes, tolerances, random tensors and pages."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,32 @@ from torch import Tensor
 from dflash_kernels.block_attention import Softmax
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-"""Triton's interpreter computes garbage from bfloat16 and says nothing, so that dtype is a GPU's business."""
+"""bfloat16 is tested on a GPU only: Triton's interpreter computes wrong numbers from it and reports no error."""
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Largest relative error of a row, against the reference in float64."""
+"""Largest relative error of a row, compared with the reference in float64."""
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def sampled(cases: Iterable[tuple[Any, ...]], default: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Return test parameters: `default` cases run by default, bfloat16 cases on a GPU, and all others are slow."""
+    listed = list(cases)
+    assert all(case in listed for case in default)
+
+    def parameter(case: tuple[Any, ...]) -> Any:
+        if torch.bfloat16 in case:
+            return pytest.param(*case, marks=pytest.mark.gpu)
+        return case if case in default else pytest.param(*case, marks=pytest.mark.slow)
+
+    return [parameter(case) for case in listed]
+
+
 def assert_rows_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Every row (last axis) within the tolerance of its dtype, by norm; NaN never passes."""
+    """Require that the relative error of each row (last axis), by norm, is within the dtype's tolerance.
+
+    A row with NaN fails.
+    """
     assert out.dtype == dtype
     assert out.shape == expected.shape
     error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-3)
@@ -29,22 +46,25 @@ def assert_rows_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None
 
 
 def assert_mostly_equal(out: Tensor, expected: Tensor) -> None:
-    """The same roundings in the same places: only an accident of summing may tip an element over."""
+    """Require that more than 97% of the elements are equal.
+
+    The kernel rounds at the same steps as the reference. A different order of summation changes few elements.
+    """
     share = (out == expected).double().mean().item()
     assert share > 0.97, f"{share:.1%} of elements equal"
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Fresh normal numbers, made on the CPU so that they are the same on every device."""
+    """Return random normal numbers. They come from the CPU, so they are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def small_integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return random numbers out of -1, 0 and 1: dot products are exact whatever the order of summation.
+    """Return random numbers from -1, 0 and 1. Their dot products are exact in any order of summation.
 
-    Random reals have no such guarantee. A matrix product of the CPU may sum two equal rows in different orders,
-    by their position in the matrix, and round them differently.
+    Real numbers do not have this property. A CPU library may sum two equal rows of a matrix in different orders,
+    depending on their position in the matrix. It then rounds the two sums differently.
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, 2, shape, generator=generator).to(DEVICE, dtype)
@@ -59,7 +79,7 @@ def real(*values: float) -> Tensor:
 
 
 SOFTMAXES = ["sinks", "cap", "wide cap", "both"]
-"""Ways in which attention can differ from plain attention; see `random_softmax`."""
+"""Variants of attention that differ from plain attention; see `random_softmax`."""
 
 
 def random_softmax(
@@ -72,7 +92,10 @@ def random_softmax(
 
 
 def between_layers(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same caches [..., P, page_size, KV, D], as views of pages of NaN that hold more layers, and wider rows."""
+    """Return copies of the caches [..., P, page_size, KV, D] as views of larger pages.
+
+    The pages hold more layers and wider rows. Everything outside the copies is NaN.
+    """
     *layers, num_pages, page_size, num_kv, head_dim = keys.shape
     pages = keys.new_full((num_pages, math.prod(layers) + 2, 2, page_size, num_kv * head_dim + 16), torch.nan)
     views = pages[:, 1:-1, :, :, :-16].permute(2, 1, 0, 3, 4).unflatten(4, (num_kv, head_dim))
@@ -82,7 +105,10 @@ def between_layers(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def far_apart(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same caches [P, page_size, KV, D], the last page 2**31 numbers from the first; most is never touched."""
+    """Return copies of the caches [P, page_size, KV, D] with the last page 2**31 numbers after the first.
+
+    Memory between the pages is never touched.
+    """
     size = keys[0].numel()
     stride = 2**31 // (len(keys) - 1) + 16
     shape = (len(keys), stride)
@@ -101,12 +127,12 @@ ARRANGEMENTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "between layers": between_layers,
     "far apart": far_apart,
 }
-"""Ways in which caches may lie; kernels are told by strides alone."""
+"""Memory layouts of caches. Kernels learn the layout from the strides only."""
 
 
 @dataclass
 class Pages:
-    """Caches whose every slot outside the context is NaN, and the shuffled page table that leads to the rest."""
+    """Caches with a shuffled page table. Every slot outside the context is NaN."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -115,7 +141,7 @@ class Pages:
     is_context: Tensor
 
     def clean(self) -> tuple[Tensor, Tensor]:
-        """Copies of the caches in float64, contiguous, with zeros for NaN, as a reference may read them."""
+        """Return contiguous float64 copies of the caches with zeros instead of NaN, for a reference."""
         hole = ~self.is_context[:, :, None, None]
         caches = (cache.contiguous().double() for cache in (self.key_cache, self.value_cache))
         keys, values = (cache.masked_fill(hole, 0) for cache in caches)
@@ -126,7 +152,7 @@ def random_pages(
     lens: list[int], num_kv: int, head_dim: int, page_size: int, dtype: torch.dtype, seed: int, spare_pages: int = 1,
     arrangement: str = "between layers",
 ) -> Pages:  # fmt: skip
-    """Context for each request, in pages of a shuffled order; page 0 belongs to nobody."""
+    """Return a random context for each request, in shuffled pages. Page 0 belongs to no request."""
     generator = torch.Generator().manual_seed(seed)
     num_pages = -(-max(lens) // page_size) + spare_pages
     table = (torch.randperm(len(lens) * num_pages, generator=generator) + 1).view(len(lens), num_pages)

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from dflash_kernels import launch_config
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling import request as request_module
 from dflash_runtime.scheduling.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
 from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses
@@ -176,7 +174,3 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, prompt: tuple[int
     greedy = llm.generate([prompt], SamplingParams(max_new_tokens=6))[0]
     warm = SamplingParams(max_new_tokens=6, temperature=1.0, seed=1)
     assert llm.generate([prompt, prompt], [params, warm])[0].token_ids == greedy.token_ids
-
-
-def test_host_and_kernels_have_the_same_lowest_temperature() -> None:
-    assert request_module.MIN_TEMPERATURE == launch_config.MIN_TEMPERATURE

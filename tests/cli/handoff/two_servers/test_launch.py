@@ -12,6 +12,7 @@ from dflash_cli.handoff.two_servers.launch import Launch, read_launch
 from dflash_cli.handoff.two_servers.server_readers import SGLANG_LAUNCH, VLLM_LAUNCH, read_sglang, read_vllm
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 SPECULATIVE = {"method": "dflash", "model": "org/dflash", "num_speculative_tokens": 7}
 SPECULATIVE_TEXT = json.dumps(SPECULATIVE)
@@ -67,49 +68,60 @@ def test_a_switch_is_turned_off_by_no(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "field", "found"),
     [
-        ('{"block_size": "many"}', 'server.json: block_size: found "many", expected a positive whole number'),
-        ('{"block_size": 0}', "server.json: block_size: found 0, expected a positive whole number"),
-        ('{"tensor-parallel-size": true}', "tensor_parallel_size: found true, expected a positive whole number"),
-        ('{"model": 3}', "server.json: model: found 3, expected a text"),
-        ('{"speculative_config": [1]}', "server.json: speculative_config: found [1], expected an object"),
-        ("vllm serve m --speculative-config '{'", 'speculative_config: found "{", expected an object'),
-        ('{"command": 3}', "server.json: command: found 3, expected a text"),
-        ("vllm serve 'm", "server.json: the command cannot be read: No closing quotation"),
-        ("nothing here", "server.json: found no options, expected a JSON object of arguments or a serve command"),
-        ("", "server.json: found no options"),
-        ("{", "server.json: not valid JSON"),
-        ("[]", "server.json: found a JSON list, expected an object"),
-        ('{"version": 33}', "server.json: version: found 33, expected a text"),
+        ('{"block_size": "many"}', "block_size", "many"),
+        ('{"block_size": 0}', "block_size", 0),
+        ('{"tensor-parallel-size": true}', "tensor_parallel_size", True),
+        ('{"model": 3}', "model", 3),
+        ('{"speculative_config": [1]}', "speculative_config", [1]),
+        ("vllm serve m --speculative-config '{'", "speculative_config", "{"),
+        ('{"command": 3}', "command", 3),
+        ('{"version": 33}', "version", 33),
     ],
 )
-def test_what_is_no_such_file_is_said_in_one_line(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_an_argument_of_another_type_is_named_with_its_file(text: str, field: str, found: Any, tmp_path: Path) -> None:
+    with refuses(UsageError, path=tmp_path / "server.json", field=field, found=found) as caught:
         read(tmp_path, text)
-    assert message in raised.value.message
-    assert "\n" not in raised.value.message
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("text", "id"),
     [
-        ({"speculative_config": {"model": 3}}, "speculative_config.model: found 3, expected a text"),
-        (
-            {"speculative_config": {"num_speculative_tokens": "7"}},
-            "num_speculative_tokens: found '7', expected a",
-        ),
-        ({"kv_transfer_config": {"kv_role": "producer"}}, "kv_role: found 'producer', expected one of kv_producer"),
+        ("vllm serve 'm", "unreadable-command"),
+        ("nothing here", "no-options"),
+        ("", "no-options"),
+        ("{", "malformed-json"),
+        ("[]", "malformed-json"),
+    ],
+)
+def test_a_file_without_arguments_or_a_command_is_refused_in_one_line(text: str, id: str, tmp_path: Path) -> None:
+    with refuses(UsageError, id) as caught:
+        read(tmp_path, text)
+    assert "server.json" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "found"),
+    [
+        ({"speculative_config": {"model": 3}}, "speculative_config.model", 3),
+        ({"speculative_config": {"num_speculative_tokens": "7"}}, "speculative_config.num_speculative_tokens", "7"),
+        ({"kv_transfer_config": {"kv_role": "producer"}}, "kv_transfer_config.kv_role", "producer"),
         (
             {"kv_transfer_config": {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 1}}},
-            "kv_transfer_config.kv_connector_extra_config.connectors: found 1, expected a list of objects",
+            "kv_transfer_config.kv_connector_extra_config.connectors",
+            1,
         ),
     ],
 )
-def test_what_is_within_an_object_is_checked_too(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as raised:
-        read_vllm("prefill", read(tmp_path, json.dumps(arguments)), (0, 33))
-    assert message in raised.value.message
+def test_fields_inside_an_object_are_checked_too(
+    arguments: dict[str, Any], field: str, found: Any, tmp_path: Path
+) -> None:
+    launch = read(tmp_path, json.dumps(arguments))
+    with refuses(UsageError, path=tmp_path / "server.json", field=field, found=found):
+        read_vllm("prefill", launch, (0, 33))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

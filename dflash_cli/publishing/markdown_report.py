@@ -1,0 +1,68 @@
+"""Results as Markdown: one report, or a table of all results and then each report."""
+
+import re
+from collections.abc import Sequence
+
+from dflash_cli.acceptance.acceptance_report import (
+    REJECTED,
+    TABLE_NOTE,
+    Evaluation,
+    headline,
+    legend,
+    provenance,
+    tables,
+)
+from dflash_cli.comparing.comparison_report import letter
+from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+
+COLUMNS = ("", "result", "draft", "prompts", "steps", "acceptance length")
+
+
+def to_markdown(results: Sequence[StoredEvaluation]) -> str:
+    """The report of one or several results."""
+    if len(results) == 1:
+        return evaluation_to_markdown(results[0].evaluation)
+    rows = [_row(place, item) for place, item in enumerate(results)]
+    parts = ["\n".join(["# Acceptance of several results", "", *markdown_table(COLUMNS, rows), ""])]
+    parts += [
+        evaluation_to_markdown(item.evaluation, f"{letter(place)}: {item.name}") for place, item in enumerate(results)
+    ]
+    return "\n".join(parts)
+
+
+def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
+    """The report of one evaluation."""
+    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
+    if evaluation.prompts.warning is not None:
+        lines += [f"Note: {evaluation.prompts.warning}.", ""]
+    for paragraph in (*(shape.lines for shape in evaluation.shapes), *evaluation.remarks):
+        lines += [*paragraph, ""]
+    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
+    if evaluation.failed:
+        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failed)]
+    for name, (columns, rows) in tables(evaluation).items():
+        if name == REJECTED:
+            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
+        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table. Vertical bars in cells are escaped."""
+    return [_table_line(columns), _table_line(["---"] * len(columns)), *map(_table_line, rows)]
+
+
+def _row(place: int, stored: StoredEvaluation) -> list[str]:
+    total = stored.evaluation.total
+    numbers = [str(total.num_conversations), str(total.counts.num_drafts)]
+    return [letter(place), stored.name, str(stored.evaluation.settings.get("draft")), *numbers, total.length_text]
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _as_code(text: str) -> str:
+    """The text as inline code, so that nothing in it is Markdown or HTML and its spaces stay."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

@@ -1,0 +1,111 @@
+"""A target's tokenizer: text to token ids and back, and conversations by its chat template. Loaded when first used."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.hf_config import read_token_ids
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import CheckpointError, RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """The tokenizer in a target's folder, which transformers loads. No code from the checkpoint runs.
+
+    Every method and property raises CheckpointError if the tokenizer's files cannot be loaded.
+    """
+
+    def __init__(self, path: Path, template_options: Mapping[str, Any] | None = None) -> None:
+        self._path = path
+        self._template_options = dict(template_options or {})
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
+        except ImportError:
+            raise
+        except Exception as error:  # the libraries raise many types for a malformed file, Exception itself among them
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"the tokenizer cannot be loaded: {reason}", id="tokenizer-not-loaded", path=self._path
+            ) from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer names one."""
+        value = self._tokenizer.eos_token_id
+        return int(value) if value is not None else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds by default."""
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer can render conversations."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def template_digest(self) -> str | None:
+        """A hash of the chat template. Conversations with equal hashes are rendered alike."""
+        template = self._tokenizer.chat_template
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        return digest_text(text) if template else None
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation that ends where the assistant answers.
+
+        `options` of the chat template overrule the options of this tokenizer. `where` names the conversation in errors.
+
+        Raises:
+            RequestError: the template refuses the conversation, for example because of an unknown role.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._template_options, **(options or {})},
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RequestError(
+                f"{where}: the chat template refuses the conversation: {reason}", id="template-refuses", field=where
+            ) from error
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+
+def find_tokenizer(path: Path, template_options: Mapping[str, Any] | None = None) -> Tokenizer | None:
+    """The tokenizer in a target's folder, or None without tokenizer files.
+
+    `template_options` are arguments of the chat template, such as `{"enable_thinking": False}`.
+    """
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer(path, template_options)
+
+
+def find_stop_ids(target: TargetSource, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """The ids that end a text, by the target's config, its generation config and the tokenizer if one is given."""
+    generation = target.checkpoint.read_optional_json("generation_config.json") or {}
+    eos = tokenizer.eos_token_id if tokenizer is not None else None
+    ids = {*target.facts.eos_token_ids, *read_token_ids(generation.get("eos_token_id")), *read_token_ids(eos)}
+    return tuple(sorted(ids))

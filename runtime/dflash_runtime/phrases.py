@@ -1,0 +1,11 @@
+"""Short texts that messages are built from: counted nouns and values cut to a length."""
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text, cut to at most `limit` characters. A cut text ends in `…`."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,50 @@
+"""Files and directories that appear under their name complete, or not at all."""
+
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SWAP = threading.Lock()
+"""Held while a directory takes the place of another."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A hidden path next to `path`, to write a file or a directory to.
+
+    When the block ends without an error, it is renamed to `path` and replaces the file or directory there. Otherwise it
+    is removed. A process that is killed leaves at most the hidden path.
+
+    Raises:
+        OSError: the rename failed; the error names `path`.
+    """
+    partial, replaced = hidden_path(path, "tmp"), hidden_path(path, "old")
+    try:
+        yield partial
+        try:
+            with _SWAP:
+                if partial.is_dir() and path.exists():  # a rename replaces no directory that has files
+                    path.replace(replaced)
+                partial.replace(path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        _remove(partial)
+        _remove(replaced)
+
+
+def hidden_path(path: Path, kind: str) -> Path:
+    """An unused path `.NAME.KIND-01234567` in the same directory."""
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or directory if it exists and the system allows it."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
