@@ -26,7 +26,7 @@ Every command with its arguments and options, printed by `python scripts/command
 - An option with `,...` takes several values: `--concurrency 1,4`, or the option several times.
 - Results go to stdout, everything else to stderr. The [exit codes](exit-codes.md) are the same for all commands.
 - Every command except {without_json} takes `--json` and prints one document of its [schema](schemas.md).
-- A function of `dflash_cli` takes the same options as keywords, named like the option: `num_prompts` is `--num-prompts`.
+- Functions of `dflash_cli` take the same options as keywords: `num_prompts` is `--num-prompts`.
 
 These switches go before or after the name of any command:
 

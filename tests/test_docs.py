@@ -171,6 +171,16 @@ def paste(line: str, home: Path) -> support.Outcome:
     return support.Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def test_pictures_are_small_and_free_of_paths() -> None:
+    """`scripts/pictures.py` draws the README's pictures."""
+    shown = re.findall(r"\((docs/pictures/[^)]+)\)", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs" / "pictures").iterdir())
+    for name in shown:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert len(text) < 100_000
+        assert not re.search(r"/(home|tmp|work|root|Users)/", text)
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
@@ -205,7 +215,7 @@ def test_generated_pages_are_current(script: str, topic: str) -> None:
 def documented_commands(text: str) -> list[tuple[str, list[str]]]:
     """Command and long flags of every `dflash COMMAND ...` in the code blocks and code spans of a page."""
     blocks = "\n".join(re.findall(r"^ *```\w*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines() + [*re.findall(r"`([^`\n]+)`", text)]
+    lines = [*blocks.replace("\\\n", " ").splitlines(), *re.findall(r"`([^`\n]+)`", text)]
     found = [re.search(r"(?:^|&& |\$ |: |fix )dflash ([a-z][a-z-]+)((?: .*)?)$", line) for line in lines]
     return [(item[1], re.findall(r"(?<=\s)--[a-z][\w-]*", item[2])) for item in found if item is not None]
 
