@@ -88,7 +88,7 @@ class Engine:
         """Queue one step, commit the results that are due, and return what was committed.
 
         With nothing to queue, commit the oldest results. A failed step is undone: see `RequestOutput.error` for the
-        request that ends with it. Raises only a failed assertion, and exceptions such as Ctrl-C that are no `Exception`;
+        request that ends with it. Raises only a failed assertion, and signals such as Ctrl-C that are no `Exception`;
         the next step goes on from the committed tokens.
         """
         with self._undoing_failures():

@@ -17,7 +17,7 @@ The way of a prompt through a step:
 Blocks and prompts share a forward, so that the target's weights are read once. If both have few rows, the whole step is
 one CUDA graph (`prompt_room.py`). Otherwise the forward runs in captured pieces (`piecewise_graphs.py`), or uncaptured.
 
-Nothing here waits for the device. A request whose block would pass the model's limit runs with no drafts accepted, which
+Nothing here waits for the device. A request whose block would pass the model's limit runs with no drafts accepted: it
 is plain decoding. A request that is done runs too, and changes nothing.
 
 Axis letters: R requests, N block rows, W verified rows, K drafted tokens, T flat rows, E requests whose prefill ends,
