@@ -339,7 +339,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """What Typer says about wrong use, on one line and in our words where it has a form of its own."""
+    """Typer's message about wrong use, on one line, and reworded for known forms."""
     hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)

@@ -26,7 +26,7 @@ LEGEND = (
     "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
     "derived: made for the new dialect; dropped: not in the result"
 )
-"""What the words mean that `--dry-run` prints before each key, tensor and file."""
+"""Meaning of the words that `--dry-run` prints before each key, tensor and file."""
 
 
 def _complete_dialect(typed: str) -> list[str]:

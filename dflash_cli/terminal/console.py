@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
-"""What tables draw with, for a terminal that has ASCII only."""
+"""Characters of tables and their replacements for ASCII terminals."""
 
 _is_quiet = False
 _is_json = False
@@ -161,7 +161,7 @@ def spans(parts: Iterable[tuple[str, str]]) -> None:
 
 
 def progress(*, transient: bool = True) -> "Progress":
-    """A progress display on stderr, silent where stderr is no terminal."""
+    """A progress display on stderr. It shows nothing if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
