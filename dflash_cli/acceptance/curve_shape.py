@@ -34,7 +34,7 @@ DECAY = 0.8
 class CurveShape:
     """A shape that was found: its name, the figures that show it, possible causes, and a command that tests them."""
 
-    name: Annotated[str, "docs/shapes.md lists the names"]
+    name: Annotated[str, "docs/explanation/shapes.md lists the names"]
     evidence: str
     causes: str
     test: Annotated[str, "the command that tests the causes"]
