@@ -16,7 +16,10 @@ def test_json_and_rows_on_stdout_exclude_each_other() -> None:
 
 def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
-    for text, hint in (('[{"prompt": "x"}]', "jq -c '.[]'"), ('{"question": "x"}', "name the field with the text prompt")):
+    for text, hint in (
+        ('[{"prompt": "x"}]', "jq -c '.[]'"),
+        ('{"question": "x"}', "name the field with the text prompt"),
+    ):
         prompts.write_text(text)
         done = support.run_main("generate", "--prompts", prompts)
         assert done.code == 2
