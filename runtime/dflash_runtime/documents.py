@@ -92,7 +92,7 @@ def to_json(value: Any) -> Any:
         return [item if type(item) in PLAIN else to_json(item) for item in value]
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Path):
+    if isinstance(value, Path | str):
         return str(value)
     raise TypeError(f"a document cannot hold {value!r}")
 
