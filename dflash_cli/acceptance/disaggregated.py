@@ -19,6 +19,8 @@ EXACT = ("float32", "float64")
 """Dtypes in which sums that are rounded otherwise have never changed a token that is drafted or chosen."""
 SHOWN_PROBLEMS = 6
 
+Carrier = Literal["file", "gloo", "nccl", "nixl"]
+
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
@@ -72,7 +74,7 @@ class SideBySide:
 class Disaggregation:
     """Answers with prefill in another process, compared with answers of one engine. A turn is one answer."""
 
-    connector: Annotated[Literal["file", "gloo", "nccl", "nixl"], "what carried the KV"]
+    connector: Annotated[Carrier, "what carried the KV"]
     prefill_draft: Annotated[str | None, "the prefill side's draft, if it differs from the pair's; or none"]
     dtype: str
     num_turns: Annotated[int, "answers that are compared"]

@@ -2,12 +2,16 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_cli.checkpoints.checkpoint_identity import Identity
+from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
+from dflash_testing.evaluations import drawn_evaluation, evaluation_run
 
 CATEGORIES = ("code", "mathematics", "a category with a long name")
 
@@ -24,27 +28,25 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
                 "digest": f"digest {index}",
                 "name": f"row-{index}",
                 "category": CATEGORIES[index % 3],
+                "condition": None,
                 "num_tokens": round(steps * length),
                 "num_steps": steps,
+                "num_far_tokens": 0,
+                "num_far_steps": 0,
             }
         )
     tokens, steps = (sum(row[field] for row in rows) for field in ("num_tokens", "num_steps"))
-    return {
-        "kind": "eval-acceptance",
-        "acceptance_len": tokens / steps,
+    own = {"draft": name, "target": "org/target", "temperature": 0.0, "num_speculative_tokens": 7}
+    digest = settings.pop("rendered_prompts_digest", "cdef")
+    identity = Identity(name=name, digest=name)
+    run = evaluation_run(draft=identity, date=name, rendered_prompts_digest=digest)
+    base: dict[str, Any] = to_json(replace(drawn_evaluation(), measured=run, settings={**own, **settings}))
+    return base | {
         "num_drafts": steps,
         "num_accepted_tokens": tokens - steps,
         "per_pos_accepted": [(tokens - steps) // 4] * 4,
         "per_pos_verified": [steps] * 4,
         "conversations": rows,
-        "settings": {
-            "draft": name,
-            "target": "org/target",
-            "temperature": 0.0,
-            "num_speculative_tokens": 7,
-            **settings,
-        },
-        "measured": {"device_name": "cpu", "draft": {"name": name}, "date": name},
     }
 
 
@@ -220,15 +222,15 @@ def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
     (("old.json", "none.json"), 4, "none.json: no such file"),
     (("old.json", "other.json"), 2, "other.json: holds no acceptance that can be compared"),
     (("old.json", "binary.json"), 2, "binary.json: not UTF-8"),
-    (("old.json", "broken.json"), 2, "broken.json: is no dflash eval-acceptance --json as expected: KeyError"),
+    (("old.json", "broken.json"), 2, "broken.json: num_drafts: missing, expected an integer"),
     (("old.json", "empty.json"), 2, "empty.json: has no steps"),
     (("old.json", "new.json", "--tolerance", "0"), 2, "--tolerance: found 0.0"),
     (("old.json", "new.json", "--confidence", "95"), 2, "--confidence: found 95.0"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(files: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
     write(files, "other.json", {"kind": "inspect"})
-    write(files, "broken.json", {"kind": "eval-acceptance", "acceptance_len": 1.0})
-    write(files, "empty.json", document("empty") | {"acceptance_len": None})
+    write(files, "broken.json", {"schema_version": 1, "kind": "eval-acceptance", "acceptance_len": 1.0})
+    write(files, "empty.json", document("empty") | {"num_drafts": 0})
     (files / "binary.json").write_bytes(b"\xff\xfe")
     outcome = support.run_main("compare", *arguments)
     assert outcome.code == code
