@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from dflash_cli.acceptance.disaggregated import Carrier
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.handoff.disaggregation_options import CarrierName
 from dflash_cli.handoff.handoff_problems import without_echoes
 from dflash_cli.handoff.prefill_side import PrefillProcess
 from dflash_cli.terminal import console
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 class PrefillRequest:
     """How prompts are to reach this process. `draft` is another one than the pair's, or NO_DRAFT; None is the same."""
 
-    connector: CarrierName = "file"
+    connector: Carrier = "file"
     draft: str | None = None
     timeout_s: float = 60.0
     force: bool = False
