@@ -4,7 +4,7 @@ from typing import Any
 
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.kv_transfer.fingerprint import NO_DRAFT, Fingerprint
 
 LAYOUT = "pages, layers, keys and values, rows, heads"
 """Of the tensors of a payload; another layout gets another name."""
@@ -35,7 +35,7 @@ def fingerprint(pair: LoadedPair) -> Fingerprint:
 
 def _draft_fields(pair: LoadedPair, draft: DraftConfig | None) -> dict[str, Any]:
     if draft is None:
-        return {"draft": "none"}
+        return {"draft": NO_DRAFT}
     return {
         "draft": draft.family,
         "draft weights": pair.weight_digests.get("draft"),
