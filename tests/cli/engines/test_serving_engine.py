@@ -30,7 +30,6 @@ OTHER_MEANINGS = {
     "generation/run_facts.py": "names of Python packages",
     "main.py": "names of Python packages",
     "terminal/options.py": "whose code runs a target",
-    "commands/tune.py": "the engines whose settings are printed by default",
 }
 """Files and folders in which a word that is also an engine's name means something else."""
 
