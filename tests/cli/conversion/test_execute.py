@@ -335,7 +335,7 @@ class TestRefusals:
         shape = support.Shape(windows=(16, None))
         source = support.make_native(tmp_path / "source", shape, is_causal=support.REMOVED)
         manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-        assert any("vLLM 0.33 would make every layer causal" in warning for warning in manifest["warnings"])
+        assert any("vLLM 0.33 makes every layer causal" in warning for warning in manifest["warnings"])
 
     def test_malformed_tensors(self, tmp_path: Path) -> None:
         arrays = support.body_arrays()

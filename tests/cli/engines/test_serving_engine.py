@@ -30,6 +30,8 @@ OTHER_MEANINGS = {
     "generation/run_facts.py": "names of Python packages",
     "main.py": "names of Python packages",
     "terminal/options.py": "whose code runs a target",
+    "commands/tune.py": "the engines whose settings are printed by default",
+    "commands/card.py": "the engines whose commands a card shows by default",
 }
 """Files and folders in which a word that is also an engine's name means something else."""
 
