@@ -37,6 +37,7 @@ COMMANDS = {
             "dflash generate -d org/draft -t org/model --chat -p prompts.jsonl -o out.jsonl",
             "dflash generate -d org/draft -p prompts.jsonl --handoff-out handed",
         ),
+        docs="prompts",
     ),
     "eval-acceptance": Entry(
         function="dflash_cli.commands.eval_acceptance:command",
@@ -100,6 +101,7 @@ COMMANDS = {
             "dflash bench tiny --concurrency 1,4",
             "dflash bench org/draft -p prompts.jsonl --chat --min-speedup 1.5",
         ),
+        docs="tuning",
     ),
     "tune": Entry(
         function="dflash_cli.commands.tune:command",
@@ -165,6 +167,7 @@ COMMANDS = {
         section=DEPLOY,
         summary="Print the command that serves a pair with an engine such as vLLM.",
         examples=("dflash serve-command org/draft --target org/model --engine vllm",),
+        docs="tutorial",
     ),
     "lock": Entry(
         function="dflash_cli.commands.lock:command",
@@ -174,6 +177,7 @@ COMMANDS = {
             "dflash lock org/draft --target org/model",
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
+        docs="publishing",
     ),
     "card": Entry(
         function="dflash_cli.commands.card:command",
@@ -197,6 +201,15 @@ COMMANDS = {
         section=ABOUT,
         summary="Print the JSON Schema of a command's --json document.",
         examples=("dflash schema eval-acceptance",),
+        docs="schemas",
+        has_json=False,
+    ),
+    "docs": Entry(
+        function="dflash_cli.commands.docs:command",
+        section=ABOUT,
+        summary="Show a page of the documentation.",
+        examples=("dflash docs tutorial", "dflash docs checks | grep S09"),
+        docs="index",
         has_json=False,
     ),
     "env": Entry(
@@ -204,6 +217,7 @@ COMMANDS = {
         section=ABOUT,
         summary="Show versions, GPUs and settings.",
         examples=("dflash env --json",),
+        docs="performance",
     ),
 }
 
@@ -325,7 +339,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """What Typer says about wrong use, on one line and in our words where it has a form of its own."""
+    """Typer's message about wrong use, on one line, and reworded for known forms."""
     hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.main import COMMANDS
 from dflash_cli.terminal import documentation
+from dflash_cli.terminal.command_line import COMMON, JSON, load_command
+from dflash_cli.terminal.requests import parameters_of
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.searches import shorten_search
@@ -88,12 +91,14 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     ("document", "is_whole"),
     [
         ("README.md", False),
+        ("docs/tutorial.md", False),
         ("docs/how-to/replay.md", False),
         ("docs/reference/kv-transfer.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)
             for document in (
                 "README.md",
+                "docs/tutorial.md",
                 "docs/how-to/replay.md",
                 "docs/how-to/publishing.md",
                 "docs/how-to/hand-offs.md",
@@ -166,6 +171,16 @@ def paste(line: str, home: Path) -> support.Outcome:
     return support.Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def test_pictures_are_small_and_free_of_paths() -> None:
+    """`scripts/pictures.py` draws the README's pictures."""
+    shown = re.findall(r"\((docs/pictures/[^)]+)\)", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs" / "pictures").iterdir())
+    for name in shown:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert len(text) < 100_000
+        assert not re.search(r"/(home|tmp|work|root|Users)/", text)
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
@@ -188,10 +203,46 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(("script", "topic"), [("exit_codes.py", "exit-codes"), ("schema_table.py", "schemas")])
+@pytest.mark.parametrize(
+    ("script", "topic"),
+    [("command_table.py", "commands"), ("exit_codes.py", "exit-codes"), ("schema_table.py", "schemas")],
+)
 def test_generated_pages_are_current(script: str, topic: str) -> None:
     """The pages of checks and targets are compared in `test_explain.py` and `test_targets.py`."""
     assert runpy.run_path(str(ROOT / "scripts" / script))["render"]() == documentation.text(topic)
+
+
+def documented_commands(text: str) -> list[tuple[str, list[str]]]:
+    """Command and long flags of every `dflash COMMAND ...` in the code blocks and code spans of a page."""
+    blocks = "\n".join(re.findall(r"^ *```\w*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL))
+    lines = [*blocks.replace("\\\n", " ").splitlines(), *re.findall(r"`([^`\n]+)`", text)]
+    found = [re.search(r"(?:^|&& |\$ |: |fix )dflash ([a-z][a-z-]+)((?: .*)?)$", line) for line in lines]
+    return [(item[1], re.findall(r"(?<=\s)--[a-z][\w-]*", item[2])) for item in found if item is not None]
+
+
+def test_documented_commands_are_found() -> None:
+    text = "Use `dflash tune D --rounds 6`.\n```sh\npip install . && dflash generate \\\n  --trace 3\n```\n"
+    assert documented_commands(text) == [("generate", ["--trace"]), ("tune", ["--rounds"])]
+
+
+def test_documented_flags_exist() -> None:
+    """Every long flag that a page shows after `dflash COMMAND` is a flag of that command."""
+    flags = {
+        name: {
+            flag
+            for item in (*parameters_of(load_command(name, entry).kind), JSON, *COMMON)
+            for flag in (*item.flags, item.option.off)
+        }
+        for name, entry in COMMANDS.items()
+    }
+    unknown, num_seen = [], 0
+    for document in DOCUMENTS:
+        for name, shown in documented_commands(document.read_text(encoding="utf-8")):
+            num_seen += 1
+            unknown += [f"{document.name}: dflash {name} {flag}" for flag in shown if flag not in flags.get(name, ())]
+            unknown += [f"{document.name}: dflash {name}"] * (name not in flags)
+    assert num_seen > 150
+    assert not unknown
 
 
 def test_the_table_of_exit_codes_is_complete() -> None:

@@ -1,1 +1,1 @@
-"""Acceptance statistics: what was measured, how sure it is, and in whose definition."""
+"""Measure acceptance, its confidence intervals, and its value by each project's definition."""

@@ -1,4 +1,4 @@
-"""Progress of an evaluation, with the acceptance length so far and its interval, both found cheaply."""
+"""Progress of an evaluation, with the acceptance length so far and a cheap approximation of its interval."""
 
 from collections.abc import Hashable, Sequence
 
@@ -9,13 +9,13 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 
 class RunningAcceptance:
-    """Acceptance length over the conversations so far; its 95% interval is what that of the result comes close to."""
+    """Acceptance length over the conversations so far. Its 95% interval approximates the interval of the result."""
 
     def __init__(self) -> None:
         self._conversations: dict[Hashable, tuple[int, int]] = {}
 
     def add(self, output: RequestOutput, conversation: Hashable) -> None:
-        """Count one turn of a conversation; one without verify steps is left out."""
+        """Count one turn of a conversation; a turn without verify steps is ignored."""
         tokens, steps = sum(output.acceptance_lengths), len(output.acceptance_lengths)
         if not steps:
             return
@@ -28,7 +28,7 @@ class RunningAcceptance:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Lower and upper end; None for fewer conversations than an interval takes."""
+        """Lower and upper end, or None if there are too few conversations for an interval."""
         return running_interval(self._sample)
 
     @property
@@ -45,7 +45,7 @@ class RunningAcceptance:
 
 
 class AcceptanceProgress:
-    """Shows answers and acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+    """Shows the number of answers and the acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
 
     def __init__(self, num_answers: int) -> None:
         self._acceptance = RunningAcceptance()
@@ -67,7 +67,7 @@ class AcceptanceProgress:
         self._meter.__exit__(*error)
 
     def resume(self, answers: Sequence[Answer]) -> None:
-        """Count answers of an earlier run, which took no time in this one."""
+        """Count answers of an earlier run. They do not affect the estimate of the time left."""
         for answer in answers:
             self._acceptance.add(answer.output, answer.row.prompt_index)
         self._num_done += len(answers)

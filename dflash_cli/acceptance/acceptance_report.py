@@ -27,19 +27,19 @@ from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
 from dflash_runtime.phrases import shorten
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
+TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
 REJECTED = "tokens most often rejected"
 BAR_WIDTH = 24
 NAME_WIDTH = 16
 SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
-"""Of the tokens that were rejected most often, and of what the target chose instead; JSON has more."""
+"""Number of rejected tokens, and of replacements for each, that tables show. JSON has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation(Shown):
     """Result of `dflash eval-acceptance`.
 
-    Under several conditions the total pools all of them.
+    With several conditions, the total pools all of them.
     """
 
     KIND: ClassVar[str] = "eval-acceptance"
@@ -51,14 +51,14 @@ class Evaluation(Shown):
     prompts: PromptSource
     conversations: Annotated[tuple[ConversationCounts, ...], NOT_REQUIRED] = ()
     failed: Annotated[tuple[Failure, ...], "prompts that were not measured and are not in the result"] = ()
-    anchors: Annotated[Anchors | None, "of a replay"] = None
+    anchors: Annotated[Anchors | None, "acceptance over every anchor; only in a replay"] = None
     conditions: Annotated[tuple[ConditionResult, ...], NOT_REQUIRED, "empty without conditions"] = ()
-    exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "of answers with a reference number"] = ()
-    rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "rejected most often"] = ()
+    exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "for answers with a reference number"] = ()
+    rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "tokens rejected most often"] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
-        "of --disaggregated: prefill and decode in two engines, and in one",
+        "with --disaggregated: prefill and decode in two engines, compared with one engine",
     ] = None
     seconds: float
 
@@ -67,7 +67,7 @@ class Evaluation(Shown):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were asked for, measured or not, each under every condition."""
+        """Number of requested prompts, measured or not. A prompt counts once for each condition."""
         num_measured = sum(item.summary.num_conversations for item in self.conditions)
         return (num_measured or self.total.num_conversations) + self.num_failed
 
@@ -79,7 +79,7 @@ class Evaluation(Shown):
 
     @property
     def base(self) -> Summary:
-        """What a draft is judged by: the total, or under conditions that of the first, to which the others are held."""
+        """The summary by which the draft is judged: the total, or the first condition if there are conditions."""
         return self.conditions[0].summary if self.conditions else self.total
 
     @property
@@ -104,7 +104,7 @@ class Evaluation(Shown):
 
 
 def headline(evaluation: Evaluation) -> str:
-    """`acceptance length 3.52 [3.31, 3.74], at most 8`, and what must not be overlooked about it."""
+    """Return `acceptance length 3.52 [3.31, 3.74], at most 8`, and warnings such as capped verification."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
     parts = [f"acceptance length {total.length_text}, at most {block}"]
@@ -120,12 +120,12 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def _num_verified(total: Summary) -> int:
-    """Drafted tokens of a block that were verified at all."""
+    """Return how many positions of a block were verified at least once."""
     return sum(count > 0 for count in total.counts.per_pos_verified)
 
 
 def legend(evaluation: Evaluation) -> str:
-    """What the headline counts, and its largest possible value."""
+    """Return lines that explain the headline and give its largest possible value."""
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.acceptance_len_interval
     lines = [
@@ -135,21 +135,21 @@ def legend(evaluation: Evaluation) -> str:
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
         if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
-            lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
+            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more prompts")
     else:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
     if evaluation.anchors is not None:
         anchors = evaluation.anchors
         length = value_text(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
         mean = f"mean over {anchors.num_anchors} anchors {length}"
-        lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
+        lines.append(f"{mean}: another quantity, which includes blocks that a live run skips")
     if evaluation.conditions:
-        lines.append("by condition: tokens of a prompt on average; against the first condition, paired by prompt")
+        lines.append("by condition: mean tokens per prompt; difference to the first condition, paired by prompt")
     return "\n".join([*lines, *evaluation.prompts.lines])
 
 
 def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
-    """Title -> columns and rows; those that explain the figure only where it is full. All fit 80 columns."""
+    """Return columns and rows by title, all within 80 columns. `is_full` adds rejected tokens and other definitions."""
     found = {"by position": position_table(evaluation.total)}
     if evaluation.conditions:
         found["by condition"] = _condition_table(evaluation)
@@ -165,19 +165,19 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
 
 
 def provenance(evaluation: Evaluation) -> dict[str, Any]:
-    """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
+    """Return known facts by name: what was measured, settings, versions, command and date."""
     prompts = {f"prompts.{name}": value for name, value in _flat(to_json(evaluation.prompts)).items() if value}
     facts = {**evaluation.settings, **prompts, **_flat(to_json(evaluation.measured))}
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def command_line(evaluation: Evaluation) -> str:
-    """The command that measured it, as it would be typed."""
+    """Return the command of the evaluation."""
     return shlex.join(["dflash", *evaluation.measured.argv[1:]])
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested facts on one level, such as `draft.commit`."""
+    """Return nested facts on one level, such as `draft.commit`."""
     flat: dict[str, Any] = {}
     for name, value in measured.items():
         if isinstance(value, Mapping):
@@ -188,7 +188,7 @@ def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def position_table(total: Summary) -> Table:
-    """Acceptance by position, as columns and rows."""
+    """Return acceptance by position, as columns and rows."""
     counts = total.counts
     rows = [
         (
@@ -248,19 +248,19 @@ def _category_table(evaluation: Evaluation) -> Table:
 
 
 def _lack(summary: Summary) -> str:
-    """Why a category has no interval, where that is for its size."""
+    """Return a remark if a category has too few prompts for an interval."""
     return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _bar(rate: float, interval: Interval | None) -> str:
-    """The rate as a bar; with an interval it is solid up to the lower end, and light from there to the upper one."""
+    """Return the rate as a bar. With an interval, it is solid up to the lower end and shaded up to the upper end."""
     solid, light = (interval.low, interval.high) if interval is not None else (rate, rate)
     num_solid = round(solid * BAR_WIDTH)
     return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
 
 
 def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
-    """Tokens in brackets, so that spaces at their ends show."""
+    """Tokens are in brackets, so that leading and trailing spaces show."""
     rows = [
         (
             shorten(f"[{item.text}]", NAME_WIDTH),

@@ -1,4 +1,4 @@
-"""A draft without its target: the embedding and the head that it borrows, and nothing else of the target's weights."""
+"""The target's embedding and head for a draft that runs without its target. No other target weights are read."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
-from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.errors import MISSING, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.placement import Placement
 
@@ -19,7 +19,7 @@ PLAIN = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class BorrowedEnds:
-    """A target's embedding and head; empty where a draft brings its own."""
+    """A target's embedding and head. Both are empty if the draft has its own."""
 
     embedding: Tensor
     head: Linear
@@ -27,15 +27,15 @@ class BorrowedEnds:
 
 
 def borrow_ends(draft: DraftCheckpoint, target: TargetSource | None, placement: Placement) -> BorrowedEnds:
-    """What a draft borrows, from a target's files or, without a target, from the copies in the draft's own.
+    """Return the embedding and head that a draft borrows, from its target or from the copies in the draft's own files.
 
-    Only those tensors are read, so the rest of a target may be packed, or of any family. What a family does to its
-    logits is left out: scaling and capping change no choice of the most likely token.
+    Only these tensors are read, so other target weights may be packed, and the target may be of any family. Scaling
+    and capping of logits are left out: neither changes which token is most likely.
 
     Raises:
         PairMismatch: the draft was not made for this target.
-        UsageError: no target is given, and the draft's file has no copies.
-        TensorMismatch, UnsupportedError: a tensor that is absent, misshapen or packed.
+        UsageError: `target` is None and the draft's files lack copies.
+        TensorMismatch, UnsupportedError: a tensor is missing, misshapen or packed.
     """
     config = draft.config
     if target is not None:
@@ -59,13 +59,18 @@ def _read(
         checkpoint, info = draft.checkpoint, draft.checkpoint.tensors.get(name)
         if info is None or info.shape != shape:
             raise UsageError(
-                f"{draft.checkpoint.path}: the draft has no {name} of its own",
-                hint="name the target it was made for with --head-from; only its embedding and head are read",
+                f"{draft.checkpoint.path}: the draft does not contain {name}, and no target was named",
+                id="head-from-missing",
+                field="--head-from",
+                found=MISSING,
+                hint="name the draft's target with --head-from; only its embedding and head are read",
             )
     if info is None:
         raise TensorMismatch(missing=[name], path=checkpoint.path)
     if info.dtype not in PLAIN:
-        raise UnsupportedError(f"{info.file}: {info.name} is {info.dtype}, packed, which this runtime does not read")
+        raise UnsupportedError(
+            id="packed-tensor", path=info.file, field=info.name, found=info.dtype, expected=f"one of {', '.join(PLAIN)}"
+        )
     if info.shape != shape:
         raise TensorMismatch(wrong={info.name: (str(list(info.shape)), str(list(shape)))}, path=checkpoint.path)
     return _load(checkpoint, info.name, placement)

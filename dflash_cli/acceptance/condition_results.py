@@ -1,4 +1,4 @@
-"""Acceptance under each condition of a run, and how far each is from the first, paired by prompt."""
+"""Acceptance under each condition of a run, and its difference to the first condition, paired by prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,16 @@ from dflash_runtime.documents import INLINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """What was measured under one condition, and the difference to the first condition over the prompts of both."""
+    """Acceptance under one condition, and its difference to the first over the prompts measured under both."""
 
     condition: Annotated[Condition, INLINE]
     summary: Annotated[Summary, INLINE]
-    prompt_len: Annotated[float | None, "tokens of a prompt on average"]
+    prompt_len: Annotated[float | None, "mean number of tokens per prompt"]
     num_failed: int
     num_pairs: Annotated[int, "prompts that were also measured under the first condition"] = 0
-    difference: Annotated[float | None, "of the acceptance length to the first condition's"] = None
+    difference: Annotated[float | None, "acceptance length minus the acceptance length under the first condition"] = (
+        None
+    )
     difference_interval: Interval | None = None
 
 
@@ -33,7 +35,7 @@ def compare_conditions(
     failed: Sequence[str | None],
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
-    """A result for each condition with a draft; `failed` has the condition of each prompt that was not measured."""
+    """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}
@@ -63,7 +65,7 @@ def _name(answer: Answer) -> str | None:
 
 
 def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:
-    """Tokens and steps of each prompt."""
+    """Return tokens and steps by prompt."""
     rows = sorted({answer.row.index: answer.row.prompt_index for answer in answers}.items())
     counts = count_conversations(answers)
     return {prompt: (item.num_tokens, item.num_steps) for (_, prompt), item in zip(rows, counts, strict=True)}

@@ -1,4 +1,4 @@
-"""Tokens and steps of each conversation of a result: what two results are compared by."""
+"""Tokens and steps of each conversation of a result. Two results are compared by these counts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,25 +14,26 @@ if TYPE_CHECKING:
 
 AT_LEAST_0 = Limits(least=0)
 FAR = 256
-"""Tokens by which a context has to be longer than at a conversation's first step, and twice as long, to be far."""
+"""A step is far if its context is at least twice as long as the first prompt, and this many tokens longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationCounts:
-    """Tokens that the steps of one conversation gave, and how many steps there were, over all its turns.
+    """Number of tokens that a conversation's verify steps committed, and number of steps, over all its turns.
 
-    Those of its far steps, whose context is much longer than at the first, are counted by themselves too. `digest` is
-    the same for the same prompt in another result; `name` is what people call it, `condition` under what it was
-    answered, where there were several.
+    Far steps, whose context has at least doubled since the first step, are also counted separately. `digest` is equal
+    for the same prompt in another result. `name` is for messages. `condition` is set if there were several conditions.
     """
 
     digest: Annotated[str, "of the prompt; results are paired by it"]
     name: str
     category: str | None = None
     condition: Annotated[str | None, "under which the prompt was answered, if there were several"] = None
-    num_tokens: Annotated[float, AT_LEAST_0, "tokens that the conversation's verify steps gave"]
+    num_tokens: Annotated[float, AT_LEAST_0, "tokens that the conversation's verify steps committed"]
     num_steps: Annotated[int, AT_LEAST_0]
-    num_far_tokens: Annotated[float, AT_LEAST_0, "of steps whose context is much longer than at the first step"] = 0
+    num_far_tokens: Annotated[
+        float, AT_LEAST_0, "tokens of steps with a context at least twice as long as at the first step"
+    ] = 0
     num_far_steps: Annotated[int, AT_LEAST_0] = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class ConversationCounts:
 
 @dataclass(frozen=True, slots=True)
 class TurnSteps:
-    """The steps of one turn: tokens of its prompt, and of each step those that it gave and those that were kept."""
+    """The steps of one turn: its prompt's length, and how many tokens each step committed and the answer kept."""
 
     prompt_len: int
     acceptance_lengths: Sequence[int]
@@ -52,7 +53,7 @@ class TurnSteps:
 
 
 def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts, ...]:
-    """The conversations of answers, in input order."""
+    """Return the counts of each conversation, in input order."""
     turns: dict[int, list[Answer]] = {}
     for answer in answers:
         turns.setdefault(answer.row.index, []).append(answer)
@@ -60,7 +61,10 @@ def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts
 
 
 def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
-    """The conversations, those of one prompt under several conditions added up: they are no independent ones."""
+    """Return the conversations with the counts of one prompt under several conditions added up.
+
+    Answers to one prompt under several conditions are not independent samples.
+    """
     groups: dict[tuple[str, ...], list[ConversationCounts]] = {}
     for item in conversations:
         groups.setdefault((item.name,) if item.condition is not None else (item.name, item.digest), []).append(item)
@@ -92,7 +96,7 @@ def _count(answers: "Sequence[Answer]") -> ConversationCounts:
 
 
 def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:
-    """Tokens and steps of a conversation's turns, as `ConversationCounts` names them."""
+    """Return tokens and steps of a conversation's turns, by the field names of `ConversationCounts`."""
     counts = dict.fromkeys(("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"), 0)
     far = max(2 * turns[0].prompt_len, turns[0].prompt_len + FAR)
     for turn in turns:

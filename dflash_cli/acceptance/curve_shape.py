@@ -1,8 +1,7 @@
-"""The shape of acceptance by position, where it has one that tells of a fault: its name, likely causes, a test of them.
+"""Shapes of acceptance by position that point to a fault: name, likely causes, and a command that tests them.
 
-A shape is named only where the steps that were measured support it: shares are taken with 99% intervals of a quarter of
-the steps, since steps of one text resemble each other. A sound draft has none of these shapes: its positions are
-accepted nearly as often as those before them, and slowly less.
+A shape is reported only if the measured steps support it. Steps of one text resemble each other, so rates have 99%
+intervals computed from a quarter of the steps. A sound draft has no such shape: conditional acceptance falls slowly.
 """
 
 import math
@@ -18,31 +17,31 @@ from dflash_runtime.metrics import AcceptanceCounts
 
 WIDTH = 76
 STEPS_PER_UNIT = 4
-"""Steps that tell as much as one would if they did not resemble each other."""
+"""Correlated steps that carry as much information as one independent step."""
 Z = 2.576
 """Standard errors of a 99% interval."""
 LOW, FLAT = 0.35, 0.6
-"""Less of the steps accept the first position, and not more of them the next one, in a curve that is flat and low."""
+"""A curve is flat and low if the first rate is surely below LOW and no later conditional rate surely above FLAT."""
 CLIFF = 0.6
-"""Share of one position's rate that the next one keeps at least, unless there is a cliff."""
+"""There is a cliff if the second position's conditional rate is below this share of the first position's rate."""
 ZERO, FEW = 0.1, 0.02
-"""A position is not accepted at all where its rate is surely below the first and seen below the second."""
+"""A position counts as never accepted if its rate is surely below ZERO and the measured rate is at most FEW."""
 DECAY = 0.8
-"""Share of the drafted tokens accepted near the beginning that is accepted far from it at least, unless they decay."""
+"""Acceptance decays if far from the prompt it is below this share of the draft tokens accepted near the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveShape:
-    """A shape that was found: its name, the figures that show it, what may cause it, and a command that tests that."""
+    """A shape that was found: its name, the figures that show it, possible causes, and a command that tests them."""
 
-    name: Annotated[str, "docs/shapes.md lists the names"]
+    name: Annotated[str, "docs/explanation/shapes.md lists the names"]
     evidence: str
     causes: str
     test: Annotated[str, "the command that tests the causes"]
 
     @property
     def lines(self) -> list[str]:
-        """What people are shown, in lines of at most 76 columns but for the command."""
+        """The shape in words, wrapped to 76 columns except for the command."""
         first = textwrap.wrap(f"shape: {self.name} ({self.evidence})", WIDTH, subsequent_indent="  ")
         likely = textwrap.wrap(f"likely: {self.causes}", WIDTH, initial_indent="  ", subsequent_indent="    ")
         return [*first, *likely, f"  test: {self.test}"]
@@ -50,7 +49,7 @@ class CurveShape:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Share of the steps that accepted the position before which accepted this one, and its bounds (Wilson 1927)."""
+    """Acceptance rate of a position, given that the previous one was accepted, with bounds (Wilson 1927)."""
 
     num_accepted: int
     num_reached: int
@@ -80,9 +79,9 @@ def find_shapes(
     conversations: Sequence[ConversationCounts] = (),
     references: Mapping[str, Any] | None = None,
 ) -> list[CurveShape]:
-    """The shapes that the counts show; at most one by position, and decay with context beside it.
+    """Return the shapes that the counts show: at most one by position, and decay with context.
 
-    `references` say which draft and target the tests are to name.
+    `references` holds the names of draft and target for the commands.
     """
     names = references or {}
     pair = " --target ".join(_word(names.get(name), name.upper()) for name in ("draft", "target"))
@@ -112,7 +111,7 @@ def _flat_and_low(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
     return CurveShape(
         name="flat and low",
         evidence=f"{_percent(rates[0].value)} of steps accept the first position",
-        causes="other tapped layers, mask token, rope base or target than in training; in an engine, also its dtype",
+        causes="tapped layers, mask token, rope base or target differ from training; in an engine, also the dtype",
         test=f"dflash diagnose {pair}",
     )
 
@@ -123,7 +122,7 @@ def _zeros(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
         if before.low > 2 * ZERO and rate.high < ZERO and rate.value <= FEW:
             return CurveShape(
                 name=f"zeros after position {place}",
-                evidence=f"{rate.num_accepted} of {rate.num_reached} steps that get there go on",
+                evidence=f"{rate.num_accepted} of {rate.num_reached} steps that reach the next position accept it",
                 causes="more tokens drafted than the draft was trained for, or a mask that hides the later rows",
                 test=f"dflash eval-acceptance {pair} -k {place}",
             )
@@ -135,14 +134,14 @@ def _cliff(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
         return None
     return CurveShape(
         name="cliff after position 1",
-        evidence=f"{_percent(rates[0].value)} accept the first position, of those {_percent(rates[1].value)} the next",
-        causes="a causal draft run without causality or the reverse, or a block of another width than in training",
+        evidence=f"{_percent(rates[0].value)} of steps accept position 1, {_percent(rates[1].value)} of them 2",
+        causes="causal attention differs from training, or the block has another width than in training",
         test=f"dflash validate {pair} --level run",
     )
 
 
 def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape | None:
-    """Within conversations, so that prompts which are long and of another kind do not look like decay."""
+    """Compare steps within conversations, so that long prompts of another kind do not look like decay."""
     both = [item for item in conversations if 0 < item.num_far_steps < item.num_steps]
     near = [(item.num_tokens - item.num_far_tokens, item.num_steps - item.num_far_steps) for item in both]
     far = [(item.num_far_tokens, item.num_far_steps) for item in both]
@@ -154,8 +153,8 @@ def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape
         return None
     return CurveShape(
         name="decay with context",
-        evidence=f"{before:.2f} tokens a step near the prompt, {after:.2f} once the context has doubled",
-        causes="another rope scaling or window than in training, or contexts longer than it; or texts that get harder",
+        evidence=f"{before:.2f} tokens per step near the prompt, {after:.2f} after the context has doubled",
+        causes="rope scaling or window differ from training, contexts are longer than in training, or texts get harder",
         test=f"dflash validate {pair} --level run",
     )
 

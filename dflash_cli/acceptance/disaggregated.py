@@ -14,9 +14,9 @@ from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
 
-TITLE = "prefill and decode apart, and one engine"
+TITLE = "prefill and decode in two engines, and in one"
 EXACT = ("float32", "float64")
-"""Dtypes in which sums that are rounded otherwise have never changed a token that is drafted or chosen."""
+"""Dtypes in which the rounding of sums in another order has never changed a token."""
 SHOWN_PROBLEMS = 6
 
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
@@ -24,7 +24,7 @@ Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """A ratio measured with one engine and with two; None if too few prompts say."""
+    """A ratio measured with one engine and with two. A value is None if too few prompts were measured."""
 
     one_engine: float | None
     disaggregated: float | None
@@ -32,7 +32,7 @@ class SideBySide:
 
     @classmethod
     def compare(cls, one: TokenCounts, two: TokenCounts, *, confidence: float) -> "SideBySide":
-        """Ratios over the same prompts, counted as tokens and steps."""
+        """Return the ratios over the same prompts, from their counts of tokens and steps."""
         difference = paired_difference(one, two, confidence)
         return cls(
             one_engine=tokens_per_step(one),
@@ -72,8 +72,8 @@ class SideBySide:
 class Disaggregation:
     """Answers with prefill in another process, compared with answers of one engine. A turn is one answer."""
 
-    connector: Annotated[Literal["file", "gloo", "nccl", "nixl"], "what carried the KV"]
-    prefill_draft: Annotated[str | None, "the prefill side's draft, if it differs from the pair's; or none"]
+    connector: Annotated[Literal["file", "gloo", "nccl", "nixl"], "transport of the KV"]
+    prefill_draft: Annotated[str | None, "the prefill side's draft, if it is not the pair's draft"]
     dtype: str
     num_turns: Annotated[int, "answers that are compared"]
     num_same_texts: int
@@ -86,7 +86,7 @@ class Disaggregation:
     num_bytes: int
     num_prefilled_here: Annotated[int, "answers without a hand-off, prefilled by the decode side; not compared"]
     why_prefilled_here: Annotated[str | None, "reason of the first answer without a hand-off"] = None
-    problems: Annotated[tuple[str, ...], "what did not fit in hand-offs that were loaded in spite of it"] = ()
+    problems: Annotated[tuple[str, ...], "mismatches in hand-offs that were loaded all the same"] = ()
 
     @property
     @computed_key
@@ -101,35 +101,37 @@ class Disaggregation:
         num_wrong = self.num_turns - self.num_same_texts - self.num_rounded
         num_unlike = self.num_turns - self.num_same_traces - self.num_rounded
         if not self.num_handed:
-            return f"nothing was handed over: {self.why_prefilled_here or 'every answer ended with its first token'}"
+            return f"no KV was handed over: {self.why_prefilled_here or 'every answer ended with its first token'}"
         if num_wrong:
             return f"{plural(num_wrong, 'text')} of {self.num_turns} differ by more than rounding"
         if self.acceptance_len.has_fallen or self.position_1.has_fallen:
             return f"acceptance fell: {self._figures}"
         if num_unlike > 0 and self.dtype in EXACT:
             which = f"{num_unlike} of {self.num_turns} traces differ"
-            return f"{which}, which rounding does not do in {self.dtype}: {self._figures}"
+            return f"{which}, and rounding in {self.dtype} does not explain this: {self._figures}"
         return None
 
     @property
     def lines(self) -> list[str]:
-        """The verdict, what may be behind it, and what it does not cover."""
+        """The verdict, its likely cause, and the prompts it does not cover."""
         if self.fault is not None:
             lines = [f"the hand-off does not hold: {self.fault}"]
-            lines += [f"what does not fit: {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
+            lines += [f"mismatch: {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
             if not self.problems and self.num_handed:
-                lines.append("nothing is missing by name: rows may have been sent before they were written, or changed")
+                lines.append("no tensor is missing: rows may have been changed, or sent before they were written")
         elif self.num_same_traces == self.num_turns:
-            lines = ["the hand-off holds: the same text by the same steps as one engine"]
+            lines = ["the hand-off holds: text and steps are the same as with one engine"]
         else:
-            lines = [f"the hand-off holds: no fall of acceptance is seen, {self._figures}"]
+            lines = [f"the hand-off holds: acceptance did not measurably fall, {self._figures}"]
         if self.num_prefilled_here and self.num_handed:
-            lines.append(f"{plural(self.num_prefilled_here, 'prompt')} prefilled here: {self.why_prefilled_here}")
+            lines.append(
+                f"{plural(self.num_prefilled_here, 'prompt')} prefilled by the decode side: {self.why_prefilled_here}"
+            )
         return lines
 
     @property
     def table(self) -> Table:
-        """Both sides' figures, and what was handed over."""
+        """The figures of both sides, and how much was handed over."""
         rows: list[tuple[str, ...]] = [
             (name, _number(item.one_engine), _number(item.disaggregated), item.change)
             for name, item in (("acceptance length", self.acceptance_len), ("share at position 1", self.position_1))
@@ -150,7 +152,8 @@ class Disaggregation:
         if self.fault is not None:
             raise GateFailed(
                 f"the hand-off does not hold: {self.fault}",
-                hint=None if self.problems else "both sides need the same pair and settings; --output keeps every step",
+                id="handoff-changes-result",
+                hint=None if self.problems else "give both sides the same pair and settings; --output keeps every step",
             )
 
     @property

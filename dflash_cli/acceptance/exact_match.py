@@ -1,4 +1,4 @@
-"""Whether the final number of an answer is that of its reference, with the draft and without."""
+"""Compare the final number of each answer with its reference, with the draft and without."""
 
 import re
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ MARK = "####"
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that an answer comes to: in the last box, behind `####`, or else the last one of the text.
+    """Return an answer's final number: in the last `\boxed{}`, after `####`, or else the last number of the text.
 
-    What is thought before `</think>` is no part of the answer.
+    Text before `</think>` is ignored.
     """
     text = text.rpartition(END_OF_THINKING)[2]
     boxed = [NUMBER.findall(item) for item in BOXED.findall(text)]
@@ -36,7 +36,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def parse_number(text: str | None) -> Decimal | None:
-    """A text that is a number and nothing else; commas between its digits are left out."""
+    """Return the number if the text is a number and nothing else. Commas between digits are ignored."""
     try:
         return Decimal((text or "").replace(",", "").strip())
     except InvalidOperation:
@@ -45,7 +45,7 @@ def parse_number(text: str | None) -> Decimal | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMatch:
-    """The same prompts without the draft: how many answers are right, and in how many prompts the two differ."""
+    """The same prompts without the draft: number of right answers, and number of prompts where the two runs differ."""
 
     num_pairs: Annotated[int, Limits(least=1)]
     num_correct: int
@@ -58,7 +58,7 @@ class PlainMatch:
     @classmethod
     def count(cls, *, num_pairs: int, num_correct: int, num_only_draft: int, num_only_plain: int, num_same_text: int,
               confidence: float) -> "PlainMatch":  # fmt: skip
-        """The intervals of these counts, with this confidence."""
+        """Return the counts with intervals of this confidence."""
         both = num_correct - num_only_plain
         return cls(
             num_pairs=num_pairs,
@@ -79,34 +79,34 @@ class PlainMatch:
     @property
     @computed_key
     def p_value(self) -> float:
-        """McNemar's test, exact."""
+        """Exact McNemar test."""
         return mcnemar_p_value(self.num_only_plain, self.num_only_draft)
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The result in words."""
         return [
             f"  without the draft {_share(self.num_correct, self.num_pairs, self.interval)}",
             f"  difference {value_text(self.difference, self.difference_interval, '+.1%')}, p = {self.p_value:.3f}; "
             f"right only with the draft {self.num_only_draft}, only without {self.num_only_plain}",
-            f"  the same text with and without: {self.num_same_text} of {self.num_pairs}",
+            f"  same text with and without the draft: {self.num_same_text} of {self.num_pairs}",
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """How many answers come to the number of their reference."""
+    """How many answers have the number of their reference."""
 
     condition: str | None
     num_scored: Annotated[int, Limits(least=1)]
     num_correct: int
-    num_cut: Annotated[int, "answers that the token limit ended, maybe before their number"]
+    num_cut: Annotated[int, "answers that the token limit ended, possibly before their final number"]
     interval: Interval | None
     plain: Annotated[PlainMatch | None, "the same prompts without the draft, if they were asked"] = None
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The result in words."""
         under = f" ({self.condition})" if self.condition is not None else ""
         cut = f"; {plural(self.num_cut, 'answer')} cut before the end" if self.num_cut else ""
         found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
@@ -114,7 +114,7 @@ class ExactMatch:
 
 
 def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...]:
-    """One for each condition with a draft under which answers have references."""
+    """Return the exact match of each condition with a draft that has answers with references."""
     scored = [answer for answer in answers if parse_number(answer.row.reference) is not None]
     plain = {_key(answer.row): answer for answer in scored if answer.row.is_plain}
     groups: dict[str | None, list[Answer]] = {}
@@ -157,7 +157,7 @@ def _is_right(answer: Answer) -> bool:
 
 
 def _key(row: PromptRow) -> tuple[Any, ...]:
-    """What a prompt's answers with and without a draft have in common."""
+    """Return the key that a prompt's answers with and without a draft share."""
     condition = row.condition or Condition()
     return row.prompt_index, condition.thinking, condition.context_len
 

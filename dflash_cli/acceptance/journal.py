@@ -1,8 +1,8 @@
-"""A file to which each answer is appended as it ends, so that an interrupted evaluation can continue.
+"""A file to which each answer is appended when it ends, so that an interrupted evaluation can continue.
 
-The first line holds the settings; every further line is one answer. Lines are only ever added: answers to prompts that
-a run does not ask for stay, and what is not taken as an answer any more is overruled by a later line. A line that was
-cut off in the middle, where the process or the machine stopped, is taken away when the file is opened again.
+The first line holds the settings; every further line is one answer. Lines are only appended: answers to other prompts
+stay, and a later line for the same prompt wins. A last line that was cut off by a crash is removed when the file is
+opened again.
 """
 
 import os
@@ -32,7 +32,7 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class JournalHead:
-    """The first line of a file of `eval-acceptance --output`; every further line is an answer."""
+    """The first line of a file of `eval-acceptance --output`."""
 
     KIND: ClassVar[str] = "answers"
 
@@ -46,10 +46,10 @@ class JournalRow(AnswerRow):
     turn: int
     digest: Annotated[str, "of the prompt"]
     category: str | None
-    committed_lengths: Annotated[tuple[int, ...], "tokens of each verify step that the answer keeps"]
+    committed_lengths: Annotated[tuple[int, ...], "tokens of each verify step that are in the answer"]
 
     def answer(self, row: PromptRow) -> Answer:
-        """The answer to a prompt."""
+        """Return the stored answer to this prompt."""
         output = RequestOutput(
             index=row.index,
             prompt_token_ids=self.prompt_token_ids,
@@ -66,7 +66,7 @@ class JournalRow(AnswerRow):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What a file holds: its settings, its answers by line number, and how many of its bytes are whole lines."""
+    """Content of a file: its settings, its answers by line number, and the number of bytes in whole lines."""
 
     settings: Mapping[str, Any]
     records: Mapping[int, Mapping[str, Any]]
@@ -83,14 +83,14 @@ def check_journal(path: Path, *, resume: bool, force: bool) -> None:
 
 
 class Journal:
-    """Answers of a run, in memory, and on disk where a path is given.
+    """Answers of a run, in memory, and on disk if there is a path.
 
-    `settings` are what decides an answer: a file made under others is refused. A failed answer is not kept, so that it
-    is asked again.
+    `settings` hold everything that decides an answer; a file with other settings is refused. A failed answer is not
+    stored, so a resumed run asks its prompt again.
 
     Raises:
-        UsageError: the file exists and neither `resume` nor `force` was asked for, it is no such file, or it was made
-            under other settings.
+        UsageError: the file exists and neither `resume` nor `force` is true, it is not a file of answers, or it has
+            other settings.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Journal:
 
     @property
     def pending(self) -> list[PromptRow]:
-        """Rows of which some turn is not answered yet."""
+        """Rows with at least one unanswered turn."""
         return [
             row for row in self._rows if any((row.index, turn) not in self._answers for turn in range(row.num_turns))
         ]
@@ -129,7 +129,7 @@ class Journal:
         return [self._answers[key] for key in sorted(self._answers)]
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, in memory and on disk, unless it failed."""
+        """Store an answer in memory and on disk, unless it failed."""
         if answer.output.error is None:
             self._answers[answer.row.index, answer.turn] = answer
             row, number = answer.row, self._settings.get("num_speculative_tokens", 0)
@@ -145,7 +145,7 @@ class Journal:
             )
 
     def drop_unfinished(self) -> None:
-        """Take out what there is of conversations that lack a turn; on disk it stays."""
+        """Drop conversations that lack a turn from memory; their answers stay on disk."""
         for row in self.pending:
             for turn in range(row.num_turns):
                 self._answers.pop((row.index, turn), None)
@@ -178,14 +178,19 @@ class Journal:
             self._output.flush()
 
     def _take(self, path: Path, stored: _Stored) -> None:
-        """Take over the answers of a file to the rows that are asked for."""
+        """Take over stored answers to rows of this run."""
         if not stored.num_bytes:
             return
         for key in sorted({*stored.settings, *self._settings}):
             was, is_now = stored.settings.get(key), self._settings.get(key)
             if was != is_now:
                 raise UsageError(
-                    f"{path}: made with {key} {was!r}, but this run has {is_now!r}",
+                    f"made with {key} {was!r}, but this run has {is_now!r}",
+                    id="settings-differ",
+                    path=path,
+                    field=key,
+                    found=was,
+                    expected=repr(is_now),
                     hint=HINTS.get(key, "give the same options again, or name another file with --output"),
                 )
         by_index = {row.index: row for row in self._rows}
@@ -200,10 +205,10 @@ class Journal:
 
 HEAD_START = json_line(JournalHead({}))[: -len("{}}\n")].encode()
 HEAD_HINT = "a file of --output starts with its settings"
-TAKE_OUT = "take the line out, and the prompt is asked again"
+TAKE_OUT = "delete the line; the prompt is asked again"
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),
-    "the checkpoint is another one than it was: name another file with --output",
+    "the checkpoint has changed; name another file with --output",
 )
 
 
@@ -211,7 +216,7 @@ def _read(path: Path) -> _Stored:
     """Parse a file of answers.
 
     Raises:
-        UsageError: the first line is not the head of such a file, or a further line is not a JSON object.
+        UsageError: the first line is not the head of a file of answers, or a further line is not a JSON object.
     """
     with naming_output(path):
         data = path.read_bytes()
@@ -225,10 +230,10 @@ def _read(path: Path) -> _Stored:
 
 
 def _lock(output: Output) -> None:
-    """Keep a second run from writing to the same file, where the file system can.
+    """Refuse a second run that writes to the same file, if the file system supports locks.
 
     Raises:
-        UsageError: another run has it.
+        UsageError: another run holds the lock.
     """
     try:
         import fcntl
@@ -238,4 +243,4 @@ def _lock(output: Output) -> None:
         try:
             fcntl.flock(output.stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"{output.path}: another run is writing to it") from error
+            raise UsageError("another run is writing to this file", id="file-in-use", path=output.path) from error

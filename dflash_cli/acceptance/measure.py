@@ -1,4 +1,4 @@
-"""Measure a pair's acceptance on prompts. Knows no terminal."""
+"""Measure a pair's acceptance on prompts. Prints nothing."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,11 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """Prompts, how to answer them, and the interval to compute.
+    """The prompts, how to answer them, and the interval to compute.
 
-    A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
-    those that rows state. Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file
-    are not run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the lock that the pair was
-    checked against.
+    A row names the condition under which it is answered. With `scores`, final numbers are compared with the rows'
+    references. Each answer is written to `journal` when it ends. With `resume`, prompts answered in that file are not
+    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock.
     """
 
     rows: Sequence[PromptRow]
@@ -58,9 +57,9 @@ def measure(
     tally: Tally | None = None,
     progress: AcceptanceProgress | None = None,
 ) -> Evaluation:
-    """Answer the request's rows and pool their verify steps, all together and by category.
+    """Answer the rows and pool their verify steps, in total and by category.
 
-    Conversations in which a turn cannot be served are left out and named. `tally` sees whatever is generated.
+    A conversation with a failed turn is left out and named. `tally` receives every event of the generation.
     """
     session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
@@ -105,20 +104,20 @@ def measure(
 
 
 def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-    """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
+    """Answer rows with the draft first, then rows without it, so that plain rows never share a step with drafting."""
     drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
     yield from session.answer(drafted, params, chat=chat)
     yield from session.answer(plain, replace(params, verify_width=1), chat=chat)
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
-    """A hash of the token ids that were asked, as template and tokenizer made them."""
+    """A hash of the prompts' token ids, as rendered by template and tokenizer."""
     lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
     return digest_text("".join(lines))
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """The failure of a row, at the first of its turns that failed."""
+    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
     row, output = answer.row, answer.output
     condition = row.condition.name if row.condition is not None else None
     if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
@@ -127,10 +126,10 @@ def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Require that the acceptance length, or the lower end of its interval, is at least `minimum` under each condition.
+    """Require the acceptance length, or the lower end of its interval, to be at least `minimum` under each condition.
 
     Raises:
-        GateFailed: the value is below the minimum, or there were too few steps for one.
+        GateFailed: the value is below the minimum, or there are too few steps or prompts to compute it.
     """
     for item in evaluation.conditions:
         check_summary(item.summary, minimum, item.condition.name, use_lower_bound=use_lower_bound)
@@ -152,12 +151,21 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
     if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
         raise GateFailed(
             f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
+            id="too-few-prompts",
+            field="num_prompts",
+            found=total.num_conversations,
+            expected=f"{MIN_UNITS} or more",
             hint="measure more prompts, or use --gate point",
         )
     if value is None:
-        raise GateFailed(f"{name}: too few steps to measure, expected at least {minimum:g}")
+        raise GateFailed(f"{name}: no steps were measured, expected at least {minimum:g}", id="no-steps")
     if value < minimum:
-        raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
+        raise GateFailed(
+            f"{name} {value:.3f}, expected at least {minimum:g}",
+            field=name,
+            found=value,
+            expected=f"at least {minimum:g}",
+        )
 
 
 def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan) -> Summary:
@@ -171,7 +179,7 @@ def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The answers of each category that rows name, by name."""
+    """Return the answers of each category that rows name, sorted by name."""
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
         if answer.row.category is not None:

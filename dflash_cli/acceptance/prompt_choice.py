@@ -1,4 +1,4 @@
-"""From prompts that were named, or not, to the rows that a pair is asked, each under every condition."""
+"""Choose the rows that a pair answers, one for each prompt and condition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
 from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.loaded_pair import OpenedPair
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChoice:
-    """The rows to ask, where they come from, and whether text goes through the chat template."""
+    """The rows to answer, their source, and whether text goes through the chat template."""
 
     rows: Sequence[PromptRow]
     source: PromptSource
@@ -37,11 +38,11 @@ def choose_prompts(
     seed: int = 0,
     conditions: tuple[Condition, ...] = (),
 ) -> PromptChoice:
-    """What a pair is measured on: a set that was given, or the bundled one for its target.
+    """Return the rows of the given set, or of the bundled set for the pair's target.
 
     Raises:
-        UsageError: conditions that these prompts cannot be put under, or --chat without a chat template.
-        RequestError: a row that is to be filled up cannot be rendered.
+        UsageError: the prompts do not allow these conditions, or --chat is given without a chat template.
+        RequestError: a row cannot be rendered, so it cannot be padded.
     """
     prompts = given or default_prompts(pair.references["target"])
     pair.check_chat(prompts.rows, chat=bool(chat))
@@ -51,7 +52,11 @@ def choose_prompts(
     rows = choice.rows
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(
-            "--exact-match both: no prompt has a reference number", hint="gsm8k has; rows of your own may state one"
+            "--exact-match both: no prompt has a reference number",
+            id="no-reference-numbers",
+            field="--exact-match",
+            found="both",
+            hint="use gsm8k, or add the key reference to your own rows",
         )
     asked = _put_under(rows, conditions, pair, chat=choice.chat, stride=len(prompts.rows))
     source = replace(choice.source, num_too_long=len(rows) - len({row.prompt_index for row in asked}))
@@ -70,7 +75,7 @@ def choose_rows(
     seed: int = 0,
     is_default: bool = False,
 ) -> PromptChoice:
-    """Which rows of a set are asked, once each; `is_default` says that nobody named the set."""
+    """Return the rows of a set, each once. `is_default` is true if the user did not name the set."""
     is_chat = prompts.settle_chat(tokenizer, chat=chat)
     is_text = prompts.for_chat and not is_chat
     if is_text:
@@ -93,16 +98,17 @@ def choose_rows(
     return PromptChoice(rows=rows, source=source, chat=is_chat)
 
 
-def _warn_of_text(name: str) -> str:
-    return f"the questions of {name} are asked as plain text: the target's tokenizer has no chat template"
+def _warn_of_text(name: str) -> Notice:
+    text = f"the target's tokenizer has no chat template, so the questions of {name} are sent as plain text"
+    return Notice(text, id="questions-as-text")
 
 
 def _put_under(
     rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool, stride: int
 ) -> list[PromptRow]:
-    """Every row under every condition; prompts that are longer than a context is to be are in none of them.
+    """Return every row under every condition. A prompt longer than one of the context lengths is left out of all.
 
-    A row's index is the same whatever the other rows are, so that a resumed run finds its answer.
+    A row's index does not depend on the other rows, so a resumed run finds its answer.
     """
     if not conditions:
         return list(rows)
@@ -115,7 +121,12 @@ def _put_under(
                 found[place].append(replace(item, index=place * stride + row.index))
     if not found[0]:
         lengths = [item.context_len for item in conditions if item.context_len is not None]
-        raise UsageError(f"--context-lengths {min(lengths)}: every prompt is longer")
+        raise UsageError(
+            f"--context-lengths {min(lengths)}: every prompt is longer",
+            id="prompts-too-long",
+            field="--context-lengths",
+            found=min(lengths),
+        )
     return [row for members in found for row in members]
 
 
@@ -129,23 +140,30 @@ def _put(row: PromptRow, condition: Condition, pair: "OpenedPair", *, chat: bool
 def _check_thinking(
     rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool
 ) -> None:
-    """Refuse a switch that changes nothing.
+    """Refuse a thinking switch that does not change the prompt.
 
     Raises:
-        UsageError: no prompt goes through a chat template, or the template renders the same whatever the switch.
+        UsageError: no prompt goes through a chat template, or the template ignores the switch.
     """
     switched = {item.thinking: item for item in conditions if item.thinking is not None}
     if not switched:
         return
     row = next((row for row in rows if row.kind in ("messages", "turns") or (row.kind == "prompt" and chat)), None)
     if row is None or pair.tokenizer is None or not pair.tokenizer.has_template:
-        raise UsageError("--thinking: no prompt goes through a chat template", hint="pass --chat, where there is one")
+        raise UsageError(
+            "--thinking: no prompt goes through a chat template",
+            id="thinking-without-template",
+            field="--thinking",
+            hint="pass --chat if the target has a chat template",
+        )
     rendered = {
         tuple(Conversation(replace(row, condition=item)).next_prompt(pair.tokenizer, chat=chat))
         for item in switched.values()
     }
     if len(switched) > 1 and len(rendered) < len(switched):
         raise UsageError(
-            f"--thinking {','.join(filter(None, switched))}: the target's chat template makes the same prompt of each",
-            hint='where it calls the switch something else: --chat-template-kwargs \'{"NAME": "$thinking"}\'',
+            f"--thinking {','.join(filter(None, switched))}: the target's chat template renders equal prompts",
+            id="thinking-ignored",
+            field="--thinking",
+            hint='if the template has another name for it, pass --chat-template-kwargs \'{"NAME": "$thinking"}\'',
         )

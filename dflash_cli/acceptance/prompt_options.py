@@ -1,4 +1,4 @@
-"""The conditions under which `dflash eval-acceptance` answers prompts."""
+"""Options that decide under which conditions `dflash eval-acceptance` answers prompts."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -23,8 +23,8 @@ class ConditionOptions(PromptOptions):
         Literal["draft", "both", "none"],
         Option(
             group=MEASURING,
-            help="Score the final number of answers whose rows state a reference, as gsm8k's do: with the draft, or "
-            "with and without it.",
+            help="Compare the final number of each answer with the reference in its row (gsm8k has references): draft, "
+            "with the draft. both, with and without it.",
         ),
     ] = "draft"
 

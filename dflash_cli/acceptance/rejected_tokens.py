@@ -1,7 +1,7 @@
-"""The drafted tokens that a target refuses most often, and what it says instead.
+"""The draft tokens that a target rejects most often, and the tokens it chooses instead.
 
-A step tells of its drafted tokens up to the first that was refused: that one and those accepted before it are judged,
-what was drafted behind it is not. So the share of a token is of the times it was judged.
+A verify step judges its draft tokens up to and including the first rejected one. Later draft tokens of the step are
+not judged. A token's rate is rejections divided by judgements.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ from dflash_runtime.documents import Limits, computed_key
 from dflash_runtime.scheduling.request import RequestOutput
 
 MOST = 20
-"""Tokens that a result keeps."""
+"""Number of rejected tokens kept in a result."""
 REPLACEMENTS = 3
-"""Tokens of the target that are kept for each of them."""
+"""Number of replacements kept for each rejected token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """A token that the target chose in place of a drafted one, and how often; `text` has its white space visible."""
+    """A token that the target chose in place of a draft token, and how often. `text` shows white space as escapes."""
 
     token_id: int
     text: str
@@ -31,11 +31,11 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedToken:
-    """A drafted token: how often it was judged, how often refused, and what the target chose most often instead."""
+    """A draft token: how often it was judged and rejected, and the target's most frequent replacements."""
 
     token_id: int
     text: Annotated[str, "on one line, with white space and control characters escaped"]
-    num_rejected: Annotated[int, "steps in which the target replaced the token by its own"]
+    num_rejected: Annotated[int, "steps in which the target replaced the token"]
     num_judged: Annotated[int, Limits(least=1), "steps that accepted or replaced the token"]
     replacements: Annotated[tuple[Replacement, ...], "tokens that the target chose most often instead"]
 
@@ -48,15 +48,15 @@ class RejectedToken:
 
 @dataclass(slots=True)
 class _Counts:
-    """Judgements over all steps."""
+    """Judgements and rejections over all steps."""
 
     judged: Counter[int] = field(default_factory=Counter)
     rejected: Counter[int] = field(default_factory=Counter)
     chosen: dict[int, Counter[int]] = field(default_factory=dict)
 
     def add(self, output: RequestOutput) -> None:
-        """Count the steps of a request; of one kept by a release that did not say what was refused, nothing."""
-        start = 1  # the prompt's own token
+        """Count the steps of a request. Stored requests of releases that did not record `rejected_ids` add nothing."""
+        start = 1  # prefill gives the first token, not a verify step
         steps = zip(output.acceptance_lengths, output.committed_lengths, output.rejected_ids, strict=False)
         for length, num_committed, rejected in steps:
             kept = output.token_ids[start : start + num_committed]
@@ -69,7 +69,7 @@ class _Counts:
 
 
 def find_rejected(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> tuple[RejectedToken, ...]:
-    """The tokens refused most often, the most frequent first; equal ones by id."""
+    """Return the tokens rejected most often, the most frequent first. Ties are ordered by token id."""
     counts = _Counts()
     for output in outputs:
         counts.add(output)

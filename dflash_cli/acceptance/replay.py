@@ -1,11 +1,11 @@
-"""Judge a draft on a dump: what it would have had accepted along a target's text, without the target.
+"""Judge a draft on a dump: how many of its tokens the target would have accepted along its own text.
 
-The context KV of a text is made once of the dump's hidden states, and blocks at many anchors of many texts are drafted
-in one forward. A draft counts where it is what the text says, which is when the target would have accepted it: its
-choice after the tokens before is the text's next token, greedy or sampled.
+The dump's hidden states give the context KV of each text. One forward then drafts blocks at many anchors of many
+texts. A draft token counts as accepted if it equals the text's next token: greedy or sampled, the target would have
+chosen that token too.
 
-The chained walk starts at the first anchor and goes on behind what was accepted, so its steps are those of a run. The
-mean over anchors takes each as often as the others, and is another quantity: a run passes over what a block covers.
+The chained walk starts at the first anchor and continues after the accepted tokens, as a live run does. The mean over
+anchors weights every anchor equally. It is another quantity, since a run skips anchors inside accepted blocks.
 """
 
 import time
@@ -29,31 +29,32 @@ from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
-from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts, to_fields
+from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_num_drafts
 from dflash_runtime.device.text_pages import Anchor, TextPages
+from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import DraftStep, RequestOutput
 
 GROUP_BYTES = 1 << 30
-"""Hidden states and context KV that are held at a time."""
+"""Limit of hidden states and context KV held in memory at one time."""
 
 TEXT_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
-"""What a dump of ours says of how its text was made, as a live evaluation has it among its settings."""
+"""Settings that decided the text of our own dump. A live evaluation has them in its settings too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """A draft, the dump to judge it on, and the target whose embedding and head it borrows.
+    """A draft, the dump to judge it on, and optionally the target that provides embedding and head.
 
-    The mean is over every `every`-th anchor of each text; with 0 there is none, and only the walk is drafted. The walks
-    are written to `journal`, as answers of an evaluation.
+    The mean uses every `every`-th anchor of each text. With 0 there is no mean, and only the chained walk is drafted.
+    The walks are written to `journal` in the form of an evaluation's answers.
     """
 
     draft: DraftCheckpoint
@@ -71,14 +72,14 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a draft did along one text: its steps at the anchors that were asked for, and those of the chained walk."""
+    """The steps of a draft along one text: at the sampled anchors, and in the chained walk."""
 
     text: DumpedText
     sampled: tuple[DraftStep, ...]
     walked: tuple[DraftStep, ...]
 
     def output(self, steps: Sequence[DraftStep]) -> RequestOutput:
-        """Steps in the form of a request's, for the statistics."""
+        """Return the steps as a request's output, for the statistics."""
         text = self.text
         end = text.prompt_len + text.answer_len
         return RequestOutput(
@@ -95,7 +96,7 @@ class Replayed:
 
 
 class Replay:
-    """A draft that is ready to be judged on a dump.
+    """A draft that is loaded and ready to be judged on a dump.
 
     Raises:
         PairMismatch: the draft was not made for the dump's target, or taps layers that the dump does not hold.
@@ -108,7 +109,7 @@ class Replay:
         check_dump(draft, dump, request.head_from)
         self.num_drafts = resolve_num_drafts(config, draft.config)
         if self.num_drafts == 0:
-            raise UsageError("-k 0 drafts nothing, so there is no acceptance to measure")
+            raise UsageError(id="replay-without-drafts", field="-k", found=0, expected="1 or more drafted tokens")
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         kernels = resolve_kernels(config.kernels, device, dtype)
@@ -118,16 +119,16 @@ class Replay:
         ends = borrow_ends(draft, request.head_from, self.placement)
         weights = load_draft_weights(draft, self.placement)
         self.draft: Draft = build_draft(draft.config, weights, ends, self.placement)
-        self.num_blocks = 0  # that were drafted
+        self.num_blocks = 0  # blocks drafted so far
         self._columns = [dump.taps.index(tap) for tap in draft.config.target_layer_ids]
 
     def run(self) -> Iterator[Replayed]:
-        """Judge every text, those of like length together."""
+        """Judge every text. Texts of similar length run together."""
         for group in self._groups():
             yield from _TextGroup(self, group).replay(self.request.every)
 
     def anchors(self, text: DumpedText) -> range:
-        """Positions from which a whole block lies within what is known of a text, and within the draft's positions."""
+        """Return the positions whose whole block lies within the text's known tokens and the draft's positions."""
         ends = (
             text.prompt_len + text.answer_len - 1,
             len(text.token_ids) - self.num_drafts,
@@ -137,15 +138,20 @@ class Replay:
         return range(text.prompt_len, max(text.prompt_len, min(ends)))
 
     def features(self, text: DumpedText) -> Tensor:
-        """The draft's context features of a text, [T, F].
+        """Return the draft's context features of a text, [T, F].
 
         Raises:
-            CheckpointError: hidden states that are not finite, or token ids that the draft does not have.
+            CheckpointError: a hidden state is not finite, or a token id is outside the draft's vocabulary.
         """
         check_ids_within(text.token_ids, self.request.draft.config.vocab_size, text.file)
         rows = text.read()[: text.num_rows, self._columns]
         if not bool(rows.isfinite().all()):
-            raise CheckpointError("hidden_states: found a value that is not finite", path=text.file)
+            raise CheckpointError(
+                "hidden_states: found a value that is not finite",
+                id="not-finite",
+                path=text.file,
+                field="hidden_states",
+            )
         return rows.flatten(1).to(self.placement.device, self.placement.dtype)
 
     def _groups(self) -> Iterator[list[DumpedText]]:
@@ -165,7 +171,7 @@ class Replay:
 
 
 class _TextGroup:
-    """Some texts in pages, with the draft's context KV, and what is known of their anchors."""
+    """Some texts in KV pages, with the draft's context KV and the steps known at their anchors."""
 
     def __init__(self, replay: Replay, texts: Sequence[DumpedText]) -> None:
         self._replay, self._texts = replay, texts
@@ -185,7 +191,7 @@ class _TextGroup:
             yield Replayed(text, tuple(self._steps[anchor] for anchor in sampled[index]), tuple(walks[index]))
 
     def _walk(self, ranges: Sequence[range]) -> list[list[DraftStep]]:
-        """The steps of each text's chained walk, all texts a step at a time."""
+        """Return the steps of each text's chained walk. All texts advance one step at a time."""
         walks: list[list[DraftStep]] = [[] for _ in ranges]
         front = {index: span.start for index, span in enumerate(ranges) if span}
         while front:
@@ -217,7 +223,7 @@ class _TextGroup:
 
 
 def replay(request: ReplayRequest) -> Evaluation:
-    """Judge a draft on a dump: the chained walk as an evaluation, and beside it the mean over anchors.
+    """Judge a draft on a dump. The evaluation has the chained walk, and the mean over anchors beside it.
 
     Raises:
         PairMismatch, UsageError, UnsupportedError, CheckpointError: see `Replay`.
@@ -241,7 +247,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
         prompts=request.dump.prompts or PromptSource(name=request.dump.path.name, num_available=len(rows)),
         measured=ReplayRun(
-            **to_fields(RunFacts.here(device_name(ready.placement.device))),
+            **fields_of(RunFacts.here(device_name(ready.placement.device))),
             draft=identify(request.draft.checkpoint, request.draft_reference),
             target=request.dump.target,
             head_from=None
@@ -257,33 +263,46 @@ def replay(request: ReplayRequest) -> Evaluation:
 
 
 def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:
-    """Refuse a dump that is not of the target the draft was made for, as far as dump and draft say.
+    """Refuse a dump whose target differs from the draft's target, as far as their files state it.
 
     Raises:
-        PairMismatch: naming what both say.
+        PairMismatch: naming both values.
     """
     path, config = draft.checkpoint.path, draft.config
     missing = [tap for tap in config.target_layer_ids if tap not in dump.taps]
     if missing:
         raise PairMismatch(
             f"taps layers {_listed(config.target_layer_ids)}, but {dump.path} holds layers {_listed(dump.taps)}",
+            id="dump-lacks-layers",
             path=path,
+            field="target_layer_ids",
+            found=config.target_layer_ids,
             hint="dump the target again with --taps-from DRAFT",
         )
     if config.feature_size != dump.hidden_size:
         raise PairMismatch(
-            f"reads hidden states of {config.feature_size}, but those of {dump.path} have {dump.hidden_size}, made "
-            f"with {dump.target_name}",
+            f"reads hidden states of width {config.feature_size}, but {dump.path} holds hidden states of width "
+            f"{dump.hidden_size}, made with {dump.target_name}",
+            id="dump-hidden-size",
             path=path,
+            field="hidden_size",
+            found=config.feature_size,
+            expected=str(dump.hidden_size),
         )
     if dump.vocab_size is not None and config.vocab_size != dump.vocab_size:
         raise PairMismatch(
-            f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, of {dump.vocab_size}",
+            f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, which has vocab_size "
+            f"{dump.vocab_size}",
+            id="dump-vocab-size",
             path=path,
+            field="vocab_size",
+            found=config.vocab_size,
+            expected=str(dump.vocab_size),
         )
     if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
         raise PairMismatch(
-            f"its embedding or head is not that of {dump.target_name}, with which {dump.path} was made",
+            f"{dump.path} was made with {dump.target_name}, whose embedding or head has other weights",
+            id="dump-of-another-target",
             path=head_from.checkpoint.path,
             hint="name the dump's own target with --head-from",
         )

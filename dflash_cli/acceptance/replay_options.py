@@ -1,4 +1,4 @@
-"""The options by which `dflash eval-acceptance` judges a draft on a dump. Imports no torch."""
+"""Options of `dflash eval-acceptance` that judge a draft on a dump. Does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import MEASURING, Option, Request
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Request):
-    """Whether a draft is measured in a run or on a dump, and on which dump."""
+    """Whether a draft is measured in a live run or on a dump, and which dump."""
 
     mode: Annotated[
         Literal["live", "replay"],
@@ -32,23 +33,23 @@ class ReplayOptions(Request):
         Path | None,
         Option(
             metavar="DIR", group=MEASURING, is_setting=False,
-            help="With --mode replay: a dump of dflash dump, vLLM or SGLang.",
+            help="With --mode replay: the dump to read, written by dflash dump, vLLM or SGLang.",
         ),
     ] = None  # fmt: skip
     dump_layer_ids: Annotated[
         tuple[int, ...],
         Option(
             min=0, metavar="ID,...", group=MEASURING,
-            help="Layer ids that vLLM or SGLang was started with, in its own numbering, such as 2,10,18. Its files do "
-            "not state them.",
+            help="Layer ids that vLLM or SGLang was started with, in its own numbering, such as 2,10,18. Required for "
+            "its dumps, which do not state them.",
         ),
     ] = ()  # fmt: skip
     head_from: Annotated[
         str | None,
         Option(
             metavar="TARGET", group=MEASURING, is_setting=False,
-            help="With --mode replay: the target whose embedding and head the draft borrows. Default: the copies in "
-            "the draft's own file.",
+            help="With --mode replay: read the embedding and head from this target. Default: the copies in the draft's "
+            "own file.",
         ),
     ] = None  # fmt: skip
     every: Annotated[
@@ -82,10 +83,10 @@ def open_replay(
     causality: "Causality | None" = None,
     threads: int | None = None,
 ) -> "ReplayRequest":
-    """Open what the options name: headers of the draft and of the target, and the dump but for its hidden states.
+    """Open the draft, the target and the dump that the options name, without weights and hidden states.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: what is not there, or cannot be read.
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
     from dflash_cli.acceptance.replay import ReplayRequest
@@ -99,7 +100,8 @@ def open_replay(
     for text in opened.parsed.notes:
         console.note(text)
     if not dump.is_complete:
-        console.warn(f"{options.dump}: is not complete; judged on the {len(dump.texts)} answers that it holds")
+        told = f"{options.dump}: the dump is incomplete; the draft is judged on its {len(dump.texts)} answers"
+        console.warn(Notice(told, id="incomplete-dump"))
     if dump.note is not None:
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
@@ -116,7 +118,7 @@ def open_replay(
 
 
 def run_replay(request: "ReplayRequest") -> "Evaluation":
-    """Judge the draft, saying what is being done and how quickly it was."""
+    """Judge the draft, and print progress and speed."""
     from dflash_cli.acceptance.replay import replay as judge
     from dflash_cli.generation.run_facts import ReplayRun
 
@@ -127,7 +129,7 @@ def run_replay(request: "ReplayRequest") -> "Evaluation":
     num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks
     if evaluation.seconds > 0 and num_blocks:
         console.status(
-            f"{num_blocks} blocks drafted along {len(request.dump.texts)} answers, {num_steps} of them steps of a run, "
-            f"{num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
+            f"{num_blocks} blocks drafted for {len(request.dump.texts)} answers, {num_steps} of them in the chained "
+            f"walk, {num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
         )
     return evaluation

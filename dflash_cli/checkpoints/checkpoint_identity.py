@@ -1,10 +1,9 @@
 """Which checkpoint a result or a conversion is about: its name without a path of this machine, and digests of it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from dflash_cli.checkpoints.references import is_bundled
 from dflash_cli.checkpoints.target_copies import target_tensor
@@ -55,8 +54,8 @@ class TargetFingerprint:
     `rows` is None if only the headers are on this machine.
     """
 
-    headers: str
-    rows: str | None = None
+    headers: Annotated[str, "of the tensors' names, types and shapes"]
+    rows: Annotated[str | None, "of some of the weights; null if only headers were read"] = None
 
     def difference(self, other: "TargetFingerprint") -> str | None:
         """How two targets differ, None if no difference is known."""
@@ -65,17 +64,6 @@ class TargetFingerprint:
         if None not in (self.rows, other.rows) and self.rows != other.rows:
             return "other weights in tensors of the same names and shapes"
         return None
-
-    def to_json(self) -> dict[str, str | None]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> "TargetFingerprint | None":
-        """The fingerprint in a manifest, None if the manifest has none."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("headers"), str):
-            return None
-        rows = value.get("rows")
-        return cls(value["headers"], rows if isinstance(rows, str) else None)
 
 
 def target_fingerprint(target: TargetSource) -> TargetFingerprint:

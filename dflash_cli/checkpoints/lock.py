@@ -4,27 +4,52 @@ A digest of large weights samples them (`checkpoint_identity.py`); a lock reads 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.checkpoint_identity import name_and_commit
 from dflash_cli.checkpoints.references import Location
+from dflash_cli.documents.reading import read_document
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.digests import deciding_files, hash_file
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.strict_json import parse_json
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, GateFailed, UsageError
+from dflash_runtime.errors import CheckpointNotFound, GateFailed
 
 SHOWN_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedCheckpoint:
-    """Name, commit where it is of the hub, and the SHA-256 of each file that decides a result."""
+    """A locked draft or target."""
 
     name: str
-    commit: str | None
-    sha256: Mapping[str, str]
+    commit: Annotated[str | None, "on the hub"]
+    sha256: Annotated[Mapping[str, str], "of each file that decides a result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LockDocument(Shown):
+    """A lock file: a draft and a target by revision and hash."""
+
+    KIND: ClassVar[str] = "lock"
+
+    dflash: Annotated[str, "release that wrote the lock"]
+    date: str
+    draft: LockedCheckpoint
+    target: LockedCheckpoint
+
+    @property
+    def checkpoints(self) -> dict[str, LockedCheckpoint]:
+        """The locked checkpoints by role."""
+        return {"draft": self.draft, "target": self.target}
+
+    def summary(self) -> list[str]:
+        return [
+            f"{role:7} {item.name}: {'no commit' if item.commit is None else f'commit {item.commit}'}, "
+            f"{len(item.sha256)} files"
+            for role, item in self.checkpoints.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,37 +90,18 @@ def lock_checkpoint(path: Path, reference: str) -> LockedCheckpoint:
     )
 
 
-def to_json(checkpoints: Mapping[str, LockedCheckpoint]) -> dict[str, Any]:
-    """Checkpoints by role, for a lock file."""
-    return {role: asdict(item) for role, item in checkpoints.items()}
-
-
 def read_lock(path: Path) -> Lock:
-    """Read what `dflash lock` wrote.
+    """Read a file of `dflash lock`.
 
     Raises:
-        CheckpointNotFound: no such file; UsageError: it is no lock.
+        CheckpointNotFound: the file does not exist.
+        UsageError: the file is not a lock.
     """
     if not path.is_file():
         raise CheckpointNotFound(f"{path}: no such file", hint="write it with dflash lock DRAFT --target TARGET")
     data = path.read_bytes()
-    try:
-        document = parse_json(data, path)
-        if document.get("kind") != "lock":
-            raise UsageError(f"{path}: kind: found {document.get('kind')!r}, expected 'lock'")
-        roles: dict[str, LockedCheckpoint] = {
-            role: _read_entry(document[role]) for role in ("draft", "target") if role in document
-        }
-    except (CheckpointError, TypeError) as error:
-        raise UsageError(f"{path}: is no lock file of this version: {error}") from error
-    return Lock(path=path, sha256=hash_file(path), checkpoints=roles)
-
-
-def _read_entry(entry: Any) -> LockedCheckpoint:
-    """A checkpoint of a lock file; a TypeError where it is none."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), dict):
-        raise TypeError("no checkpoint")
-    return LockedCheckpoint(**entry)
+    document = read_document(LockDocument, data, path, hint="write it again with dflash lock --force")
+    return Lock(path=path, sha256=hash_file(path), checkpoints=document.checkpoints)
 
 
 def _differences(locked: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:

@@ -38,7 +38,12 @@ class PairReferences(Generic[Found]):
             CheckpointNotFound, UsageError: see `find`; the message says so where the draft named the target.
         """
         if self.target is None:
-            raise UsageError(f"{self.draft} does not name its target", hint="add --target TARGET")
+            raise UsageError(
+                f"{self.draft} does not name its target",
+                id="target-not-named",
+                field="--target",
+                hint="add --target TARGET",
+            )
         try:
             return find(self.target, Role.TARGET)
         except CheckpointNotFound as error:

@@ -149,7 +149,7 @@ def _tell(written: "Insertion", insert: Path | None) -> None:
 def _serve_commands(
     stored: "StoredEvaluation", engine: str, name: str | None, base_model: str | None
 ) -> dict[str, str]:
-    """The command of each engine that serves the pair; a pair that cannot be looked at has none, and that is said."""
+    """The serve command of each engine that serves the pair. A pair that cannot be read gives a note instead."""
     if engine == "none":
         return {}
     from dflash_cli.engines.pair_serving import find_serve_commands

@@ -85,7 +85,7 @@ def compare(request: ComparisonRequest) -> Comparisons:
     """Compare measured results.
 
     Raises:
-        CheckpointError, UsageError: a file that is no result, or results that cannot be compared.
+        CheckpointError, UsageError: a file is not a result, or the results cannot be compared.
     """
     from dflash_cli.comparing import result_comparison
     from dflash_cli.comparing.measured_result import read_result

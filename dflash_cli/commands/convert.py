@@ -13,17 +13,20 @@ from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SIZE, Argument, Option, parse_size, verb
+from dflash_runtime.documents import fields_of
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
     from dflash_cli.conversion.changes import Change
+    from dflash_cli.conversion.logits import LogitComparison
+    from dflash_cli.conversion.manifest import Converted, DryRun
     from dflash_cli.conversion.plan import ConversionPlan
 
 LEGEND = (
     "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
     "derived: made for the new dialect; dropped: not in the result"
 )
-"""What the words mean that `--dry-run` prints before each key, tensor and file."""
+"""Meaning of the words that `--dry-run` prints before each key, tensor and file."""
 
 
 def _complete_dialect(typed: str) -> list[str]:
@@ -137,7 +140,7 @@ def _plan(request: ConversionRequest) -> "ConversionPlan":
 
 
 @verb(ConversionRequest)
-def convert(request: ConversionRequest) -> dict[str, Any]:
+def convert(request: ConversionRequest) -> "Converted | DryRun":
     """Write the draft in the other dialect, and return the manifest; with `dry_run`, the plan as a manifest.
 
     A conversion that fails leaves nothing at the destination.
@@ -148,7 +151,7 @@ def convert(request: ConversionRequest) -> dict[str, Any]:
         CheckpointNotFound, CheckpointError, UnsupportedError, GateFailed, CapacityError: see `dflash_runtime.errors`.
     """
     plan = _plan(request)
-    return plan.to_json() if request.dry_run else _write(request, plan)
+    return _dry_run(plan) if request.dry_run else _write(request, plan)
 
 
 def command(request: ConversionRequest) -> None:
@@ -158,33 +161,41 @@ def command(request: ConversionRequest) -> None:
     if request.dry_run:
         _show_dry_run(plan)
         return
-    manifest = _write(request, plan)
-    if request.verify == "logits":
-        console.status(_logits(manifest["logits"]))
+    converted = _write(request, plan)
+    if converted.logits is not None:
+        console.status(_logits(converted.logits))
     if console.is_json():
-        console.result_json({"destination": str(request.destination), **manifest})
+        console.result_json(converted)
     else:
         console.result(str(request.destination))
 
 
-def _write(request: ConversionRequest, plan: "ConversionPlan") -> dict[str, Any]:
+def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
     from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.manifest import Converted
 
     with _bars() as progress:
-        return convert_draft(
+        manifest = convert_draft(
             plan, request.destination, verification=request.verify, progress=progress, force=request.force
         )
+    return Converted(**fields_of(manifest), destination=str(request.destination))
+
+
+def _dry_run(plan: "ConversionPlan") -> "DryRun":
+    from dflash_cli.conversion.manifest import DryRun
+
+    return DryRun(**fields_of(plan.facts))
 
 
 def _show_dry_run(plan: "ConversionPlan") -> None:
     if console.is_json():
-        console.result_json({"dry_run": True, **plan.to_json()})
+        console.result_json(_dry_run(plan))
         return
     console.status(LEGEND)
     for change in (*plan.key_changes, *plan.tensor_changes, *plan.file_changes):
-        is_same = change.result in (None, change.source)
-        names = change.source if is_same else f"{change.source or '-'} -> {change.result}"
-        console.result(f"{change.kind:8} {names}{f'  ({change.why})' if change.why else ''}")
+        is_same = change.to in (None, change.from_)
+        names = change.from_ if is_same else f"{change.from_ or '-'} -> {change.to}"
+        console.result(f"{change.change:8} {names}{f'  ({change.why})' if change.why else ''}")
     for name, tensors in plan.files.items():
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
@@ -197,15 +208,15 @@ def _summary(plan: "ConversionPlan") -> str:
     )
 
 
-def _logits(found: dict[str, float]) -> str:
+def _logits(found: "LogitComparison") -> str:
     return (
-        f"logits: the largest difference is {found['max_difference']:g} where the largest logit is "
-        f"{found['largest_logit']:g}; {found['same_best_share']:.2%} of the positions have the same best token"
+        f"logits: the largest difference is {found.max_difference:g} where the largest logit is "
+        f"{found.largest_logit:g}; {found.same_best_share:.2%} of the positions have the same best token"
     )
 
 
 def _counts(changes: "Sequence[Change]") -> str:
-    counts = Counter(change.kind for change in changes)
+    counts = Counter(change.change for change in changes)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 

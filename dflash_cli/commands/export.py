@@ -52,7 +52,7 @@ def export(request: ExportRequest) -> "Exported":
     """Make the other program's form, and write it if `output` is given.
 
     Raises:
-        CheckpointError, UsageError: a file that is no result, or a result that the form cannot state.
+        CheckpointError, UsageError: the file is not a result, or the form cannot express it.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import atomic_text, check_output

@@ -237,14 +237,14 @@ def _answer(
     open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]",
 ) -> "tuple[Tally, float, bool]":  # fmt: skip
     """Answer the prompts, or hand them off; the counts, the seconds, and whether that was interrupted."""
-    from dflash_cli.generation.answers import Tally, answer_rows
+    from dflash_cli.generation.answers import Tally
 
     tally = Tally(session.llm.num_draft_tokens)
     with ExitStack() as stack:
         stream = stack.enter_context(handing.opened(session.llm))
         sinks = [tally.add, *open_sinks(session, choice.rows, stack)]
         started = time.perf_counter()
-        events = answer_rows(session, choice.rows, lambda row: params, chat=choice.chat, stream=stream)
+        events = session.answer(choice.rows, params, chat=choice.chat, stream=stream)
         interrupted = _drain(events, sinks)
         return tally, time.perf_counter() - started, interrupted
 

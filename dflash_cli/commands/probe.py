@@ -40,7 +40,7 @@ def probe(request: ProbeRequest) -> "Probed":
 
     Raises:
         ServerUnreachable, UnsupportedError: the server does not answer, or reports no acceptance.
-        UsageError: the result to compare with has none of the prompts.
+        UsageError: the result to compare with shares no prompt with the probe.
     """
     console.status(f"asking {request.url} ...")
     with open_probe(request.url, request) as plan:

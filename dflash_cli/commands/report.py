@@ -56,7 +56,7 @@ def report(request: ReportRequest) -> Report:
     """Make a report, and write it if `output` is given.
 
     Raises:
-        CheckpointError, UsageError: a file that is no result, or an output that exists.
+        CheckpointError, UsageError: a file is not a result, or the output exists already.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole

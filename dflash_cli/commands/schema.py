@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+from dflash_cli.documents.kinds import KINDS
+from dflash_cli.documents.kinds import read_schema as read_generated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import Argument, Request
 from dflash_runtime.errors import UsageError
@@ -42,6 +44,8 @@ def kinds() -> list[str]:
 
 def read_schema(kind: str) -> dict[str, Any]:
     """The schema of a kind, complete in itself: with every definition that it refers to."""
+    if kind in KINDS:
+        return read_generated(kind)
     found: dict[str, Any] = json.loads((_folder() / f"{kind}.json").read_text(encoding="utf-8"))
     common = json.loads((_folder() / f"{COMMON}.json").read_text(encoding="utf-8"))["$defs"]
     common |= found.pop("$defs", {})

@@ -209,7 +209,7 @@ def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
 
 
 def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[EngineSettings]":
-    """What each engine is told, or why it is told nothing; none where drafting pays nowhere."""
+    """Each engine's settings or refusal; empty if drafting pays at no batch size."""
     from dflash_cli.tuning.tuned_engines import tuned_engines
 
     if tuning.overall is None:

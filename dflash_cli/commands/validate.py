@@ -118,7 +118,7 @@ def command(request: ValidationRequest) -> None:
 
 
 def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, PairReferences[Location]]":
-    """What was checked, its report, and the pair by its names."""
+    """The plan, the report and the references of the checked pair."""
     pair, location, target_location = _find_pair(
         request.draft, request.target, request.level, needs_weights=request.fix_out is not None
     )

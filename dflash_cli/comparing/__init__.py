@@ -1,1 +1,1 @@
-"""Comparing measured results: those of this tool and, read by importers, those of others."""
+"""Compare measured results of this tool and, through importers, of other programs."""

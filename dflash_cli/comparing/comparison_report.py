@@ -10,18 +10,19 @@ from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
 from dflash_runtime.documents import INLINE
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 
 
 def letter(place: int) -> str:
-    """A, B, ... by which tables name the results."""
+    """Return A, B, ... as the name of a result in tables."""
     return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
 
 
 def legend(results: Sequence[MeasuredResult]) -> list[str]:
-    """`A  old.json  3.439, 64 prompts`, a line for each result."""
+    """Return a line for each result: `A  old.json  acceptance length 3.439, 64 prompts`."""
     return [
         f"{letter(place)}  {item.name}  acceptance length {item.acceptance_len:.3f}, "
         + (f"{len(item.conversations)} prompts" if item.conversations else f"totals only ({item.source})")
@@ -30,7 +31,7 @@ def legend(results: Sequence[MeasuredResult]) -> list[str]:
 
 
 def shape_lines(results: Sequence[MeasuredResult]) -> list[str]:
-    """What the curves by position tell of faults, of each result that has such a shape."""
+    """Return the shapes of each result's acceptance curve that point to a fault."""
     return [
         f"{letter(place)} {line}" if line.startswith("shape") else f"  {line}"
         for place, item in enumerate(results)
@@ -52,7 +53,7 @@ def headline(comparison: Comparison, place: int) -> str:
 
 
 def how(comparison: Comparison, tolerance: float | None, num_results: int) -> list[str]:
-    """How the difference was taken, and what the verdict says, where `num_results` were compared."""
+    """Return lines that explain how the difference was computed and what the verdict means."""
     total = comparison.total
     if total.difference is None:
         return [f"no interval: {total.reason}"]
@@ -67,7 +68,7 @@ def how(comparison: Comparison, tolerance: float | None, num_results: int) -> li
 
 
 def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Columns and rows: the categories, and all together."""
+    """Return columns and rows: each category, then all prompts."""
     columns = ("category", "prompts", "A", letter(place), "difference", "p", "verdict")
     return columns, [_row(line) for line in (*comparison.categories, comparison.total)]
 
@@ -85,14 +86,15 @@ def _row(line: Contrast) -> tuple[str, ...]:
     )
 
 
-def warning(comparison: Comparison) -> str | None:
-    """What was measured otherwise than the first result, beside the draft."""
+def warning(comparison: Comparison) -> Notice | None:
+    """Return a warning if the two results were measured under different conditions."""
     if not comparison.unlike:
         return None
     fields = ", ".join(
         f"{name} {shorten(str(was), 24)} -> {shorten(str(now), 24)}" for name, (was, now) in comparison.unlike.items()
     )
-    return f"{comparison.other.name} was measured otherwise than {comparison.base.name}: {fields}"
+    text = f"{comparison.other.name} was measured under other conditions than {comparison.base.name}: {fields}"
+    return Notice(text, id="measured-otherwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class ContrastEntry:
 
     @classmethod
     def of(cls, line: Contrast) -> "ContrastEntry":
-        """The entry of a line of a comparison."""
+        """Return the entry of a line of a comparison."""
         return cls(
             acceptance_lens=(line.base_len, line.other_len),
             num_conversations=line.num_conversations,
@@ -125,7 +127,7 @@ class ContrastEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultEntry:
-    """One of the results that are compared."""
+    """One compared result."""
 
     name: str
     source: Annotated[str, "the program that wrote the file"]
@@ -136,7 +138,7 @@ class ResultEntry:
 
     @classmethod
     def of(cls, result: MeasuredResult) -> "ResultEntry":
-        """The entry of a result."""
+        """Return the entry of a result."""
         return cls(
             name=result.name,
             source=result.source,
@@ -160,7 +162,7 @@ class ComparisonEntry:
 
     @classmethod
     def of(cls, comparison: Comparison) -> "ComparisonEntry":
-        """The entry of a comparison."""
+        """Return the entry of a comparison."""
         return cls(
             base=comparison.base.name,
             other=comparison.other.name,
@@ -183,7 +185,7 @@ class CompareDocument:
 
 
 def compare_document(comparisons: Sequence[Comparison], tolerance: float | None) -> CompareDocument:
-    """The document of comparisons with one first result."""
+    """Return the document of comparisons with the same first result."""
     return CompareDocument(
         results=result_entries(comparisons),
         tolerance=tolerance,
@@ -192,7 +194,7 @@ def compare_document(comparisons: Sequence[Comparison], tolerance: float | None)
 
 
 def result_entries(comparisons: Sequence[Comparison]) -> tuple[ResultEntry, ...]:
-    """The first result, and every result that is compared with it; empty without comparisons."""
+    """Return the first result and every result compared with it; empty without comparisons."""
     results = [*(item.base for item in comparisons[:1]), *(item.other for item in comparisons)]
     return tuple(map(ResultEntry.of, results))
 

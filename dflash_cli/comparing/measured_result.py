@@ -1,6 +1,6 @@
-"""An acceptance that was measured, here or elsewhere, as `dflash compare` takes it.
+"""A measured acceptance for `dflash compare`, from this tool or another program.
 
-Who wrote a file is found by its content: each format of `importers/` says whether a file is of its kind, and reads it.
+The content of a file tells its format: each format of `importers/` recognises its own files and reads them.
 """
 
 import json
@@ -27,10 +27,10 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredResult:
-    """One result: its acceptance length, what each conversation gave, and facts about what was measured.
+    """One result: its acceptance length, the counts of each conversation, and facts about the measurement.
 
-    A file with totals only has no conversations, and `why_no_rows` says so. `counts` are there where the file has
-    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or says what else the length is.
+    A file with totals only lacks conversations, and `why_no_rows` gives the reason. `counts` is set if the file has
+    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or describes another definition.
     """
 
     name: str
@@ -48,22 +48,22 @@ class MeasuredResult:
 
     @property
     def shapes(self) -> list[CurveShape]:
-        """What its curve by position tells of a fault."""
+        """Shapes of the acceptance curve that point to a fault."""
         return find_shapes(self.counts, self.conversations, self.facts)
 
 
 class ResultFile:
-    """A file that was named on the command line: its text, and what that is as JSON or as JSON Lines."""
+    """A file named on the command line: its text, and the text parsed as JSON or JSON Lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise CheckpointNotFound(f"{path}: no such file")
+            raise CheckpointNotFound("no such file", path=path)
         with naming_output(path):
             try:
                 self.text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise UsageError(f"{path}: not UTF-8 at byte {error.start}") from error
+                raise UsageError(f"not UTF-8 at byte {error.start}", id="not-utf-8", path=path) from error
 
     @cached_property
     def document(self) -> Any:
@@ -78,7 +78,7 @@ class ResultFile:
         """The JSON object of the file, parsed strictly.
 
         Raises:
-            UsageError: the file is not JSON, or holds something else than an object.
+            UsageError: the file is not a JSON object.
         """
         return parse_object(self.text.encode(), self.path)
 
@@ -101,12 +101,12 @@ class ResultFile:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The objects of its lines; see `numbered_rows`."""
+        """The objects of the file's lines; see `numbered_rows`."""
         return [*self.numbered_rows.values()]
 
     @cached_property
     def numbered_rows(self) -> dict[int, dict[str, Any]]:
-        """The objects of its lines by line number, without a last line that was cut off.
+        """The objects of the file's lines by line number, without a last line that was cut off.
 
         Empty if the first line is not an object.
 
@@ -119,12 +119,13 @@ class ResultFile:
             return {}
         for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
             if row is None and line.strip() and number < len(lines):
-                raise UsageError(f"{self.path}:{number}: found {line[:20]!r}, expected a JSON object")
+                text = f"found {line[:20]!r}, expected a JSON object"
+                raise UsageError(text, id="not-an-object", path=f"{self.path}:{number}", found=line)
         return {number: row for number, row in enumerate(parsed, start=1) if row is not None}
 
-    def refuse(self, what: str, hint: str | None = None) -> UsageError:
-        """An error about this file, to be raised."""
-        return UsageError(f"{self.path}: {what}", hint=hint)
+    def refuse(self, what: str, hint: str | None = None, *, id: str) -> UsageError:
+        """Return an error about this file."""
+        return UsageError(what, id=id, path=self.path, hint=hint)
 
 
 def _parse_object(line: str) -> dict[str, Any] | None:
@@ -136,20 +137,20 @@ def _parse_object(line: str) -> dict[str, Any] | None:
 
 
 class ResultFormat(ABC):
-    """A kind of file that acceptance is read from; `title` is what people call it."""
+    """A file format with acceptance results. `title` names it in messages."""
 
     title: ClassVar[str]
 
     @abstractmethod
     def recognises(self, file: ResultFile) -> bool:
-        """Whether the file is of this kind, by its content."""
+        """Return whether the file has this format, by its content."""
 
     @abstractmethod
     def read(self, file: ResultFile) -> MeasuredResult:
-        """The result that the file holds.
+        """Return the result in the file.
 
         Raises:
-            UsageError: it lacks what a result needs.
+            UsageError: the file lacks data that a result needs.
         """
 
 
@@ -160,8 +161,8 @@ def read_result(path: Path) -> MeasuredResult:
     """Read a result of any known format.
 
     Raises:
-        CheckpointNotFound: there is no such file.
-        UsageError: no format knows it, or it lacks what a result needs.
+        CheckpointNotFound: the file does not exist.
+        UsageError: no format recognises the file, or the file lacks data that a result needs.
     """
     RESULT_FORMATS.discover(PACKAGE)
     file = ResultFile(path)
@@ -170,11 +171,11 @@ def read_result(path: Path) -> MeasuredResult:
         if item.recognises(file):
             return _read(item, file)
     known = ", ".join(item.title for item in formats)
-    raise file.refuse("holds no acceptance that can be compared", f"files that are read: {known}")
+    raise file.refuse("not a result in a known format", f"known formats: {known}", id="unknown-result-format")
 
 
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
         return kind.read(file)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
-        raise file.refuse(f"is no {kind.title} as expected: {error!r}") from error
+        raise file.refuse(f"malformed file of {kind.title}: {error!r}", id="malformed-result") from error

@@ -1,4 +1,4 @@
-"""Two or more results held against the first one. Knows no terminal."""
+"""Compare two or more results with the first one. Prints nothing."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,14 @@ NOT_MEASURED = frozenset(
         "prompts_digest", "max_num_requests", "scheduling", "dflash",
     )
 )  # fmt: skip
-"""Facts in which results that are compared may differ: the draft itself, and what decides no answer."""
+"""Facts in which compared results may differ: the draft itself, and facts that do not affect answers."""
 SAME_BY_DIGEST = {"target": "target_digest"}
-"""A name that says nothing where both results have the digest of what is named."""
+"""Names that are ignored if both results have the digest of the named file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """One line of a comparison: both lengths over all conversations or those of one category, and the difference.
+    """One line of a comparison: both lengths over all conversations or over one category, and their difference.
 
     P-values are corrected for all lines of their family. Without a `difference`, `reason` says why.
     """
@@ -51,7 +51,7 @@ class Contrast:
 
     @property
     def change(self) -> float | None:
-        """By how much the other length is above the first; None where one of them is not known."""
+        """The other length minus the first; None if one of them is unknown."""
         return None if self.base_len is None or self.other_len is None else self.other_len - self.base_len
 
     @property
@@ -70,7 +70,7 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One result held against the first one. `unlike` are facts that differ: name -> what each result has."""
+    """One result compared with the first. `unlike` maps facts that differ to the values of both results."""
 
     base: MeasuredResult
     other: MeasuredResult
@@ -85,10 +85,11 @@ def compare_results(
 ) -> tuple[Comparison, ...]:
     """Hold every further result against the first, paired by prompt unless that is waived or there are no rows.
 
-    P-values are corrected for the number of results, and those of categories for all categories of all results.
+    P-values of totals are corrected for the number of results, P-values of categories for all categories of all
+    results.
 
     Raises:
-        UsageError: results that are to be paired are of unlike prompts.
+        UsageError: the results should be paired but have different prompts.
     """
     base, *others = results
     found = [_compare(base, other, confidence, paired=paired) for other in others]
@@ -102,28 +103,34 @@ def compare_results(
 def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | None) -> None:
     """Require that no result is lower than the first, in total or in a category.
 
-    Without a tolerance, a result fails where its length is shown to be lower. With one, it fails unless a fall by more
-    than the tolerance is ruled out, and where a category is shown to be lower by more.
+    Without a tolerance, a result fails if its length is significantly lower. With a tolerance, it fails unless a larger
+    drop is ruled out, or if a category is significantly lower and drops by more.
 
     Raises:
-        GateFailed: one fails, or cannot be judged.
+        GateFailed: a result fails, or cannot be judged.
     """
     for item in comparisons:
         name, total = item.other.name, item.total
         if total.difference is None:
-            raise GateFailed(f"{name}: cannot be judged: {total.reason}")
+            raise GateFailed(f"{name}: cannot be judged: {total.reason}", id="cannot-be-judged")
         change = f"{total.difference.value:+.3f}"
         if tolerance is None and total.verdict == "lower":
-            raise GateFailed(f"{name}: acceptance length {change} against {item.base.name}")
+            text = f"{name}: acceptance length {change} against {item.base.name}"
+            raise GateFailed(text, id="lower", field="acceptance_len", found=total.difference.value)
         if tolerance is not None and total.difference.lower_bound < -tolerance:
             raise GateFailed(
-                f"{name}: a fall by more than {tolerance:g} is not ruled out: {change}, by one-sided bound "
+                f"{name}: a drop of more than {tolerance:g} is possible: estimate {change}, lower bound "
                 f"{total.difference.lower_bound:+.3f}",
-                hint="measure more prompts, if the difference itself is small",
+                id="drop-possible",
+                field="acceptance_len",
+                found=total.difference.lower_bound,
+                expected=f"at least {-tolerance:g}",
+                hint="measure more prompts if the difference itself is small",
             )
         for line in item.categories:
             if line.difference and line.verdict == "lower" and line.difference.value < -(tolerance or 0):
-                raise GateFailed(f"{name}: category {line.category}: acceptance length {line.difference.value:+.3f}")
+                text = f"{name}: category {line.category}: acceptance length {line.difference.value:+.3f}"
+                raise GateFailed(text, id="category-lower", field=line.category, found=line.difference.value)
 
 
 def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, paired: bool) -> Comparison:
@@ -169,12 +176,12 @@ def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *,
         other_len=tokens_per_step(other),
         num_conversations=min(len(base), len(other)),
         difference=difference,
-        reason=None if difference else f"an interval takes {MIN_COMPARED} prompts or more",
+        reason=None if difference else f"an interval needs {MIN_COMPARED} prompts or more",
     )
 
 
 def _corrected(lines: Sequence[Contrast], tolerance: float | None) -> list[Contrast]:
-    """The lines with p-values, corrected for how many of them are tested."""
+    """Return the lines with p-values, corrected for the number of tested lines."""
     tested = [(line, line.difference) for line in lines if line.difference is not None]
     values = iter(holm([difference.p_value for _, difference in tested]))
     within = iter(holm([difference.equivalence_p_value(tolerance or 0.0) for _, difference in tested]))
@@ -190,10 +197,10 @@ def _corrected(lines: Sequence[Contrast], tolerance: float | None) -> list[Contr
 
 
 def _pair_up(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
-    """Conversations of the same prompt; a prompt that comes twice is paired in order.
+    """Return pairs of conversations with the same prompt. Repeated prompts are paired in order.
 
     Raises:
-        UsageError: some prompt is not in both.
+        UsageError: a prompt is only in one result.
     """
     sides = [_by_key(item.conversations) for item in (base, other)]
     missing = [[side[key].name for key in side if key not in away] for side, away in (sides, sides[::-1])]
@@ -204,7 +211,8 @@ def _pair_up(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
             if names
         ]
         raise UsageError(
-            f"{other.name}: not the prompts of {base.name}: {', '.join(parts)}",
+            f"{other.name} and {base.name} have different prompts: {', '.join(parts)}",
+            id="different-prompts",
             hint="measure both on the same prompts, or pass --unpaired to compare them as independent samples",
         )
     return [(item, sides[1][key]) for key, item in sides[0].items()]
@@ -220,17 +228,17 @@ def _by_key(conversations: Sequence[ConversationCounts]) -> dict[tuple[str, int]
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names of a list, and that there are more."""
+    """Return the first names of a list, with an ellipsis if there are more."""
     return ", ".join(names[:NAMED_PROMPTS]) + (", ..." if len(names) > NAMED_PROMPTS else "")
 
 
 def _set_side_by_side(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
-    """Conversations of both results, each by itself."""
+    """Return the conversations of both results, unpaired."""
     return [*((item, None) for item in base.conversations), *((None, item) for item in other.conversations)]
 
 
 def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:
-    """Facts that both results state and that differ, but for those that say nothing about what was measured."""
+    """Return facts that both results state and that differ, except facts that do not affect the measurement."""
     was, is_now = ({"definition": item.definition, **item.facts} for item in (base, other))
     shared = was.keys() & is_now.keys()
     told = {name for name, digest in SAME_BY_DIGEST.items() if digest in shared}

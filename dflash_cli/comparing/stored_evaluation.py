@@ -1,4 +1,4 @@
-"""An evaluation read back from the document that `eval-acceptance --json` prints, with all that its reports need."""
+"""Read an evaluation back from the document of `eval-acceptance --json`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ HINT = "write one with: dflash eval-acceptance DRAFT --json > result.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredEvaluation:
-    """An evaluation and the name of its file, by which people tell it from others."""
+    """An evaluation, named after its file."""
 
     name: str
     evaluation: Evaluation
 
 
 def read_evaluations(paths: Sequence[Path]) -> list[StoredEvaluation]:
-    """The evaluations of some files, in their order.
+    """Return the evaluations of some files, in order.
 
     Raises:
         CheckpointNotFound: a file does not exist.
-        UsageError: a file is no such document, or nothing was measured: a run without a draft, or without steps.
+        UsageError: a file is not such a document, or its run had no draft or no steps.
     """
     return [StoredEvaluation(path.stem, _read(ResultFile(path))) for path in paths]
 
 
 def read_evaluation(file: ResultFile) -> Evaluation:
-    """The evaluation in a file.
+    """Return the evaluation in a file.
 
     Raises:
         UsageError: the file is not a document of `eval-acceptance`.
@@ -41,20 +41,24 @@ def read_evaluation(file: ResultFile) -> Evaluation:
 def _read(file: ResultFile) -> Evaluation:
     evaluation = read_evaluation(file)
     if not evaluation.total.counts.num_drafts or not evaluation.total.counts.num_speculative_tokens:
-        raise file.refuse("has no steps with drafts, so no acceptance was measured", HINT)
+        raise file.refuse("no step has draft tokens, so the file holds no acceptance", HINT, id="no-steps")
     return evaluation
 
 
 def refuse_capped(stored: StoredEvaluation) -> None:
-    """Require that every step verified its whole block, as a figure for K drafted tokens takes.
+    """Require that every step verified its whole block, as a figure for K draft tokens needs.
 
     Raises:
-        UsageError: naming how many were verified.
+        UsageError: naming how many tokens were verified.
     """
     counts = stored.evaluation.total.counts
     if counts.is_capped:
         raise UsageError(
             f"{stored.name}: steps verified {counts.draft_tokens_per_step:.1f} of {counts.num_speculative_tokens} "
-            "drafted tokens, expected all: what the others would have given is not known",
+            "draft tokens, expected all: acceptance of the unverified tokens is unknown",
+            id="capped-result",
+            field="num_speculative_tokens",
+            found=counts.draft_tokens_per_step,
+            expected=str(counts.num_speculative_tokens),
             hint="measure again without --verify-width, or with a smaller -k",
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dflash_cli.formats.dialect import Format
 
@@ -37,16 +37,12 @@ FOLLOWS_FROM = {"num_draft_tokens": "block_size"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key, tensor or file. `source` is None if only the result has it, `result` if only the source had it."""
+    """What becomes of one key, tensor or file."""
 
-    source: str | None
-    result: str | None
-    kind: ChangeKind
+    from_: Annotated[str | None, "null if only the result has it"]
+    to: Annotated[str | None, "null if only the source has it"]
+    change: ChangeKind
     why: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON, under the manifest's names."""
-        return {"from": self.source, "to": self.result, "change": self.kind, "why": self.why}
 
 
 def flatten(config: Mapping[str, Any], containers: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -67,7 +63,7 @@ def key_changes(
     before, after = flatten(source, source_format.containers), flatten(result, result_format.containers)
     fields = _fields(source_format)
     changes = [_change(key, value, fields.get(key), after, result_format) for key, value in before.items()]
-    reached = {change.result for change in changes}
+    reached = {change.to for change in changes}
     return [*changes, *_new_keys(after, reached, result_format)]
 
 

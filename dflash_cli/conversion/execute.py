@@ -6,21 +6,20 @@ Tensor bytes are copied and never decoded. `conversion.json` in the result says 
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
-from dflash_cli.conversion.logits import verify_logits
+from dflash_cli.conversion.logits import LogitComparison, verify_logits
+from dflash_cli.conversion.manifest import HashedConfigs, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
-from dflash_cli.conversion.write import describe_files, ended_by_sigterm, write_json, write_plan
-from dflash_cli.terminal import console
+from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan
+from dflash_runtime.documents import fields_of
 
 SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""
@@ -33,7 +32,7 @@ def convert_draft(
     verification: Verification = "roundtrip",
     progress: Progress = silent,
     force: bool = False,
-) -> dict[str, Any]:
+) -> Manifest:
     """Carry out a plan and return its manifest. Whatever happens, no half-written destination is left.
 
     With `force` a draft that stands at the destination is replaced.
@@ -51,35 +50,41 @@ def convert_draft(
         with _timed(seconds, "verify_s"):
             logits = _verify(plan, stage, verification, progress)
         with _timed(seconds, "hash_s"):
-            hashes = _hash(plan, stage, progress)
-        manifest = {**plan.to_json(), "verified": verification, **logits, **hashes, "timings": seconds}
-        write_json(stage / MANIFEST_FILE, {"schema_version": console.SCHEMA_VERSION, "kind": "conversion", **manifest})
+            weights, configs = _hash_weights(plan, stage, progress), _hash_configs(plan, stage)
+        manifest = Manifest(
+            **fields_of(plan.facts),
+            verified=verification,
+            logits=logits,
+            weights=weights,
+            configs=configs,
+            timings=seconds,
+        )
+        write_json(stage / MANIFEST_FILE, manifest)
     return manifest
 
 
-def _verify(plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress) -> dict[str, Any]:
-    """Verify the written result; returns what the manifest states about it."""
+def _verify(
+    plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress
+) -> LogitComparison | None:
+    """Verify the written result; returns how far the logits differ, if they were compared."""
     if verification == "none":
-        return {}
+        return None
     verify_roundtrip(plan, stage, progress)
-    if verification == "roundtrip":
-        return {}
-    return {"logits": asdict(verify_logits(plan.draft, open_draft(stage), plan.target))}
+    return None if verification == "roundtrip" else verify_logits(plan.draft, open_draft(stage), plan.target)
 
 
-def _hash(plan: ConversionPlan, stage: Path, progress: Progress) -> dict[str, Any]:
-    """Sizes and digests of the weights and the configs on both sides."""
-    checkpoint = plan.draft.checkpoint
-    return {
-        "weights": {
-            "source": describe_files(checkpoint.weight_files, progress),
-            "result": describe_files([stage / name for name in plan.files], progress),
-        },
-        "configs": {
-            "source": describe_files([checkpoint.config_path], silent)["config.json"],
-            "result": describe_files([stage / "config.json"], silent)["config.json"],
-        },
-    }
+def _hash_weights(plan: ConversionPlan, stage: Path, progress: Progress) -> HashedWeights:
+    return HashedWeights(
+        source=hash_files(plan.draft.checkpoint.weight_files, progress),
+        result=hash_files([stage / name for name in plan.files], progress),
+    )
+
+
+def _hash_configs(plan: ConversionPlan, stage: Path) -> HashedConfigs:
+    source, result = plan.draft.checkpoint.config_path, stage / "config.json"
+    return HashedConfigs(
+        source=hash_files([source], silent)[source.name], result=hash_files([result], silent)[result.name]
+    )
 
 
 def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:

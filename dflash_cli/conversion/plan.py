@@ -2,23 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
-from dflash_cli.conversion.origin import describe_origin
+from dflash_cli.conversion.manifest import ConversionFacts
+from dflash_cli.conversion.origin import name_of, origin_of_target, without_paths
 from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.conversion.result_config import result_config, with_stored_type
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
 from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
+from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
+from dflash_runtime.notices import Notice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,7 @@ class ConversionPlan:
     def tensor_changes(self) -> list[Change]:
         """What becomes of every tensor of the source, by its stored name."""
         stored = self.draft.checkpoint.stored_rows
-        dropped = [replace(item, source=stored(item.source).stored) for item in self.dropped if item.source is not None]
+        dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
         return [*tensor_changes(self.draft, self.kept), *dropped]
 
     @property
@@ -67,20 +71,23 @@ class ConversionPlan:
         """What becomes of every file that is neither config nor weights."""
         return [*(item.change for item in self.side_files), *left_behind(self.draft, self.side_files)]
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def facts(self) -> ConversionFacts:
         """The part of the manifest that is known before anything is written."""
-        return {
-            "tool": "dflash",
-            "version": __version__,
-            **describe_origin(self.draft.checkpoint.path, self.request),
-            "source_dialect": self.draft.format.name,
-            "destination_dialect": self.format.name,
-            "num_bytes": self.num_bytes,
-            "warnings": list(self.warnings),
-            "config": [change.to_json() for change in self.key_changes],
-            "tensors": [change.to_json() for change in self.tensor_changes],
-            "files": [change.to_json() for change in self.file_changes],
-        }
+        return ConversionFacts(
+            version=__version__,
+            source=name_of(self.draft.checkpoint.path),
+            target=origin_of_target(self.target),
+            argv=tuple(without_paths(redacted(self.request.argv))),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            source_dialect=self.draft.format.name,
+            destination_dialect=self.format.name,
+            num_bytes=self.num_bytes,
+            warnings=self.warnings,
+            config=tuple(self.key_changes),
+            tensors=tuple(self.tensor_changes),
+            files=tuple(self.file_changes),
+        )
 
 
 def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> ConversionPlan:
@@ -125,7 +132,7 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> Conversi
     )
 
 
-def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[str]]:
+def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[Notice]]:
     """The draft in the new dialect: its canonical config, its JSON, and warnings about readers of that dialect."""
     result.refuse_misread(config)
     result.refuse_style(carried)

@@ -1,7 +1,7 @@
-"""Write a corrected copy of a draft: correct the keys whose right value is beyond doubt, convert, validate again.
+"""Write a corrected copy of a draft: apply the repairs of its findings, convert it, and validate the copy.
 
-The conversion itself corrects whatever it writes anew, such as a key that must stand in two places, names of tensors
-and windows without effect. What only the trainer can know is left as it is and listed.
+The conversion also corrects everything that it writes anew: keys that belong in two places, names of tensors, and
+windows without effect. Faults that only the trainer can correct stay and are listed.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """A corrected copy. `fixed` are the ids of rules that it no longer breaks, `after` is the report on it."""
+    """A corrected copy. `fixed` lists the ids of rules that now hold, `after` is the report on the copy."""
 
     destination: Path
     dialect: str
@@ -42,15 +42,15 @@ class Repaired:
 
 
 def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
-    """Write the copy and validate it as the original was; None, with nothing written, where no finding asks for one.
+    """Write a corrected copy and validate it like the original. None if no finding asks for a copy; nothing is written.
 
     Raises:
         UsageError: the destination exists, or the draft is not local.
-        CheckpointError: the draft cannot be read even with the keys mended.
+        CheckpointError: the draft cannot be read even with the repairs.
         UnsupportedError: the copy would lose something.
     """
     if not isinstance(request.draft, Path):
-        raise UsageError("--fix-out needs the whole draft, not only its headers")
+        raise UsageError("--fix-out needs the whole draft, not only its headers", id="draft-not-local")
     mendable = [item for item in before.findings if item.level != "run" and not item.is_about_training]
     if not mendable:
         return None
@@ -61,7 +61,10 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
     try:
         draft = open_draft(checkpoint)
     except (CheckpointError, UnsupportedError) as error:
-        raise type_of(error)(f"{error.message}; only whoever trained the draft can correct this") from error
+        kind = CheckpointError if isinstance(error, CheckpointError) else UnsupportedError
+        raise kind(
+            f"{error.message}; only the trainer of the draft can correct this", id="not-repairable", field=error.field
+        ) from error
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
@@ -74,13 +77,8 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
 
 
 def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
-    """The dialect that suits every engine that is named, which is that of the strictest; otherwise the draft's own."""
+    """The dialect of the strictest named engine, unless it serves the draft's own dialect; else the draft's own."""
     strictest = max(engines, key=lambda engine: engine.strictness, default=None)
     if strictest is not None and own.name not in strictest.serves_as_is:
         return strictest.dialect
     return own.name if own.writable else COMMON
-
-
-def type_of(error: CheckpointError | UnsupportedError) -> type[CheckpointError] | type[UnsupportedError]:
-    """The plain class of an error, whose constructor takes a message."""
-    return CheckpointError if isinstance(error, CheckpointError) else UnsupportedError

@@ -23,7 +23,7 @@ def result_config(
     warnings: list[str] = []
     if request.target is not None and config.num_target_layers is None:
         config = replace(config, num_target_layers=request.target.facts.num_layers)
-    if any(change.source == HEAD for change in dropped):
+    if any(change.from_ == HEAD for change in dropped):
         config = replace(config, draft_vocab_size=config.vocab_size)
     if "verifier" in result.unstated:
         config = replace(config, verifier=None)

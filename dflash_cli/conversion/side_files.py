@@ -131,10 +131,10 @@ def left_behind(draft: DraftCheckpoint, side_files: tuple[SideFile, ...]) -> Ite
 def provenance(draft: DraftCheckpoint, result: Format) -> str:
     """The section that a conversion adds to the card."""
     source = name_of(draft.checkpoint.path)
-    commit = f" at {source['commit']}" if source["commit"] else ""
+    commit = f" at {source.commit}" if source.commit else ""
     return (
         "\n\n## Provenance\n\n"
-        f"Converted with dflash {__version__} from `{source['name']}`{commit} "
+        f"Converted with dflash {__version__} from `{source.name}`{commit} "
         f"({draft.detection.format.title}) to {result.title}. `{MANIFEST_FILE}` says what became of every key, tensor "
         "and file.\n"
     )

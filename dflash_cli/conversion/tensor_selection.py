@@ -53,7 +53,7 @@ def drop_tensors(
 
 def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[WrittenTensor]:
     """The tensors that are copied, in the order of the source's files."""
-    names = {change.source for change in dropped}
+    names = {change.from_ for change in dropped}
     in_order = sorted(draft.checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
     return [info for info in in_order if info.name not in names]
 

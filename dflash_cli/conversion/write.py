@@ -11,10 +11,12 @@ from typing import Any
 
 from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress
+from dflash_cli.conversion.manifest import HashedFile
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.side_files import SideFile, provenance
 from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.files import INDEX_FILE
+from dflash_runtime.documents import to_json
 
 
 @contextmanager
@@ -55,16 +57,17 @@ def _write_side_file(side_file: SideFile, plan: ConversionPlan, path: Path) -> N
             card.write(provenance(plan.draft, plan.format))
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: Any) -> None:
     """Write a JSON document for people and machines."""
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
-def describe_files(files: list[Path], progress: Progress) -> dict[str, dict[str, Any]]:
+def hash_files(files: list[Path], progress: Progress) -> dict[str, HashedFile]:
     """Size and SHA-256 of each file."""
     sizes = {file: file.stat().st_size for file in files}
 
     def observe(num_bytes: int) -> None:
         progress("hash", num_bytes, sum(sizes.values()))
 
-    return {file.name: {"num_bytes": size, "sha256": hash_file(file, observe)} for file, size in sizes.items()}
+    return {file.name: HashedFile(size, hash_file(file, observe)) for file, size in sizes.items()}

@@ -1,7 +1,7 @@
-"""The alternative readings of a draft: each changes one thing about how its config or its tensors are read.
+"""The alternative readings of a draft. Each changes one setting of the config, or the meaning of some tensors.
 
-To add one, yield it from a family below, or add a family to `FAMILIES`. Its `factor` decides which rule of the run
-level reports it, and its `cause` says what is wrong where it explains the draft.
+To add a reading, yield it from a family below, or add a family to `FAMILIES`. Its `factor` selects the rule of the run
+level that reports it, and its `cause` names the fault if the reading explains the draft.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,26 @@ THETAS = (10_000.0, 150_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0
 
 WINDOWS = (64, 128, 512, 1024, 2048, 4096)
 BLOCKS = (4, 8, 10, 16)
-"""Block sizes that published drafts have."""
+"""Block sizes of published drafts."""
 
 MIN_LEN = 1.5
 ANCHOR_MIN_LEN = 2.0
-"""On text that repeats itself, an untrained draft read from the anchor on accepts up to 1.5: it echoes the anchor."""
+"""Higher than MIN_LEN: on repetitive text, an untrained draft that predicts at the anchor reaches 1.5 by echoing it."""
 
 MAX_PERMUTED_TAPS = 4
-"""With more tapped layers not every order is tried, only rotations, the reverse and exchanges of two."""
+"""Up to this number of tapped layers, every order is tried; else rotations, the reverse, and exchanges of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlternativeReading:
-    """Another way to read a draft. `factor` is what it changes, `name` says how, `cause` what is wrong if it is right.
+    """Another way to read a draft.
 
-    `rewrite` changes the tensors, None where the config alone is read otherwise. Below `min_len` tokens a step the
-    reading explains nothing. A guess is one of very many, of which only the best few are worth a closer look.
+    factor      the changed setting
+    name        the change, in words
+    cause       the fault of the draft if this reading is right
+    rewrite     changes the tensors; None if only the config changes
+    is_guess    it is one of very many readings, and the screen keeps only the best
+    min_len     below this acceptance length, in tokens per step, the reading explains nothing
     """
 
     factor: str
@@ -47,10 +51,11 @@ class AlternativeReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingSpace:
-    """What readings are made from: the draft's own config, its target's, and ids that might be the mask, with names.
+    """The input of `alternative_readings`.
 
-    `rare_ids` are ids that no text seems to hold; any of them may have served as the mask.
-    `text_len` is how long the texts of the run get, in tokens: a wider window changes nothing.
+    masks       ids that may be the mask -> their names
+    rare_ids    ids that texts rarely contain, so that each may have been the mask
+    text_len    tokens of the longest text of the run; a wider window changes nothing
     """
 
     config: DraftConfig
@@ -61,7 +66,7 @@ class ReadingSpace:
 
 
 def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
-    """Every reading to try, none twice, and none that is the config's own."""
+    """Every reading to try, without repeats and without the config's own reading."""
     found = {(repr(space.config), ""): AlternativeReading("", "as configured", space.config)}
     for family in FAMILIES:
         for reading in family(space):
@@ -71,7 +76,7 @@ def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
 
 
 def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Taps one and two layers earlier and later; those at an end stay, unless two would fall together."""
+    """Taps one and two layers earlier and later. A tap at an end stays, unless two taps would become the same layer."""
     taps, depth = space.config.target_layer_ids, space.target.num_layers
     for offset, count, name in (
         (-1, "one", "earlier"),
@@ -87,7 +92,7 @@ def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
         for moved_tap in (tap - 1, tap + 1):
             if 0 <= moved_tap < depth and moved_tap not in taps:
                 moved = (*taps[:index], moved_tap, *taps[index + 1 :])
-                yield _with_taps(space, moved, f"layer {moved_tap} tapped for {tap}", "one tapped layer is another")
+                yield _with_taps(space, moved, f"layer {moved_tap} tapped for {tap}", "one tapped layer is wrong")
 
 
 def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -116,13 +121,13 @@ def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
         "no layer causal": (False,) * config.num_layers,
         "sliding layers causal, full layers not": tuple(window is not None for window in config.windows),
     }
-    cause = "the positions of a block attend to each other in another way than the draft was trained with"
+    cause = "the causality within a block differs from training"
     for name, causal in readings.items():
         yield AlternativeReading("causality", name, replace(config, causal=causal), cause)
 
 
 def _anchor(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Predictions from the anchor on, where the runtime can be made to read them: non-causal, without windows."""
+    """Predictions from the anchor on. The runtime can read them in non-causal drafts without windows."""
     config = space.config
     if not any(config.causal) and set(config.windows) == {None}:
         yield AlternativeReading(
@@ -153,7 +158,7 @@ def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
             "the draft was trained without the rope scaling that the config states",
         )
     for theta in dict.fromkeys((target.theta, *THETAS)):
-        cause = "the rope base is another than the draft was trained with"
+        cause = "the rope base differs from training"
         yield AlternativeReading(
             "rope", f"rope base {theta:.12g}", replace(config, rope=replace(own, theta=theta)), cause
         )
@@ -165,12 +170,12 @@ def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
     for token, name in (named | rare).items():
         if 0 <= token < space.config.vocab_size:
             config = replace(space.config, mask_token_id=token)
-            cause = "the mask token is another than the draft was trained with"
+            cause = "the mask token differs from training"
             yield AlternativeReading("mask", name, config, cause, is_guess=token in rare)
 
 
 def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Without windows, with one on every layer, and with another width where there is one."""
+    """No window, a window on every layer, and windows of other widths."""
     config = space.config
     stated = {window for window in config.windows if window is not None}
     cause = "the draft was trained with another attention window"
@@ -198,7 +203,7 @@ def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Rows of the target's embedding with and without the factor that the target multiplies them with."""
+    """The target's embedding with and without the factor that the target multiplies it by."""
     factor, config = space.target.embedding_scale, space.config
     if factor == 1.0 or config.has_own_width:
         return
@@ -212,9 +217,7 @@ def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _norms(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    yield _rewritten(
-        space, "norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold what is to be added to 1"
-    )
+    yield _rewritten(space, "norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold offsets from 1")
     yield _rewritten(
         space, "norm weights read as w - 1", rewrites.shift_norms(-1.0), "1 was added to the weights of norms"
     )
@@ -247,7 +250,7 @@ def _rope_layouts(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _layer_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Two neighbouring layers exchanged, and all in reverse."""
+    """Two neighbouring layers exchanged, and all layers in reverse."""
     order = tuple(range(space.config.num_layers))
     orders = {order[::-1]} | {(*order[:at], at + 1, at, *order[at + 2 :]) for at in order[:-1]}
     for other in sorted(orders - {order}):

@@ -1,4 +1,4 @@
-"""Sum up a run-level report in one sentence: the likeliest cause of low acceptance, and the next step."""
+"""One sentence on a run-level report: the likeliest cause of low acceptance, and the next step."""
 
 import shlex
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dflash_cli.rules.rule import Finding
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`sentence` names the cause, where there is one, and the next step. `rule` is the rule that found it."""
+    """A sentence that names the cause, if it was found, and the next step. `rule` is the id of the rule behind it."""
 
     sentence: str
     has_cause: bool
@@ -31,8 +31,8 @@ class Diagnosis:
 def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
-    A reading that explains the draft says most; then an error; then, where acceptance is low, a warning about
-    something that lowers it. `draft` and `target` are what the user typed.
+    A reading that explains the draft comes first, then an error. If acceptance is low, a warning about a fault that
+    lowers acceptance comes last. `draft` and `target` are the words that the user typed.
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
@@ -72,7 +72,7 @@ def _nothing(report: RunReport, low: bool, step: str) -> Diagnosis:
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
         return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
-    found = f"nothing found: no rule is broken, and none of {search.num_readings} changed settings explains the "
+    found = f"nothing found: every rule holds, and no other of {search.num_readings} readings explains the "
     found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
     if low:
         found += "; the draft itself is weak on these prompts"

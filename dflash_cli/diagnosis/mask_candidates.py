@@ -1,4 +1,4 @@
-"""Ids that might be the mask a draft was trained with, from what the target's files name."""
+"""Ids that may be the mask of a draft, from the tokens that the target's files name."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ MAX_SPECIALS = 16
 
 
 def find_specials(target: TargetSource) -> dict[int, str]:
-    """Ids of the target that a trainer might have taken for the mask, mask-like names first."""
+    """Id -> name of the target's tokens that a trainer may have used as the mask, mask-like names first."""
     tokenizer = target.checkpoint.read_optional_json("tokenizer_config.json") or {}
     contents = dict(_added_tokens(tokenizer.get("added_tokens_decoder"), target))
     found = {token: text for token, text in contents.items() if "mask" in text.lower()}
@@ -26,7 +26,7 @@ def find_specials(target: TargetSource) -> dict[int, str]:
 
 
 def _added_tokens(entries: Any, target: TargetSource) -> Iterator[tuple[int, str]]:
-    """Special tokens with their ids: from tokenizer_config.json, or from the list at the head of tokenizer.json."""
+    """(id, text) of special tokens, from tokenizer_config.json or else from tokenizer.json."""
     if isinstance(entries, dict):
         for key, entry in entries.items():
             if key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):

@@ -1,4 +1,4 @@
-"""The run level of validation: every rule on headers and weights, then the pair is run under other readings."""
+"""The run level of validation: rules on headers and weights, then runs of the pair under several readings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from dflash_runtime.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport(Report):
-    """A report of the run level. `search` is None if errors kept the pair from running; `notes` then say which."""
+    """A report of the run level. If errors stop the pair from running, `search` is None and `notes` name the rules."""
 
     search: ReadingSearch | None = None
 
@@ -30,10 +30,10 @@ class RunReport(Report):
 
 
 def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:
-    """Run every rule on headers and weights, then the pair, then the rules on how it accepts.
+    """Apply the rules on headers and weights, run the pair, and apply the rules on its acceptance.
 
     Raises:
-        UsageError: the request has no target.
+        UsageError: the target is missing.
         CheckpointNotFound, CheckpointError: the draft or the target is absent, or the target cannot be read.
         UnsupportedError: this tool does not run the target.
     """
@@ -60,7 +60,7 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
     """The report of the run level, with progress.
 
     Raises:
-        UsageError: the plan has no target, or too few prompts.
+        UsageError: the target is missing, or there are too few prompts.
     """
     from dflash_cli.diagnosis.reading_progress import ReadingProgress
     from dflash_cli.generation.announcements import announce_loading
@@ -74,19 +74,17 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
 
 
 def _reasons_not_to_run(subject: Subject, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """A note if errors keep the pair from running. Errors of one engine do not, unless this runtime shares them."""
+    """A note if errors stop the pair from running. An error of one engine counts if it also stops this runtime."""
     errors = [item for item in findings if item.severity == "error" and not item.engines]
     errors += [item for item in findings if item.engines and item.stops_runtime]
     is_stopped = any(item.stops_runtime or item.outcome == "stops" for item in errors)
     if subject.checkpoint is not None and subject.is_served and not is_stopped:
         return ()
-    return (
-        f"the pair was not run, because of errors that stop it ({', '.join(sorted({item.id for item in errors}))})",
-    )
+    return (f"the pair was not run because of errors ({', '.join(sorted({item.id for item in errors}))})",)
 
 
 def _search(subject: Subject, settings: RunSettings) -> ReadingSearch:
-    """How the pair accepts under each alternative reading of the draft."""
+    """The acceptance of the pair under each reading of the draft."""
     assert subject.checkpoint is not None
     assert subject.target_source is not None
     return search_readings(

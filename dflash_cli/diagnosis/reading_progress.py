@@ -1,10 +1,10 @@
-"""Progress of the run level: which alternative reading is running, and how many there are."""
+"""Progress of the run level: the reading that is running, and the number of readings."""
 
 from dflash_cli.terminal.console import Meter
 
 
 class ReadingProgress:
-    """Shows what `search_readings` observes. The first call brings the number of readings."""
+    """The `observe` callback of `search_readings` that shows a progress meter."""
 
     def __init__(self) -> None:
         self._meter: Meter | None = None

@@ -1,6 +1,6 @@
-"""Runs alternative readings: target and draft weights are loaded once, and each reading builds a draft from them.
+"""The runner of alternative readings. It loads the weights once, and each reading builds a draft from them.
 
-It loads torch, so it is imported only when a search starts.
+This module imports torch, so it is imported only when a search starts.
 """
 
 import random
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class AnchorFirst:
-    """A draft run as DSpark drafts are: row i of the block, from the anchor's row 0 on, predicts position i + 1.
+    """A draft that is run like a DSpark draft: row i of the block predicts position i + 1, also for the anchor's row 0.
 
-    A draft returns no logits for the first row it is given. In a non-causal block without a window only positions
-    matter and the order of rows does not, so the last row is given first and the anchor's row gets logits.
+    A draft returns no logits for its first row. In a non-causal block without windows the order of rows does not
+    matter, so the last row goes first and the anchor's row gets logits.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -50,7 +50,7 @@ class AnchorFirst:
 
 
 class ReadingRunner:
-    """A target on a device and a draft's weights beside it.
+    """A target and a draft's weights on a device.
 
     Raises:
         PairMismatch, TensorMismatch, UnsupportedError, CapacityError: the pair cannot be run.
@@ -69,16 +69,16 @@ class ReadingRunner:
         config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
         _, target_config = find_target_runtime(target, config.wanted_runtime)
         limits = resolve_limits(config, target_config, draft.config)
-        # Given prompts are continued by a lead too, where new ones are made of them.
+        # New prompts are also made from given prompts, by a sampled lead.
         prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
-        # Twice the lookahead: a reading may have blocks up to twice as long.
+        # Twice the lookahead, because a reading may double the block size.
         self.text_len = prompt_len + effort.max_new_tokens
         wanted = self.text_len + 2 * limits.num_lookahead_tokens
         config = replace(config, max_model_len=min(limits.max_model_len, wanted))
         self._pair = load_pair(target, draft, config)
 
     def build(self, reading: AlternativeReading) -> LoadedPair:
-        """The pair with its draft read another way."""
+        """The pair under another reading of its draft."""
         pair = self._pair
         assert pair.draft_weights is not None
         if reading.rewrite is not None:
@@ -88,34 +88,34 @@ class ReadingRunner:
         return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
 
     def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
-        """What estimates acceptance along these outputs, for readings that tap no other layers than these."""
+        """The screen that estimates acceptance along these outputs, for readings that tap only these layers."""
         assert self._pair.draft is not None
         return ReadingScreen(self._pair, outputs, taps, self._pair.limits.num_draft_tokens)
 
     @property
     def target_config(self) -> TargetConfig:
-        """As the code that runs the target reads it."""
+        """The target's config as the code that runs it reads it."""
         return self._pair.target.config
 
     @property
     def target_runtime(self) -> str:
-        """Whose code runs the target."""
+        """The code that runs the target: native, transformers or transformers-cache."""
         return self._pair.target_runtime
 
     @property
     def target_quantization(self) -> str | None:
-        """How the target's weights are packed, and whether they were unpacked."""
+        """The packing of the target's weights, None if they are plain."""
         return self._pair.target_quantization
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of the pair."""
+        """The warnings of the pair."""
         return self._pair.warnings
 
     def rare_ids(self, count: int) -> list[int]:
-        """Ids whose rows of the target's embedding look unused: nearest to the mean of all rows, or of extreme norm.
+        """Ids with unused rows in the target's embedding: rows near the mean of all rows, or of extreme norm.
 
-        What no text holds is not trained, so it stays where training began: a mask is usually such a row.
+        A row that no text uses keeps its initial values, and the mask's row is usually unused.
         """
         rows = self._pair.target.embedding.float()
         distances = (rows - rows.mean(dim=0)).norm(dim=1)
@@ -124,18 +124,18 @@ class ReadingRunner:
         return list(dict.fromkeys([*nearest, *norms[: count // 8].tolist(), *norms[-(count // 8) :].tolist()]))
 
     def run(self, pair: LoadedPair, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
-        """Complete the prompts greedily, an output each, though one may have failed.
+        """One greedy output per prompt. An output may have failed.
 
-        Stop tokens are passed over, so that every reading sees the same text.
+        Generation ignores stop tokens, so that every reading sees the same text.
         """
         params = SamplingParams(max_new_tokens=self._effort.max_new_tokens, ignore_eos=True)
         with LLM(pair) as llm:
             return llm.generate(prompts, params)
 
     def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-        """Prompts of these numbers: random ids or given ones, in turn, each continued by the target.
+        """One prompt per number: random ids or a given prompt, continued by the target.
 
-        The continuation is sampled: greedy text of random ids soon repeats itself, and there is only one.
+        The continuation is sampled, because greedy text of random ids soon repeats itself.
         """
         effort, vocab_size = self._effort, self._pair.limits.vocab_size
         generator = random.Random(effort.seed)

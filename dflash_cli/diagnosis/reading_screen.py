@@ -1,8 +1,8 @@
-"""A quick estimate of how a draft accepts under a reading, without generating: blocks drafted along a known text.
+"""A quick estimate of acceptance under a reading: the draft proposes blocks along known texts.
 
-The target's hidden states of the texts are computed once. Each reading then drafts from anchors spread over all texts,
-and what it would have had accepted there is counted. That costs one forward of the draft for many anchors, so every
-reading can be tried on all prompts before the best are run.
+The target's hidden states of the texts are computed once. Each reading drafts from anchors spread over all texts, and
+the right tokens are counted. One forward of the draft covers many anchors, so every reading can be tried on all prompts
+before the best readings are run.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,10 +18,10 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 
 class ReadingScreen:
-    """Prompts with the target's greedy continuations, ready to be drafted along.
+    """Texts to draft along: prompts with the target's greedy continuations.
 
-    `num_drafts` is the K that the draft's own config states; of a longer block no more drafts count, or longer would
-    always be better.
+    `num_drafts` is the K of the draft's own config. Of a longer block no more tokens count, because otherwise a longer
+    block would always be better.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReadingScreen:
         self._outputs = dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
 
     def acceptance_len(self, pair: LoadedPair, max_anchors: int) -> float:
-        """Tokens a block would give, over at most so many anchors: 1 and the drafts before the first wrong one."""
+        """Mean tokens per block over at most `max_anchors` anchors: 1 + drafted tokens before the first wrong token."""
         stride = max(1, -(-len(self._anchors) // max_anchors))
         chosen = self._anchors[::stride]
         if not chosen:
@@ -50,13 +50,13 @@ class ReadingScreen:
         return 1 + float(self._accepted(pair, chosen).float().mean())
 
     def _accepted(self, pair: LoadedPair, anchors: Sequence[Anchor]) -> Tensor:
-        """How many drafts of each anchor's block are right, [R]."""
+        """Number of tokens before the first wrong token, of each anchor's block, [R]."""
         assert pair.draft is not None
         proposed = self._texts.propose(pair.draft, self._context(pair), anchors, pair.limits.num_draft_tokens)
         return self._texts.count_right(anchors, proposed[:, : self._num_drafts])
 
     def _context(self, pair: LoadedPair) -> KVCache:
-        """The draft's context KV of all texts as this reading makes it; most make it as the one before did."""
+        """The draft's context KV of all texts under this reading, reused from the last reading if it is the same."""
         assert pair.draft is not None
         config, weights = pair.draft.config, pair.draft_weights
         made_from = (config.target_layer_ids, config.rope)

@@ -1,13 +1,13 @@
-"""The search for another reading: run a draft as its config reads, and again with one thing read another way.
+"""The search for a better reading of a draft: run the draft as its config says, and again with one setting changed.
 
-A wrong tap offset, causality, mask or rope base loads without a word and only accepts less. If another reading accepts
-more, surely and by much, it names the cause. Greedy text does not depend on the draft, so every reading is judged on
-the same text, prompt by prompt. All readings are estimated first, along the text of the first run (`reading_screen`);
-the few that look better are run.
+A draft with a wrong tap offset, causality, mask or rope base loads without an error, and fewer of its tokens are
+accepted. If a changed setting surely raises acceptance by much, the setting is the cause. Greedy text does not depend
+on the draft, so all readings are compared on the same text, prompt by prompt. `reading_screen` estimates every reading
+along the text of the first run, and the most promising readings are run.
 
-Many readings are tried, so one could look better by chance. The first prompts therefore only choose: the reading that
-gains most there, if that is enough to matter, is tested on new prompts. What was chosen does not depend on those, so
-the test is that of a single reading at 5%, however many were tried and however alike they are.
+With so many readings, a reading could gain by chance. The first prompts therefore only choose a reading: the reading
+with the largest gain is tested on new prompts. The choice does not depend on the new prompts, so this is one test at
+5%, for any number of readings.
 """
 
 from collections.abc import Sequence
@@ -37,45 +37,45 @@ if TYPE_CHECKING:
     from dflash_cli.diagnosis.reading_screen import ReadingScreen
 
 MIN_PROMPTS = 4
-"""With fewer prompts no reading is chosen."""
+"""The fewest prompts that choose a reading."""
 
 MAX_RUN = 4
-"""How many of the readings that look better are run."""
+"""The most readings that are run after the screen."""
 
 MIN_ESTIMATE = 0.02
-"""Tokens a block that a reading must seem to gain to be run."""
+"""Estimated gain, in tokens per block, from which a reading is run."""
 
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 64, 256
 MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
-"""Guesses are screened at very few anchors, the best of them and all others at few, the best of those at many."""
+"""Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
 
 NUM_RARE_IDS = 96
 
 MIN_TEST_PROMPTS = 32
-"""Prompts of the test, or as many as chose the reading if those were more.
+"""Prompts of the test, or the number of prompts that chose the reading if it is larger.
 
-A change that is worth naming is about half as large as the changes of single prompts vary (0.14 tokens and 0.27 in the
-bundled pairs, with 48 tokens a prompt); the test finds four of five such changes with 32 prompts.
+In the bundled pairs, with 48 tokens per prompt, a gain that matters is 0.14 tokens, and the gain of single prompts has
+a standard deviation of 0.27. With 32 prompts the test finds four of five such gains.
 """
 
 MIN_GAIN = 0.1
-"""Tokens a step that a reading must gain to explain a draft."""
+"""The gain in tokens per step from which a reading explains a draft."""
 
 MIN_GAIN_SHARE = 0.1
-"""And its gain as a share of the drafts a step that the config's own reading has accepted."""
+"""The gain as a share of the tokens accepted per step under the config's own reading."""
 
 MIN_BLOCK_SHARE = 1 / 8
-"""And its acceptance length as a share of the block."""
+"""The acceptance length as a share of the block."""
 
 SIGNIFICANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingResult:
-    """How a draft accepted under another reading, beside the config's own reading on the same prompts.
+    """Acceptance under another reading, and its difference from the config's own reading on the same prompts.
 
-    Where the reading was not run, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
-    was tested on new prompts has an interval, and its lengths are of those prompts.
+    If the reading was not run, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
+    was tested on new prompts has an interval, and its lengths are from these prompts.
     """
 
     reading: AlternativeReading
@@ -91,14 +91,14 @@ class ReadingResult:
 
     @property
     def matters(self) -> bool:
-        """Whether it accepts enough, and more than the config's own reading by enough to explain the draft."""
+        """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
         floor = max(self.reading.min_len, MIN_BLOCK_SHARE * self.reading.config.block_size)
         is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
         return self.acceptance_len >= floor and is_large
 
     @property
     def explains(self) -> bool:
-        """Whether it explains why the draft accepts little: it matters, and on new prompts it surely accepts more."""
+        """Whether the reading explains low acceptance: it matters, and surely gains on new prompts."""
         return self.matters and self.interval is not None and self.interval.low > 0
 
     def to_json(self) -> dict[str, Any]:
@@ -116,10 +116,11 @@ class ReadingResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
-    """The config's own reading and the alternatives, on the same prompts; those that were run come first.
+    """The config's own reading and its alternatives on the same prompts. `results` lists readings that were run first.
 
-    `num_readings` counts all that were tried, poor guesses included, which `results` leaves out; `left_out` says which
-    prompts could not be answered, and why; `warnings` are those of the pair that was run.
+    num_readings    all readings that were tried, including poor guesses, which `results` omits
+    left_out        the prompts that failed, with the reasons
+    warnings        the warnings of the pair
     """
 
     num_prompts: int
@@ -159,15 +160,20 @@ def search_readings(
     budget: SearchBudget,
     observe: Observe,
 ) -> ReadingSearch:
-    """Load both models once, make or take the prompts, choose a reading on them and test it on new ones.
+    """Load both models once, choose a reading on the given or made prompts, and test it on new prompts.
 
     Raises:
-        UsageError: too few prompts, or too few that can be answered; and whatever loading and the engine raise.
+        UsageError: too few prompts are given, or too few succeed.
+        DFlashError: the pair cannot be loaded or run.
     """
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
-        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer choose no reading")
+        raise UsageError(
+            f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} to choose a reading",
+            id="too-few-prompts",
+            found=len(prompts),
+        )
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
     readings = _readings_of(runner, draft, target, budget)
     total, is_given = len(readings) + 1, prompts is not None
@@ -197,7 +203,7 @@ def search_readings(
             *(item for item in results if item is not best),
         ]
     length = pooled_acceptance_len(base)
-    # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
+    # The screen averages over all positions of the text, not over steps, so only its differences can be used.
     estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
     return ReadingSearch(
         num_prompts=len(base),
@@ -213,7 +219,7 @@ def search_readings(
 
 
 class Screening:
-    """Estimates of readings beside the config's own, which is estimated once for each number of anchors."""
+    """Estimates of readings and of the config's own reading, which is estimated once per number of anchors."""
 
     def __init__(self, runner: "ReadingRunner", screen: "ReadingScreen", own: AlternativeReading) -> None:
         self._runner, self._screen = runner, screen
@@ -228,7 +234,7 @@ class Screening:
 
 
 def _screen(screening: Screening, readings: Sequence[AlternativeReading], observe: Observe) -> list[ReadingResult]:
-    """Estimates of all readings but the worse guesses, the best first."""
+    """Estimates of all readings except poor guesses, the best first."""
 
     def gain(item: ReadingResult) -> float:
         return -item.difference
@@ -252,7 +258,7 @@ def _screen(screening: Screening, readings: Sequence[AlternativeReading], observ
 def _readings_of(
     runner: "ReadingRunner", draft: DraftCheckpoint, target: TargetSource, budget: SearchBudget
 ) -> list[AlternativeReading]:
-    """The readings to try, without the config's own."""
+    """The alternative readings to try."""
     space = ReadingSpace(
         config=draft.config,
         target=runner.target_config,
@@ -266,22 +272,24 @@ def _readings_of(
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
-    """Outputs of the prompts that every reading is run on, and why others are left out: the config as it is failed.
+    """The outputs of the prompts that succeed, and the reasons of the others. Readings are run on these prompts.
 
     Raises:
-        UsageError: too few are left.
+        UsageError: too few prompts succeed.
     """
     answered = [output for output in outputs if output.error is None]
     failed = [f"prompt {output.index + 1}: {output.error}" for output in outputs if output.error is not None]
     if failed and len(answered) < MIN_PROMPTS:
         raise UsageError(
-            f"{len(answered)} of {len(outputs)} prompts answered, expected {MIN_PROMPTS} or more; {failed[0]}"
+            f"{len(failed)} of {len(outputs)} prompts failed, expected at least {MIN_PROMPTS} to succeed; {failed[0]}",
+            id="too-few-prompts",
+            found=len(answered),
         )
     return answered, tuple(failed)
 
 
 def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
-    """What steps gave; of a longer block no more counts than one of the config's size holds, of a failure nothing."""
+    """(tokens, steps) of each output; (0, 0) if it failed. Of a longer block only `block_size` tokens count."""
     lengths = [
         [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
         for output in outputs
@@ -292,12 +300,12 @@ def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
 def _run(
     runner: "ReadingRunner", reading: AlternativeReading, prompts: Sequence[Sequence[int]], own: AlternativeReading
 ) -> StepCounts:
-    """What steps gave under a reading, held to the block of the config's own."""
+    """(tokens, steps) of each prompt under a reading. Only the tokens of the config's own block count."""
     return _count(runner.run(runner.build(reading), prompts), own.config.block_size)
 
 
 def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
-    """A reading beside the config's own, over the prompts on which both took steps."""
+    """The result of a reading, over the prompts with steps under both readings."""
     shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
     own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
     accepted = pooled_acceptance_len(alternative)
@@ -305,12 +313,12 @@ def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) ->
 
 
 def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
-    """The reading to test: of those that gain enough to explain the draft, the one that gains most."""
+    """The reading to test: the largest gain among the readings that matter, None if no reading matters."""
     return max((item for item in results if item.matters), key=lambda item: item.difference, default=None)
 
 
 def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
-    """The chosen reading beside the config's own, with an interval: the prompts must have had no part in the choice."""
+    """The result of the chosen reading with an interval. The prompts must differ from the prompts that chose it."""
     found = compare(reading, base, other)
     interval = paired_interval(
         base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
@@ -321,11 +329,11 @@ def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, bu
 def _new_prompts(
     runner: "ReadingRunner", outputs: Sequence[RequestOutput], budget: SearchBudget, *, is_given: bool
 ) -> list[list[int]]:
-    """Prompts whose greedy text is none of these outputs': from other random ids, or further into given prompts."""
+    """Prompts with other greedy texts than these outputs: from other random ids, or further into the given prompts."""
     given = [output.prompt_token_ids for output in outputs] if is_given else []
     first = max(budget.num_prompts, len(outputs))
     made = runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
     known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-    # A target that is sure of itself may sample what it has sampled before, or the greedy text.
+    # A confident target may sample the same text twice, or the greedy text.
     new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
     return [list(prompt) for prompt in new]

@@ -84,12 +84,12 @@ def reading_rule(
     step: str = "",
     fix: str = "",
 ) -> None:
-    """Register the rule that reports the reading that explains the draft, if that reading changes one factor.
+    """Register the rule that reports the explaining reading if it changes a factor.
 
-    title     what must hold, and below it what `dflash explain` adds
-    field     the field to correct, if one value is wrong; otherwise
-    at, step  the location, and what to correct there
-    fix       replaces the usual fix
+    title       the first line of the rule's docstring, or the whole docstring
+    field       the field to correct, if one value is wrong
+    at, step    otherwise the location, and the correction in words
+    fix         replaces the usual fix
     """
 
     def run(subject: RunSubject) -> Iterator[Problem]:
@@ -148,7 +148,7 @@ reading_rule(
     "mask",
     """No other mask token explains why the draft accepts little.
 
-    Tried are special tokens, the id after them, and ids whose rows of the target's embedding look unused.
+    Tried are special tokens, the id after them, and ids with unused rows in the target's embedding.
     """,
     field="mask_token_id",
     effect="masked positions probably get another embedding than in training",

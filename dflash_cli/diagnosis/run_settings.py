@@ -1,4 +1,4 @@
-"""Settings of the run level. Prompts are read and the tokenizer is loaded only when a pair is run."""
+"""Settings of the run level. They read prompts and load the tokenizer only when a pair is run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NUM_MADE_UP = 32
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of the run level. `prompts` returns token ids, or None to have prompts made up."""
+    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids."""
 
     config: EngineConfig
     budget: SearchBudget

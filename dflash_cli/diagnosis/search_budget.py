@@ -1,4 +1,4 @@
-"""How much a search among readings runs, and what it calls to show its progress."""
+"""The budget of a search among readings, and the type of its progress callback."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Other ways to read a draft's tensors: each takes the weights as the runtime holds them and gives them as read anew.
+"""Other ways to read a draft's tensors. Each rewrite turns the runtime's weights into other weights.
 
-Projections are stacked as in `models.weights`: the rows of `qkv_proj` are those of queries, keys and values, the rows
-of `gate_up_proj` those of gate and up. torch is imported when a rewrite runs.
+Projections are stacked as in `models.weights`: `qkv_proj` has rows for queries, keys and values, `gate_up_proj` has
+rows for gate and up. A rewrite imports torch when it runs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,14 +19,14 @@ LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def shift_norms(amount: float) -> Rewrite:
-    """Add to the weight of every norm: those of Gemma's convention hold what is added to 1."""
+    """Add to the weight of every norm. In Gemma's convention, norms hold offsets from 1."""
     return lambda weights, _: {
         name: tensor + amount if name.endswith("norm.weight") else tensor for name, tensor in weights.items()
     }
 
 
 def swap_names(first: str, second: str) -> Rewrite:
-    """Let two parts of the same shape change places in every layer."""
+    """Exchange two parts of the same shape in every layer."""
 
     def rewrite(weights: "Mapping[str, Tensor]", _: DraftConfig) -> "Mapping[str, Tensor]":
         return {_swapped(name, first, second): tensor for name, tensor in weights.items()}
@@ -36,11 +36,11 @@ def swap_names(first: str, second: str) -> Rewrite:
 
 def order_layers(order: tuple[int, ...]) -> Rewrite:
     """Layer i takes the tensors of layer `order[i]`."""
-    places = {f"layers.{source}.": f"layers.{place}." for place, source in enumerate(order)}
+    renamed = {f"layers.{source}.": f"layers.{index}." for index, source in enumerate(order)}
 
     def rewrite(weights: "Mapping[str, Tensor]", _: DraftConfig) -> "Mapping[str, Tensor]":
         return {
-            next((new + name.removeprefix(old) for old, new in places.items() if name.startswith(old)), name): tensor
+            next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name): tensor
             for name, tensor in weights.items()
         }
 
@@ -48,12 +48,12 @@ def order_layers(order: tuple[int, ...]) -> Rewrite:
 
 
 def swap_gate_up(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
-    """The rows of gate and up change places."""
+    """Exchange the rows of gate and up."""
     return _edit(weights, ("gate_up_proj",), lambda rows: rows.roll(config.intermediate_size, dims=0))
 
 
 def swap_keys_values(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
-    """The rows of keys and values change places."""
+    """Exchange the rows of keys and values."""
     import torch
 
     sizes = _head_rows(config)
@@ -68,8 +68,8 @@ def swap_keys_values(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "M
 def pair_dimensions(*, to_halves: bool, with_norms: bool) -> Rewrite:
     """Reorder the dimensions of each head between the two layouts of rope, pairs side by side and halves.
 
-    `to_halves` takes rows written as pairs and gives halves, which the runtime rotates. Some exporters reorder the
-    projections alone, and leave the norms of queries and keys behind.
+    With `to_halves`, rows in pairs become rows in halves, which the runtime rotates. Some exporters reorder the
+    projections but not the norms of queries and keys.
     """
 
     def rewrite(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
@@ -93,7 +93,7 @@ def pair_dimensions(*, to_halves: bool, with_norms: bool) -> Rewrite:
 def _edit(
     weights: "Mapping[str, Tensor]", parts: Iterable[str], change: "Callable[[Tensor], Tensor]"
 ) -> "Mapping[str, Tensor]":
-    """The weights with every tensor of these parts, biases included, changed."""
+    """The weights, with a change applied to every tensor of these parts, biases included."""
     wanted = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias")) + tuple(
         f"{part}.weight" for part in parts if part in HEAD_NORMS
     )
@@ -101,7 +101,7 @@ def _edit(
 
 
 def _head_rows(config: DraftConfig) -> tuple[int, int, int]:
-    """How many rows of a stacked projection make queries, keys and values."""
+    """The number of rows for queries, keys and values in a stacked projection."""
     keys = config.num_kv_heads * config.head_dim
     return config.num_heads * config.head_dim, keys, keys
 

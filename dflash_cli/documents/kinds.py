@@ -37,12 +37,15 @@ KINDS: Mapping[str, Kind] = {
     ),
     "bench": _printed("bench", "tuning.speed:BenchDocument"),
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
+    "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
+    "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
     "dump": Kind(
         "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
         ("acceptance.dumps.own_dump:DumpManifest",),
     ),
     "eval-acceptance": _printed("eval-acceptance", "acceptance.acceptance_report:Evaluation"),
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
+    "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
     "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
 }

@@ -1,6 +1,6 @@
-"""llama.cpp: how it attends, its rules, and the commands that convert a pair to GGUF and serve it.
+"""llama.cpp: its causality, its rules, and the commands that convert a pair to GGUF and serve it.
 
-llama.cpp numbers its builds, and the rules follow its converter and loader as of August 2026.
+llama.cpp has build numbers instead of releases. The rules follow its converter and loader of August 2026.
 """
 
 import shlex
@@ -33,7 +33,7 @@ CONVERTER = "ggml-org/llama.cpp conversion/qwen.py, src/models/dflash.cpp"
 
 @ENGINES.register(NAME)
 class LlamaCpp(ServingEngine):
-    """llama.cpp, whose converter reads native drafts."""
+    """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
@@ -53,7 +53,7 @@ class LlamaCpp(ServingEngine):
         "mask-safetensors": "drops",
         "nested-style": "drops",
     }
-    """Read in conversion/qwen.py, which puts `model.` before layers and the last norm and finds the rest by name."""
+    """Source: conversion/qwen.py, which puts `model.` before layers and the last norm, and finds the rest by name."""
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """One flag for all layers, false if none is stated."""
@@ -61,7 +61,7 @@ class LlamaCpp(ServingEngine):
         return (top is True or (top is None and nested is True),) * len(subject.stated.layer_types)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """Both are converted first; the converter takes directories, and the draft has no tokenizer of its own.
+        """Two conversions to GGUF, then the server. The converter takes directories, and reads the target's tokenizer.
 
         --spec-draft-n-max is block_size - 1.
         """
@@ -76,7 +76,7 @@ class LlamaCpp(ServingEngine):
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 
 
-@check("S15", effect="llama.cpp has no tensor for the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
+@check("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
 def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
     """attention_bias is false, because llama.cpp creates no bias tensors for DFlash."""
     if subject.stated.body.get("attention_bias") is True:
@@ -102,13 +102,13 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
 @check(
     "S26",
     "warning",
-    effect="converters of July 2026 and before write a block size of 16, whatever it is",
+    effect="converters of July 2026 and earlier always write a block size of 16",
     fix="dflash validate {draft} --engine llama.cpp --fix-out {out}",
     source=CONVERTER,
     engines=ENGINE,
 )
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
-    """block_size stands at the top level, where llama.cpp's converter looks."""
+    """block_size is at the top level, where llama.cpp's converter reads it."""
     is_nested = subject.config.get("block_size") is None and subject.stated.block_size not in (None, 16)
     if isinstance(subject.format, Native) and is_nested:
         message = f"missing at the top level, {subject.stated.block_size} in dflash_config"
@@ -124,7 +124,7 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """input_embedding_scale is 1 or absent, because llama.cpp has no key for it."""
+    """input_embedding_scale is 1 or absent, because llama.cpp does not apply it."""
     yield from stated_scales(subject, ("input_embedding_scale",))
 
 

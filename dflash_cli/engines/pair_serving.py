@@ -1,4 +1,4 @@
-"""Which engines serve a pair, and what each is told of it. Nothing is run."""
+"""Which engines serve a pair, and with which commands. Nothing is run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Refusal = UnsupportedError | CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPair:
-    """A pair, what engines make of it, and why each would not serve it: None for one that does."""
+    """A pair, its report, and for each engine the reason why it does not serve the pair, or None."""
 
     subject: Subject
     report: Report
@@ -32,18 +32,21 @@ class JudgedPair:
 
     @property
     def served(self) -> ServedPair:
-        """The pair as the engines are told of it.
+        """The pair as input of a serve command.
 
         Raises:
-            UsageError: more speculative tokens than the trained block has, or neither is known.
-            CheckpointError, UnsupportedError: a config that cannot be read, though no engine would stop at it.
+            UsageError: the user asks for more drafted tokens than the block has, or the block size is not known.
+            CheckpointError, UnsupportedError: the config cannot be read, although no engine stops at it.
         """
         subject = self.subject
         if subject.parsed is None and subject.parse_error is not None:
             if subject.stated.block_size is None and subject.num_speculative_tokens is None:
                 raise UsageError(
-                    f"{subject.path}: states no block_size, so how many tokens to draft is not known",
-                    hint="pass -k with the number that it was trained to draft",
+                    "block_size is missing, so the number of drafted tokens is not known",
+                    id="block-size-unknown",
+                    path=subject.path,
+                    field="block_size",
+                    hint="pass -k with the number of tokens that it was trained to draft",
                 ) from subject.parse_error
             raise subject.parse_error
         assert subject.parsed is not None
@@ -52,7 +55,10 @@ class JudgedPair:
         most = config.num_draft_tokens
         if asked is not None and asked > most:
             raise UsageError(
-                f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}"
+                f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}",
+                id="too-many-drafts",
+                field="-k",
+                found=asked,
             )
         flags = (item.serve_flag for item in self.report.findings)
         return ServedPair(
@@ -68,10 +74,10 @@ class JudgedPair:
 def judge_pair(
     pair: PairReferences[Location], engines: Sequence[ServingEngine], num_speculative_tokens: int | None
 ) -> JudgedPair:
-    """Validate a complete pair for some engines, by headers.
+    """Validate a complete pair for some engines, from its headers.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: it cannot be opened.
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: the pair cannot be opened.
     """
     location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
     assert location is not None
@@ -104,12 +110,12 @@ def find_serve_commands(
     *,
     names: tuple[str | None, str | None],
 ) -> tuple[dict[str, str], list[str]]:
-    """The command of each engine that serves a pair, and why others do not.
+    """The command of each engine that serves a pair, and the reasons of the other engines.
 
-    `names` are what draft and target are called in the commands, where that is not how they were found.
+    `names` replace the names of draft and target in the commands.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: the pair cannot be looked at.
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: the pair cannot be opened.
     """
     judged = judge_pair(complete_pair(draft, target, find=find_checkpoint), engines, num_speculative_tokens)
     refusals = [error.message for error in judged.refusals.values() if error is not None]
@@ -122,7 +128,7 @@ def find_serve_commands(
 
 
 def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
-    """Why the engine would not serve the pair: it is not for this engine, or not sound, or not for this target."""
+    """The reason why the engine does not serve the pair: unsupported by the engine, or a faulty draft; else None."""
     errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
     stopping = [item for item in errors if item.outcome == "stops"]
     if not stopping:
@@ -131,4 +137,4 @@ def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
     first: Finding = (about_engine or stopping)[0]
     text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"
     kind = UnsupportedError if about_engine and len(about_engine) == len(stopping) else CheckpointError
-    return kind(text, hint=first.fix)
+    return kind(text, id="not-served", field=first.id, hint=first.fix)

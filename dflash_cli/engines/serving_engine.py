@@ -1,7 +1,7 @@
-"""What is known of a serving engine, the registry that finds them, and the command that starts one.
+"""Serving engines, their registry, and the commands that start them.
 
-An engine is one file in this package with a class decorated `@ENGINES.register(name)`, the rules that are about it
-alone, and the dialect that is written for it. Everything that names engines elsewhere asks the registry.
+An engine is one file in this package: a class decorated `@ENGINES.register(name)`, the rules on this engine alone, and
+the dialect that is written for it. All other code asks the registry for engines.
 """
 
 import difflib
@@ -27,12 +27,12 @@ Habit = Literal[
     "interleaved-rope-by-its-name", "gemma-norms", "nested-style",
     "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
-"""What some exporters do and engines differ about; the rule that reports it says what it is."""
+"""Habits of exporters that engines treat differently. The rule that reports a habit explains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """The commands to type, in order, and the environment variables that the last of them needs."""
+    """The commands to type, in order, and the environment variables of the last command."""
 
     commands: tuple[str, ...]
     num_draft_tokens: int
@@ -40,7 +40,7 @@ class ServeCommand:
 
     @property
     def text(self) -> str:
-        """The commands as a shell takes them."""
+        """The commands as text for a shell."""
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env.items())
         return "\n".join([*self.commands[:-1], prefix + self.commands[-1]])
 
@@ -54,10 +54,10 @@ class ServeCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPair:
-    """What a serve command is made of: names as an engine takes them, and the `serve_flag` of each finding.
+    """The input of a serve command: names that the engine can load, and the `serve_flag` of each finding.
 
-    `schedule` has a K for ranges of batch sizes, both ends included, where one K does not suit all; an engine without
-    such a setting takes `num_draft_tokens`.
+    `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
+    such a setting uses `num_draft_tokens`.
     """
 
     draft: str
@@ -70,25 +70,25 @@ class ServedPair:
 
     @property
     def context_limit(self) -> int | None:
-        """The draft's positions, where the target has more."""
+        """The draft's number of positions if the target has more, else None."""
         limit, reach = self.config.max_position_embeddings, self.target_facts.max_position_embeddings
         return limit if reach is not None and limit < reach else None
 
 
 @dataclass(frozen=True, slots=True)
 class ServingEngine:
-    """A serving engine at one release. The release is a tuple of numbers, empty if the engine has no releases.
+    """A serving engine at one release. The release is a tuple of numbers; empty for an engine without releases.
 
-    reads                  the dialects it loads, by their classes
-    dialect                the dialect in which a draft is written for it
+    reads                  the classes of the dialects that it loads
+    dialect                the name of the dialect to write a draft in for it
     serves_as_is           names of dialects that it serves without a rewritten config
-    habits                 habit of exporters -> what it does, if it does not serve the habit as meant
+    habits                 habit of exporters -> the outcome, if it does not serve the habit as meant
     releases               the known releases, oldest first; the last is assumed if the user names none
-    strictness             of several engines, the one with the highest decides the dialect of a corrected copy
-    follows_reference      it reads drafts as z-lab's code does, and takes the target's head
-    finds_by_architecture  it looks up its model by a name in `architectures`
-    takes_other_widths     it serves a draft whose hidden_size differs from the target's
-    has_dialect_rule       a rule of its own file reports dialects that it does not read
+    strictness             the engine with the highest value decides the dialect of a corrected copy
+    follows_reference      it reads drafts as z-lab's code does, and uses the target's head
+    finds_by_architecture  it finds its model by a name in `architectures`
+    takes_other_widths     it serves a draft with another hidden_size than its target
+    has_dialect_rule       a rule in its own file reports dialects that it does not read
     """
 
     name: ClassVar[str]
@@ -107,26 +107,26 @@ class ServingEngine:
 
     @classmethod
     def ends(cls) -> tuple[Release, ...]:
-        """The oldest and the newest release that is known."""
+        """The oldest and the newest known release."""
         return (cls.releases[0], cls.releases[-1]) if cls.releases else ((),)
 
     def __str__(self) -> str:
         return f"{self.name} {release_text(self.release)}".rstrip()
 
     def outcome_of(self, habit: Habit) -> Outcome:
-        """What this release does with a draft that has the habit."""
+        """The outcome if this release serves a draft with the habit."""
         return self.habits.get(habit, "serves")
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None if it does not read the dialect, or is not known to."""
+        """Causality of each layer as the engine serves it; None if the engine does not read the dialect."""
         return self.causality(subject) if isinstance(subject.format, self.reads) else None
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """`served_causality` of a draft in a dialect that the engine reads; None if it is not known for the release."""
+        """`served_causality` for a dialect that the engine reads; None if it is not known for the release."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """The command that starts the engine with a pair, with the K that it counts in."""
+        """The command that starts the engine with a pair."""
         raise NotImplementedError
 
 
@@ -141,12 +141,12 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
 
 
 def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
-    """The names of all engines for which `holds` is true, computed when a rule about them is asked."""
+    """A function that returns the names of all engines for which `holds` is true, for `check(engines=...)`."""
     return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
 
 
 def engines_that_differ(*habits: Habit) -> EngineNames:
-    """For rules about a habit: the engines that do not serve it as meant in one of their releases, or never."""
+    """As `engines_where`: the engines that do not serve one of the habits as meant, in the oldest or newest release."""
 
     def names() -> tuple[str, ...]:
         return tuple(
@@ -159,9 +159,9 @@ def engines_that_differ(*habits: Habit) -> EngineNames:
 
 
 def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
-    """A habit that was found, as a problem of those engines that do not serve it as meant.
+    """Problems about the engines that do not serve a habit as meant.
 
-    An error for engines that were named; where none was, a warning about all of them.
+    Errors about the engines that the user named. If the user named none, warnings about every engine.
     """
     named = [engine for engine in subject.engines if isinstance(engine, ServingEngine)]
     asked = named or [engine(engine.ends()[-1]) for engine in all_engines()]
@@ -186,9 +186,9 @@ def one_stated_causality(subject: Subject) -> dict[str, Any]:
 
 
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
-    """How an engine serves a draft with another causality than its config is read with, None where it does not.
+    """The problem if an engine serves a draft with another causality than its config states, else None.
 
-    Where the config states none, what was trained is not known, so that it is a warning.
+    It is a warning if the config states no causality, because then the causality of training is not known.
     """
     engine, trained = subject.engine(name), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
@@ -204,21 +204,26 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
 
 
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
-    """Read `vllm@0.33,sglang`; an engine may be named once.
+    """The engines of a text such as `vllm@0.33,sglang`.
 
     Raises:
-        UsageError: an engine or a release that is not known.
+        UsageError: an engine or a release is not known, or an engine is named twice.
     """
     engines = tuple(_parse(part.strip()) for part in (text or "").split(",") if part.strip())
     names = [engine.name for engine in engines]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--engine: {name} is given twice; name one release of each engine")
+            raise UsageError(
+                f"--engine: {name} is given twice; name one release of each engine",
+                id="engine-twice",
+                field="--engine",
+                found=name,
+            )
     return engines
 
 
 def known_engines() -> str:
-    """Every engine with its releases, for help and messages."""
+    """Every engine with its releases: `sglang@0.5.23, vllm@0.24..0.33`."""
     return ", ".join(f"{engine.name}{_span(engine.releases)}" for engine in all_engines())
 
 
@@ -228,12 +233,12 @@ def release_text(release: Release) -> str:
 
 
 def causality_by_kind(subject: Subject) -> tuple[bool, ...]:
-    """Sliding layers causal, full layers not: what readers take where a native draft states nothing."""
+    """Causality by kind of layer: sliding layers are causal, full layers are not."""
     return tuple(kind == SLIDING for kind in subject.stated.layer_types)
 
 
 def stated_once(stated: object, subject: Subject) -> tuple[bool, ...]:
-    """One stated causality for every layer, or that of the layers' kinds where none is stated."""
+    """A stated causality for every layer; if none is stated, the causality by kind of layer."""
     return (stated,) * len(subject.stated.layer_types) if isinstance(stated, bool) else causality_by_kind(subject)
 
 
@@ -243,16 +248,26 @@ def _parse(text: str) -> ServingEngine:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"--engine: unknown engine {name!r}{guess} (known: {known_engines()})")
+        raise UsageError(
+            f"--engine: unknown engine {name!r}{guess} (known: {known_engines()})",
+            id="unknown-engine",
+            field="--engine",
+            found=name,
+        )
     engine = known[name]
     if not release:
         return engine(engine.releases[-1] if engine.releases else ())
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release):
-        raise UsageError(f"--engine: {release!r} is no release of {name} (known: {known_engines()})")
+        raise _unknown_release(name, release)
     numbers = tuple(int(part) for part in release.split("."))
     if not any(numbers[: len(item)] == item for item in engine.releases):
-        raise UsageError(f"--engine: unknown release {name} {release} (known: {known_engines()})")
+        raise _unknown_release(name, release)
     return engine(numbers)
+
+
+def _unknown_release(name: str, release: str) -> UsageError:
+    text = f"--engine: unknown release {name}@{release} (known: {known_engines()})"
+    return UsageError(text, id="unknown-release", field="--engine", found=f"{name}@{release}")
 
 
 def _span(releases: tuple[Release, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Rules about what several engines have in common, whichever they are."""
+"""Rules about engines that share a trait, and about habits of exporters that engines treat differently."""
 
 from collections.abc import Iterator
 
@@ -23,22 +23,22 @@ FIX_ROPE_STYLE = (
     "serve it with vLLM, from a copy that states is_neox_style, the key it reads: dflash convert {draft} {out} "
     "--to vllm --target {target}"
 )
-NOT_FOUND = "the tensors are not found under these names, and their places keep random values"
+NOT_FOUND = "it finds no tensor under these names, and leaves random values"
 LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
 
 
 @check(
     "C36",
-    effect="vLLM, SGLang and llama.cpp's converter have no model registered under this name",
+    effect="vLLM, SGLang and llama.cpp's converter do not know this name",
     fix=FIX_TO_COMMON,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
     engines=engines_where(lambda engine: engine.finds_by_architecture),
     unnamed="warning",
 )
 def architecture_is_known(subject: Subject) -> Iterator[Problem]:
-    """architectures names DFlashDraftModel, the one name that engines register.
+    """architectures names DFlashDraftModel, the only name that engines register.
 
-    Automodel writes Qwen3DFlashDraftModel; a config saved through another class carries that class's name.
+    Automodel writes Qwen3DFlashDraftModel. A config that was saved through another class has that class's name.
     """
     named, expected = named_architectures(subject.config), subject.format.architecture
     if expected is not None and expected not in named:
@@ -52,7 +52,7 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
 @check(
     "C37",
     effect="SGLang, the z-lab reference code and speculators itself size fc.weight by hidden_size",
-    fix=f"if the draft has an embedding and a head of its own, serve it where the key is read: {FIX_VLLM}",
+    fix=f"if the draft has its own embedding and head, serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_where(lambda engine: not engine.takes_other_widths),
     unnamed="warning",
@@ -84,7 +84,7 @@ def dialect_is_read(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S17",
-    effect="transformers and llama.cpp use the target's head and leave out the draft's own head and id map",
+    effect="transformers and llama.cpp use the target's head and ignore the draft's head and id map",
     fix=FIX_VLLM,
     source="z-lab/dflash model.py; ggml-org/llama.cpp src/models/dflash.cpp",
     outcome="drops",
@@ -104,22 +104,22 @@ def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
     unnamed="warning",
 )
 def names_are_flat(subject: Subject) -> Iterator[Problem]:
-    """Tensor names have no prefix, because vLLM puts `model.` before every name.
+    """Tensor names start without a prefix, because vLLM puts `model.` before every name.
 
-    SGLang and transformers take `model.` away; no engine knows any other prefix.
+    SGLang and transformers remove `model.`; every other prefix is unknown to every engine.
     """
     prefix = common_prefix(subject)
     if prefix is None:
         return
     problem = Problem(WEIGHTS, f"names start with {prefix!r}", fix=FIX_REEXPORT if prefix == "encoder." else "")
-    stops = f"it looks for every name with a prefix of its own, finds {prefix}* there, and stops"
+    stops = f"it adds its own prefix to every name, does not find {prefix}*, and stops"
     habit: Habit = "model-prefix" if prefix == "model." else "other-prefix"
     yield from problems_of(habit, subject, problem, {"stops": stops, "drops": NOT_FOUND})
 
 
 @check(
     "N08",
-    effect="readers that look for q_proj, k_proj, v_proj, gate_proj and up_proj find none of them",
+    effect="readers do not find q_proj, k_proj, v_proj, gate_proj and up_proj",
     fix=FIX_COPY,
     source="vLLM 0.33.0 and SGLang 0.5.23 layers/linear.py; z-lab 0.1.0, run; llama.cpp conversion/qwen.py",
     engines=engines_that_differ("fused-projections"),
@@ -128,53 +128,53 @@ def names_are_flat(subject: Subject) -> Iterator[Problem]:
 def projections_are_apart(subject: Subject) -> Iterator[Problem]:
     """Projections are stored one by one, as in every dialect of DFlash.
 
-    vLLM and SGLang hold them fused in memory, and load fused ones as they are.
+    vLLM and SGLang fuse them in memory, and also load fused projections.
     """
     names = fused_names(subject)
     if names:
         problem = Problem(f"{WEIGHTS}:{names[0]}", f"fused projections: {len(names)}, expected separate ones")
-        stops = "it has no tensor for a fused projection, and stops"
+        stops = "it does not know fused projections, and stops"
         yield from problems_of("fused-projections", subject, problem, {"stops": stops, "drops": NOT_FOUND})
 
 
 @check(
     "N23",
-    effect="readers that do not know the other name leave fc and hidden_norm at random values",
+    effect="readers that do not know the other names leave fc and hidden_norm at random values",
     fix=FIX_COPY,
     source="vLLM 0.33.0 hf_to_vllm_mapper; SGLang 0.5.23 models/dflash.py; z-lab 0.1.0, run",
     engines=engines_that_differ("encoder-names"),
     unnamed="warning",
 )
 def tensors_have_their_usual_names(subject: Subject) -> Iterator[Problem]:
-    """fc and hidden_norm go by these names, rather than by encoder.fc and encoder.output_norm_enc."""
+    """fc and hidden_norm have these names, not encoder.fc and encoder.output_norm_enc."""
     names = [name for name in subject.tensors or () if name.startswith(ALIASES)]
     if names and common_prefix(subject) is None:
         problem = Problem(f"{WEIGHTS}:{names[0]}", f"{len(names)} tensors under another name than usual")
-        stops = "it has no tensor of that name, and stops"
+        stops = "it does not know the name, and stops"
         yield from problems_of("encoder-names", subject, problem, {"stops": stops, "drops": NOT_FOUND})
 
 
 @check(
     "C07",
-    effect="engines that sort the tapped layers leave the columns of fc.weight, so each gets the wrong features",
+    effect="engines that sort the tapped layers do not sort the columns of fc.weight, so features are mixed up",
     fix=NORMALISE,
     source="vLLM 0.33.0 models/interfaces.py; SGLang 0.5.23 models/qwen3.py; z-lab/dflash model.py",
     engines=engines_that_differ("unsorted-taps"),
     unnamed="warning",
 )
 def taps_ascend(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers are listed in ascending order, each of them once.
+    """Tapped layers are listed in ascending order without repeats.
 
-    The reference code concatenates them as listed; vLLM sorts them and drops repeats, SGLang takes each where it comes
-    by it. Putting them in order changes nothing if the columns of fc.weight move along, as they do with
-    --normalise-taps.
+    The reference code concatenates the features as listed. vLLM sorts the layers and drops repeats, and SGLang captures
+    each layer when it runs. --normalise-taps sorts the list together with the columns of fc.weight, so the draft
+    computes the same.
     """
     taps = subject.stated.taps or []
     stated = subject.stated.value("target_layer_ids")
-    sorting = "it takes the features in order of the layers, fc.weight has them as listed"
-    missing = "it takes each layer once, so fc.weight gets fewer features than it has columns"
+    sorting = "it passes features in order of the layers, but the columns of fc.weight are in the listed order"
+    missing = "it captures each layer once, so fc.weight gets fewer features than it has columns"
     if len(set(taps)) != len(taps):
-        fix = f"{NORMALISE} --allow-lossy # adds up the columns of one layer, which rounds"
+        fix = f"{NORMALISE} --allow-lossy # adds up the columns of repeated layers, which rounds"
         problem = Problem(subject.at("target_layer_ids"), f"{stated} repeats a layer", fix=fix)
         yield from problems_of("repeated-taps", subject, problem, {"stops": missing, "drops": sorting})
     elif taps != sorted(taps):
@@ -184,7 +184,7 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C41",
-    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
+    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs; this tool and the reference code rotate halves",
     fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name", "nested-style"),
@@ -194,10 +194,10 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     """Rope rotates halves, as in NeoX.
 
-    A mismatch raises no error in any engine. vLLM from 0.29 on and SGLang read the key and rotate as it says; vLLM 0.28
-    rotates as its target does; earlier ones, transformers, llama.cpp and this tool rotate halves.
+    No engine reports a mismatch. vLLM from 0.29 on and SGLang follow the key. vLLM 0.28 rotates like its target.
+    Earlier releases of vLLM, transformers, llama.cpp and this tool rotate halves.
     """
-    drops = "it does not go by the key, and rotates halves"
+    drops = "it ignores the key, and rotates halves"
     keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
     for key, habit in keys.items():
         for item in subject.stated.statements(key):
@@ -211,7 +211,7 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C44",
-    effect="SGLang adds one to every norm weight, other readers do not; one of them serves what was not trained",
+    effect="SGLang adds one to every norm weight and other readers do not, so some of them serve another model",
     fix="export the draft again with plain norms, then check it: dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
     engines=engines_that_differ("gemma-norms", "nested-style"),
@@ -219,16 +219,15 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def norms_are_plain(subject: Subject) -> Iterator[Problem]:
-    """Norms multiply by their weight, rather than by one plus their weight.
+    """Norms multiply by their weight, not by one plus their weight.
 
-    SGLang reads use_gemma_norm as asking for the other kind; vLLM, this tool and the z-lab reference code do not look
-    at it.
+    If use_gemma_norm is true, SGLang adds one. vLLM, this tool and the z-lab reference code ignore the key.
     """
     for item in subject.stated.statements("use_gemma_norm"):
         if item.value is True:
             habit: Habit = "gemma-norms" if _is_outermost(subject, item.key) else "nested-style"
-            problem = Problem(subject.location(item.key), "true, which only SGLang reads, and at the top level only")
-            drops = "it multiplies by the weight alone, where the config asks for one plus the weight"
+            problem = Problem(subject.location(item.key), "true; only SGLang reads the key, and only at the top level")
+            drops = "it multiplies by the weight alone, but the config asks for one plus the weight"
             yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
 
 
@@ -240,8 +239,8 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     engines=engines_that_differ("use-swa"),
 )
 def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
-    """Windows are stated in layer_types, where every engine looks, and not in use_swa alone."""
-    drops = "it does not read the key, and attends to the whole context"
+    """Windows are stated in layer_types, which every engine reads, and not only in use_swa."""
+    drops = "it ignores the key, and attends to the whole context"
     for key in subject.stated.window_keys:
         problem = Problem(subject.location(key), "true, expected the sliding layers in layer_types")
         yield from problems_of("use-swa", subject, problem, {"stops": drops, "drops": drops})
@@ -249,33 +248,33 @@ def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N15",
-    effect="readers that take the mask token's own row draft worse",
+    effect="acceptance drops in readers that use the mask token's own row",
     fix="dflash serve-command {draft} --target {target} --engine vllm # or sglang: they read mask_embedding.pt",
     source="vLLM 0.33.0 qwen3_dflash.py, default_loader.py; SGLang 0.5.23 dflash_worker_v2.py; vllm-project/vllm#46104",
     engines=engines_that_differ("mask-pickle", "mask-safetensors"),
     unnamed="warning",
 )
 def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
-    """No learned mask embedding lies beside the weights.
+    """The mask embedding is the mask token's row, not a learned tensor in a file.
 
-    vLLM from 0.25 on and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that
-    file for weights of the draft unless an index leaves it out.
+    vLLM from 0.25 on and SGLang read mask_embedding.pt. No engine reads mask_embedding.safetensors, and vLLM loads it
+    as weights of the draft unless an index excludes it.
     """
-    drops = "it does not read the file, and takes the mask token's own row"
+    drops = "it ignores the file, and uses the mask token's own row"
     if "mask_embedding.pt" in subject.files:
         problem = Problem("mask_embedding.pt", "a learned mask embedding in a pickle file")
         yield from problems_of("mask-pickle", subject, problem, {"stops": drops, "drops": drops})
     if "mask_embedding.safetensors" in subject.files:
         fix = "serve the draft with its mask_embedding.pt, in vLLM or SGLang; then check it: dflash validate {draft}"
-        problem = Problem("mask_embedding.safetensors", "a learned mask embedding, which no engine looks for", fix=fix)
-        stops = "it loads every safetensors file, finds no place for this tensor, and stops"
+        problem = Problem("mask_embedding.safetensors", "a learned mask embedding that no engine reads", fix=fix)
+        stops = "it loads every safetensors file, does not know this tensor, and stops"
         if INDEX_FILE in subject.files:
             stops = drops
         yield from problems_of("mask-safetensors", subject, problem, {"stops": stops, "drops": drops})
 
 
 def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator[Problem]:
-    """A problem about the engines among those that the user named that do not read the draft's dialect."""
+    """A problem about each named engine that does not read the draft's dialect."""
     unable = tuple(
         engine.name
         for engine in engines

@@ -1,4 +1,4 @@
-"""SGLang: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
+"""SGLang: its releases, its causality, its serve command, its rules, and the dialect that is written for it."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,13 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.formats.dialect import FORMATS, Format
+from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import LossyConversion
 
 NAME = "sglang"
 ENGINE = (NAME,)
@@ -34,7 +33,7 @@ NEWEST = f"SGLang {release_text(RELEASES[-1])}"
 CODE = "SGLang 0.5.23 models/dflash.py"
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
 PLAIN_DRAFT = "plain-draft"
-"""A serve flag: the target is packed, and the draft must not be packed like it."""
+"""A serve flag: the target is packed, and the draft must stay plain."""
 
 SERVED = frozenset(
     {
@@ -45,7 +44,7 @@ SERVED = frozenset(
         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen4_exp",
     }
 )  # fmt: skip
-"""Values of the target's model_type whose SGLang model, or the one it inherits from, can hand out layers to DFlash."""
+"""Values of model_type for which SGLang's model, or its base class, can hand out layers to DFlash."""
 
 NO_LAST_LAYER = frozenset(
     {
@@ -53,12 +52,12 @@ NO_LAST_LAYER = frozenset(
         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
     }
 )  # fmt: skip
-"""Those that never capture the last layer's output."""
+"""Values of model_type for which SGLang never captures the last layer's output."""
 
 
 @ENGINES.register(NAME)
 class SglangEngine(ServingEngine):
-    """SGLang, which reads the native dialect only."""
+    """SGLang. It reads only the native dialect."""
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
@@ -76,7 +75,7 @@ class SglangEngine(ServingEngine):
         "mask-safetensors": "drops",
         "nested-style": "drops",
     }
-    """Read in 0.5.23: models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
+    """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """The top-level is_causal, else the layers' kinds. Source: SGLang 0.5.23 models/dflash.py."""
@@ -127,7 +126,7 @@ def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
-    """The draft is in the native dialect, the only one that SGLang reads."""
+    """The draft is in the native dialect, the only dialect that SGLang reads."""
     yield from unknown_dialect(subject, SglangEngine)
 
 
@@ -153,7 +152,7 @@ def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
-    """Causality is stated in the top-level is_causal, the place where SGLang looks."""
+    """Causality is stated in the top-level is_causal, where SGLang reads it."""
     problem = problem_of_causality(NAME, subject)
     if problem is not None:
         yield replace(problem, repair=one_stated_causality(subject))
@@ -167,7 +166,7 @@ def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers stop before the last one if SGLang cannot hand out its output."""
+    """The target's last layer is not tapped if SGLang cannot hand out its output."""
     depth = subject.num_target_layers
     kind = subject.target.model_type if subject.target is not None else None
     is_last = depth is not None and depth - 1 in (subject.stated.taps or ())
@@ -177,7 +176,7 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S21",
-    effect="SGLang ignores the scale, so the draft embeds its block at another scale",
+    effect="SGLang ignores the scale, so the block's embeddings have another scale than in training",
     fix=f"dflash eval-acceptance {{draft}} --target {{target}} # applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
@@ -201,7 +200,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
-    """A packed target leaves its plain draft unpacked."""
+    """The draft stays plain although its target is packed."""
     if subject.target is not None and subject.target.quantization is not None:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
@@ -233,10 +232,10 @@ def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
 
 @FORMATS.register(NAME)
 class Sglang(EngineNative):
-    """The native dialect as SGLang reads it as trained.
+    """The native dialect, written so that SGLang serves the draft as trained.
 
-    Written only; the file is a native one. SGLang takes causality from the top level alone, has no reduced head, takes
-    the draft's width for the target's, and knows two of the three scales.
+    Detection finds the file as native. SGLang reads causality only at the top level, uses the target's head, assumes
+    the target's width, and applies two of the three scales.
     Source: SGLang 0.5.23 speculative/dflash_utils.py::parse_dflash_draft_config, models/dflash.py.
     """
 
@@ -249,5 +248,4 @@ class Sglang(EngineNative):
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         super().refuse_to_write(config)
-        if config.input_embedding_scale != 1.0:
-            raise LossyConversion(f"input_embedding_scale: {NEWEST} has no key for it")
+        refuse_scales(config, NEWEST, ("input_embedding_scale",))

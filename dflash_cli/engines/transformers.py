@@ -1,6 +1,6 @@
-"""transformers with z-lab's own code (PyPI dflash 0.1.0): its releases, how it attends, its rules, its program.
+"""transformers with z-lab's code (PyPI dflash 0.1.0): its releases, its causality, its rules, and its program.
 
-A draft is served by a short program, since z-lab's package has no server.
+z-lab's package does not include a server, so a short program runs the draft.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,14 +50,14 @@ class Transformers(ServingEngine):
         "mask-safetensors": "drops",
         "nested-style": "drops",
     }
-    """Recorded from z-lab 0.1.0, see tests/golden/engine_habits.json."""
+    """Recorded from z-lab 0.1.0 in tests/golden/engine_habits.json."""
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """The top-level is_causal, else the layers' kinds. Source: z-lab/dflash 0.1.0 model.py."""
         return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """A program; the package's script shares our name, and so is not called."""
+        """A program. It does not call the package's script, which has the name of this tool."""
         lines = (
             "# pip install 'dflash[local]' in an environment of its own: it is z-lab's package",
             "from dflash.model import DFlashDraftModel, dflash_generate",
@@ -76,16 +76,13 @@ class Transformers(ServingEngine):
 @check(
     "S13",
     "warning",
-    effect="z-lab's code of April 2026 reads them there only and stops",
+    effect="z-lab's code of April 2026 reads them only there and stops",
     fix="dflash validate {draft} --target {target} --engine transformers --fix-out {out}",
     source=ZLAB,
     engines=ENGINE,
 )
 def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
-    """block_size and num_target_layers stand at the top level.
-
-    That is where z-lab's first code, of April 2026, reads them.
-    """
+    """block_size and num_target_layers are at the top level, where z-lab's code of April 2026 reads them."""
     if not isinstance(subject.format, Native):
         return
     for key in ("block_size", "num_target_layers"):
@@ -95,13 +92,13 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S30",
-    effect="z-lab's code crops keys and values only, so rejected tokens stay in the state and the text becomes another",
+    effect="z-lab's code crops keys and values only, so rejected tokens stay in the state and change the text",
     fix="dflash serve-command {draft} --target {target} --engine sglang # keeps the state after every verified token",
     source="z-lab/dflash#172; huggingface/transformers#49036; sgl-project/sglang#28010",
     engines=ENGINE,
 )
 def reference_keeps_no_rejected_tokens(subject: Subject) -> Iterator[Problem]:
-    """Every layer of the target keeps keys and values, rather than a state that z-lab's code does not roll back."""
+    """Every layer of the target keeps keys and values, not a state, because z-lab's code does not roll back states."""
     kinds = subject.target.layer_kinds if subject.target is not None else ()
     stateful = [kind for kind in STATE_KINDS if kind in kinds]
     if stateful:
@@ -128,13 +125,13 @@ def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem
 
 @check(
     "S31",
-    effect="z-lab's code has no attention sinks and leaves them out",
+    effect="z-lab's code ignores attention sinks",
     fix="dflash serve-command {draft} --target {target} --engine vllm # vLLM and SGLang compute them",
     source="z-lab/dflash 0.1.0 model.py; vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
     engines=ENGINE,
 )
 def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
-    """The draft has no attention sinks, which z-lab's code does not compute."""
+    """The draft works without attention sinks, because z-lab's code does not compute them."""
     if subject.stated.value("has_sinks") is True:
         yield Problem(subject.at("has_sinks"), "true")

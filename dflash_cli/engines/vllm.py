@@ -1,6 +1,6 @@
-"""vLLM: its releases, how it attends, its serve command, its rules, and the dialect that is written for it.
+"""vLLM: its releases, its causality, its serve command, its rules, and the dialect that is written for it.
 
-What a release does was read in its own code, for 0.24.0 to 0.33.0 each: model_executor/models/qwen3_dflash.py,
+Source: the code of each release from 0.24.0 to 0.33.0, in model_executor/models/qwen3_dflash.py,
 transformers_utils/configs/speculators/algos.py, v1/spec_decode/dflash.py and v1/worker/gpu/spec_decode/dflash/.
 """
 
@@ -21,9 +21,9 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import FORMATS, Format, Json
+from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import SCALES, scales_in_use
+from dflash_cli.formats.fields import SCALES
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
@@ -35,37 +35,37 @@ from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import LossyConversion
 from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 NAME = "vllm"
 ENGINE = (NAME,)
 RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
 NEWEST = f"vLLM {release_text(RELEASES[-1])}"
 READS_WINDOWS: Release = (0, 25)
-"""The first release with windows and with mask_embedding.pt (vllm-project/vllm#46104); it has no mixed layers yet."""
+"""The first release with windows and mask_embedding.pt (vllm-project/vllm#46104), but without mixed layers."""
 READS_KINDS: Release = (0, 26)
-"""The first with a causality for each layer, by its kind, with mixed layers, and with the speculators flag, which it
-takes for every layer (vllm-project/vllm#47745). Before it, dflash_config.causal was one flag for all, false if absent.
+"""The first release with causality by kind of layer, with mixed layers, and with the speculators flag, which it applies
+to every layer (vllm-project/vllm#47745). Earlier releases read one flag, dflash_config.causal, false if absent.
 """
 READS_IS_CAUSAL: Release = (0, 28)
-"""The first that reads is_causal, which it prefers to dflash_config.causal, and tensors under names of an encoder."""
+"""The first release that reads is_causal, which it prefers to dflash_config.causal, and encoder names of tensors."""
 READS_SCHEDULE: Release = (0, 28)
-"""The first in which num_speculative_tokens_per_batch_size was read, as a list of ranges (vllm-project/vllm#45953)."""
+"""The first release that reads num_speculative_tokens_per_batch_size, a list of ranges (vllm-project/vllm#45953)."""
 READS_ROPE_STYLE: Release = (0, 29)
-"""The first that reads is_neox_style; 0.28 puts the target's own rope style there."""
+"""The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
 FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
 FIX_TO_VLLM = "dflash convert {draft} {out} --to vllm --target {target}"
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
-"""A serve flag: the target asks for a quantised KV cache, which the draft may find no attention for."""
+"""A serve flag: the target asks for a quantised KV cache, and the draft's attention may not support it."""
 
 
 @ENGINES.register(NAME)
 class VllmEngine(ServingEngine):
-    """vLLM, which reads native and speculators drafts."""
+    """vLLM. It reads native and speculators drafts."""
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native, SpeculatorsFormat)
@@ -84,22 +84,22 @@ class VllmEngine(ServingEngine):
         "mask-safetensors": "stops",
         "nested-style": "drops",
     }
-    """Read in 0.33.0: qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
+    """Source: 0.33.0 qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 
     learnt: ClassVar[Mapping[Habit, tuple[Release, Outcome]]] = {
         "encoder-names": (READS_IS_CAUSAL, "stops"),
         "interleaved-rope": (READS_ROPE_STYLE, "drops"),
         "mask-pickle": (READS_WINDOWS, "drops"),
     }
-    """The first release that serves a habit as meant, and what those before it do."""
+    """Habit -> the first release that serves it as meant, and the outcome in earlier releases."""
 
     def outcome_of(self, habit: Habit) -> Outcome:
-        """Earlier releases read fewer names and keys."""
+        """The outcome if this release serves a draft with the habit. Earlier releases know fewer names and keys."""
         first, before = self.learnt.get(habit, ((), "serves"))
         return before if self.release < first else self.habits.get(habit, "serves")
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
-        """The keys that this release reads, else the layers' kinds, where it looks at these."""
+        """Causality of the keys that this release reads, else by kind of layer."""
         stated = subject.stated.body.get("is_causal") if self.release >= READS_IS_CAUSAL else None
         if not isinstance(stated, bool):
             stated = self._flag(subject)
@@ -120,7 +120,7 @@ class VllmEngine(ServingEngine):
         if revision:
             speculative["revision"] = revision
         if pair.schedule and self.release >= READS_SCHEDULE:
-            # Buffers are made for num_speculative_tokens, which bounds what the schedule may ask for.
+            # vLLM sizes its buffers by num_speculative_tokens, so it must be the largest K of the schedule.
             speculative["num_speculative_tokens"] = max(number for *_, number in pair.schedule)
             speculative["num_speculative_tokens_per_batch_size"] = [list(item) for item in pair.schedule]
         target, _, target_revision = pair.target.partition("@")
@@ -140,10 +140,7 @@ class VllmEngine(ServingEngine):
 @check(
     "C27",
     effect="vLLM stops",
-    fix=(
-        "if the training used silu, write it and run dflash validate {draft}; otherwise use an engine that has this "
-        "activation"
-    ),
+    fix="if the training used silu, write it and run dflash validate {draft}; else use an engine with this activation",
     source="vLLM 0.33.0 qwen3_dflash.py",
     engines=ENGINE,
     unnamed="warning",
@@ -157,14 +154,14 @@ def activation_is_silu(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "M02",
-    effect="vLLM has nowhere to load d2t and stops",
+    effect="vLLM does not know d2t and stops",
     fix=f"{FIX_COPY} # drops the map if it maps every id to itself",
     source="vLLM 0.33.0 models/utils.py",
     engines=ENGINE,
     unnamed="warning",
 )
 def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
-    """A draft with the whole output vocabulary has no id map (d2t)."""
+    """The id map (d2t) is absent if the draft has the whole output vocabulary."""
     found = subject.stated.vocabulary_sizes
     if found is None or subject.tensors is None or found[0] != found[1]:
         return
@@ -178,7 +175,7 @@ def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
 @check(
     "S01",
     "info",
-    effect="vLLM infers the method from the name; otherwise the method must be given",
+    effect="vLLM cannot infer the method from the name, so the command must give it",
     fix=f"{FIX_SERVE} # gives the method",
     source="vLLM 0.33.0 config/speculative.py",
     engines=ENGINE,
@@ -194,12 +191,12 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     if "dflash" not in name:
         yield Problem(CONFIG_FILE, "the draft's name does not contain dflash")
     elif "eagle-" in name or "eagle3" in name:
-        yield Problem(CONFIG_FILE, "the draft's name contains eagle, which vLLM takes for the method")
+        yield Problem(CONFIG_FILE, "the draft's name contains eagle, so vLLM infers that method")
 
 
 @check(
     "S02",
-    effect="masks past the trained block are positions the draft has never seen; vLLM does not check",
+    effect="the draft has never seen masks past the trained block; vLLM does not check",
     fix=f"{FIX_SERVE} # asks for block_size - 1",
     source="vllm-project/vllm#41834; vLLM 0.33.0 config/speculative.py",
     outcome="drops",
@@ -208,8 +205,8 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
 def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--num-speculative-tokens is block_size - 1 on vLLM.
 
-    A larger number goes beyond the training. A smaller one shortens the block itself, and every row of a non-causal
-    block depends on how many follow.
+    A larger number drafts more tokens than in training. A smaller number shortens the block, and in a non-causal block
+    every row depends on the number of rows after it.
     """
     asked, block = subject.num_speculative_tokens, subject.stated.block_size
     if asked is None or block is None or asked == block - 1:
@@ -269,16 +266,16 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """Scales are neutral or absent, because vLLM's DFlash model has none.
+    """Scales are absent or change nothing, because vLLM's DFlash model ignores them.
 
-    Leaving out an embedding scale ruins the drafts; leaving out a multiplier or a soft cap only changes sampled ones.
+    Without its embedding scale a draft proposes noise. Without a multiplier or a soft cap, only sampled drafts change.
     """
     yield from stated_scales(subject)
 
 
 @check(
     "S07",
-    effect="whether masked positions attend to later ones differs from what the config states",
+    effect="whether masked positions attend to later positions differs from the config",
     fix=FIX_TO_VLLM,
     source="vLLM 0.24.0 to 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47745",
     outcome="drops",
@@ -287,8 +284,9 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
     """vLLM serves every layer with the causality that the config states.
 
-    C20 and C21 report the flag that vLLM from 0.26 on applies to full layers too, S28 the layers that 0.24 and 0.25 do
-    not serve; this rule reports every other difference. Before 0.28 only dflash_config.causal is read, not is_causal.
+    C20 and C21 report the flag that vLLM from 0.26 on also applies to full layers. S28 reports layers that 0.24 and
+    0.25 do not serve. This rule reports every other difference. Releases before 0.28 read only dflash_config.causal,
+    not is_causal.
     """
     engine, problem = subject.engine(NAME), problem_of_causality(NAME, subject)
     if engine is None or problem is None or _problem_of_windows(engine, subject) is not None:
@@ -303,7 +301,7 @@ def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
 @check(
     "S22",
     "warning",
-    effect="attention backends that read a quantised KV cache may have no non-causal attention",
+    effect="attention backends for a quantised KV cache may not support non-causal attention",
     fix=f"{FIX_SERVE} # adds --kv-cache-dtype bfloat16",
     source="vllm-project/vllm#41559, #53979",
     engines=ENGINE,
@@ -328,9 +326,9 @@ def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
-    """The release of vLLM serves sliding layers, and those with full layers among them.
+    """The release of vLLM serves sliding layers, also together with full layers.
 
-    0.24 has no windows, and 0.25 refuses a draft with both kinds of layer.
+    0.24 serves sliding layers as full layers, and 0.25 refuses a draft with both kinds.
     """
     engine = subject.engine(NAME)
     problem = _problem_of_windows(engine, subject) if engine is not None else None
@@ -339,7 +337,7 @@ def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
 
 
 def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None:
-    """Layers that the release cannot serve, with how it serves them; their causality is no finding of its own."""
+    """The problem if the release cannot serve the kinds of layers. It includes their causality."""
     kinds, location = subject.stated.layer_types, subject.body_at("layer_types")
     is_mixed = set(kinds) >= set(LAYER_KINDS)
     if READS_WINDOWS <= engine.release < READS_KINDS and is_mixed:
@@ -349,7 +347,7 @@ def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None
         return None
     causality = problem_of_causality(NAME, subject)
     also = f"; {causality.message}" if causality is not None else ""
-    return Problem(location, f"sliding layers, which {engine} serves as full ones{also}")
+    return Problem(location, f"sliding layers, which {engine} serves as full layers{also}")
 
 
 # The dialect that is written for vLLM
@@ -357,10 +355,11 @@ def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None
 
 @FORMATS.register(NAME)
 class Vllm(EngineNative):
-    """The native dialect as vLLM reads it as trained. Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
+    """The native dialect, written so that vLLM serves the draft as trained.
 
-    Written only; the file is a native one. vLLM reads more from it than other engines do: a reduced head with its id
-    map, and a target of another width. It reads scales for DFlash 2 only.
+    Detection finds the file as native. Unlike other engines, vLLM also reads a reduced head with its id map, and a
+    target of another width. It reads scales only for DFlash 2.
+    Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
     """
 
     name: ClassVar[str] = NAME
@@ -372,7 +371,7 @@ class Vllm(EngineNative):
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write the native keys, and those that only vLLM reads."""
+        """Write the native keys and the keys that only vLLM reads."""
         return {
             **super().write_config(config, carried),
             **({"draft_vocab_size": config.draft_vocab_size} if config.has_reduced_vocab else {}),
@@ -381,13 +380,16 @@ class Vllm(EngineNative):
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         refuse_common(config)
-        lost = list(scales_in_use(config))
-        if lost:
-            raise LossyConversion(f"{', '.join(lost)}: {NEWEST} reads scales for DFlash 2 only")
+        refuse_scales(config, NEWEST)
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)
         if any(window is not None for window in config.windows):
-            yield f"vLLM {release_text(RELEASES[0])} has no windows and runs every layer as a full one; use {NEWEST}"
+            yield Notice(
+                f"vLLM {release_text(RELEASES[0])} ignores windows and runs every layer as a full layer; use {NEWEST}",
+                id="window-ignored",
+            )
         if len(set(config.windows)) > 1:
-            yield f"some layers have a window and some have none: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"
+            yield Notice(
+                f"only some layers have a window: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1", id="mixed-windows"
+            )

@@ -99,9 +99,9 @@ def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
     unnamed="warning",
 )
 def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
-    """A speculators config has no model_type at its top level.
+    """A speculators config states model_type only in the decoder, not at its top level.
 
-    The decoder's own model_type stays in transformer_layer_config.
+    The decoder is transformer_layer_config.
     """
     if _is_speculators(subject) and "model_type" in subject.config:
         yield Problem(
@@ -132,12 +132,12 @@ def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
     if outer and not (isinstance(methods, list) and methods and "speculative_tokens" in as_object(methods[0])):
         yield Problem(
             subject.location(METHODS),
-            "has no speculative_tokens in its first entry",
+            "the first entry lacks speculative_tokens",
             effect="vLLM cannot tell how many tokens to draft",
             fix=FIX_COPY,
         )
     if outer and "name_or_path" not in as_object(outer.get("verifier")):
-        yield Problem(subject.location("speculators_config.verifier"), "has no name_or_path", fix=FIX_VERIFIER)
+        yield Problem(subject.location("speculators_config.verifier"), "lacks name_or_path", fix=FIX_VERIFIER)
     for key in ("draft_vocab_size", "block_size"):
         if key not in subject.config:
             effect = "readers fill in their own defaults (draft_vocab_size 32000, block_size 8)"

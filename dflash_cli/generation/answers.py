@@ -14,11 +14,10 @@ from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
-    from dflash_cli.generation.loaded_pair import PairSession
     from dflash_runtime.llm import Delta
 
 Streaming = Callable[[list[list[int]], list[SamplingParams], list[PromptRow]], Iterator["Delta"]]
-"""Runs prompts, each with its parameters; the rows are those that the prompts belong to."""
+"""Runs prompts, each with its sampling parameters and its row, and yields their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,10 @@ class Answer:
 
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Three parts of a step: the accepted drafts and the bonus, as far as the output has them after stops and limits,
-    and the drafted token that the bonus replaced."""
+    """Return the accepted draft tokens, the bonus token, and the draft token that the bonus replaced.
+
+    Tokens that stops or limits cut from the output are left out.
+    """
     kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
     return accepted, bonus, () if step.rejected_id is None else (step.rejected_id,)
@@ -46,7 +47,7 @@ class TracedStep:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     bonus: tuple[int, ...]
-    replaced: Annotated[tuple[int, ...], "the drafted token that the bonus replaced"]
+    replaced: Annotated[tuple[int, ...], "the draft token that the bonus replaced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class AnswerRow:
     index: int
     id: Annotated[str | int | None, OPTIONAL] = None
     turn: Annotated[int | None, OPTIONAL] = None
-    prompt_index: Annotated[int | None, OPTIONAL, "of a prompt that is answered under several conditions"] = None
+    prompt_index: Annotated[int | None, OPTIONAL, "set if prompts are answered under several conditions"] = None
     condition: Annotated[str | None, OPTIONAL] = None
     is_plain: Annotated[bool, OPTIONAL, "answered without the draft"] = False
     prompt_token_ids: tuple[int, ...]
@@ -65,9 +66,7 @@ class AnswerRow:
     finish_reason: FinishReason
     acceptance_lengths: Annotated[tuple[int, ...], "accepted drafts + 1 of each verify step"]
     verify_widths: Annotated[tuple[int, ...], NOT_REQUIRED, "rows that each verify step verified"] = ()
-    rejected_ids: Annotated[
-        tuple[int | None, ...], NOT_REQUIRED, "the drafted token that each verify step rejected"
-    ] = ()
+    rejected_ids: Annotated[tuple[int | None, ...], NOT_REQUIRED, "the draft token that each verify step rejected"] = ()
     metrics: Annotated[Metrics | None, NOT_REQUIRED] = None
     num_loaded: Annotated[int, OPTIONAL, "tokens whose KV came from a hand-off"] = 0
     trace: Annotated[tuple[TracedStep, ...] | None, OPTIONAL] = None
@@ -75,7 +74,7 @@ class AnswerRow:
 
     @classmethod
     def of(cls, answer: Answer, num_speculative_tokens: int, *, with_trace: bool = False, **more: Any) -> Self:
-        """The row of an answer of a run that drafts `num_speculative_tokens` per step; `more` are further fields."""
+        """Return the row of an answer of a run that drafts `num_speculative_tokens` per step, with `more` fields."""
         row, output = answer.row, answer.output
         trace = tuple(TracedStep(step.draft_ids, *split_step(step, output.token_ids)) for step in output.drafts)
         fields: dict[str, Any] = {
@@ -104,8 +103,8 @@ class AnswerRow:
 class Event:
     """Tokens that one step committed for one row.
 
-    `text` is the new text that no later token can change: a character split over tokens comes with
-    its last token. It is None without a tokenizer. `answer` is set in the last event of a turn.
+    `text` is the new text that later tokens cannot change: a character split over tokens comes with its last token.
+    `text` is None without a tokenizer. `answer` is set in the last event of a turn.
     """
 
     row: PromptRow
@@ -115,7 +114,7 @@ class Event:
 
 
 class Answering(Protocol):
-    """Who answers the prompts of a run: a pair loaded in this process, or workers."""
+    """Answers the prompts of a run: a pair loaded in this process, or workers."""
 
     @property
     def references(self) -> Mapping[str, str | None]: ...
@@ -178,31 +177,29 @@ class Tally:
 
 
 def answer_rows(
-    session: "PairSession",
     rows: Sequence[PromptRow],
-    params: Callable[[PromptRow], SamplingParams],
+    params: SamplingParams,
     *,
+    stream: Streaming,
+    tokenizer: Tokenizer | None,
     chat: bool = False,
-    stream: Streaming | None = None,
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 
-    A turn that cannot be served has an answer with an error, as have those after it; other rows are not touched by it.
-    `stream` runs the prompts: by default the session's LLM, by itself.
+    If a turn cannot be served, its answer and the answers of the row's later turns have an error. Other rows go on.
     """
-    stream = stream or (lambda prompts, given, _: session.llm.stream(prompts, given))
     pending = [Conversation(row) for row in rows]
     while pending:
         prompts, ready = [], []
         for conversation in pending:
             try:
-                prompts.append(conversation.next_prompt(session.tokenizer, chat=chat))
+                prompts.append(conversation.next_prompt(tokenizer, chat=chat))
                 ready.append(conversation)
             except RequestError as error:
                 yield from _fail(conversation, error.message, error.exit_code)
         pending = ready
-        texts = [_Text(session.tokenizer) for _ in pending]
-        given = [own_seed(params(item.row), item.row) for item in pending]
+        texts = [_Text(tokenizer) for _ in pending]
+        given = [own_seed(params, item.row) for item in pending]
         for delta in stream(prompts, given, [item.row for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             output = _of_row(delta.output, conversation) if delta.output is not None else None
@@ -219,17 +216,17 @@ def answer_rows(
 
 
 def fail_row(row: PromptRow, reason: str, code: int) -> Iterator[Event]:
-    """The answers of a row of which no turn could be served; `code` is what the command exits with."""
+    """Yield failed answers to all turns of a row. `code` is the exit code of the command."""
     return _fail(Conversation(row), reason, code)
 
 
 def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
-    """A prompt's own numbers: with one seed for all, prompts would draw the same ones at the same positions."""
+    """Derive the prompt's own seed. With one seed for all, prompts would draw equal numbers at equal positions."""
     return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.prompt_index))
 
 
 def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:
-    """The output with the row's own index, and its error under the row's name: the LLM knows only this turn's list."""
+    """Return the output with the row's own index, and with the row's name in its error."""
     row = conversation.row
     if output.error is None:
         return replace(output, index=row.index)
@@ -238,12 +235,14 @@ def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:
 
 
 def _fail(conversation: Conversation, reason: str, code: int, output: RequestOutput | None = None) -> Iterator[Event]:
-    """The answers of a turn that could not be served, and of those that were to follow it."""
+    """Yield the answers of a failed turn and of the turns after it."""
     row, failed = conversation.row, conversation.turn
     for turn in range(failed, row.num_turns):
         if turn > failed or output is None:
             error = (
-                reason if turn == failed else f"{row.where}: turn {turn + 1} is not asked, as turn {failed + 1} failed"
+                reason
+                if turn == failed
+                else f"{row.where}: turn {turn + 1} was skipped because turn {failed + 1} failed"
             )
             output = RequestOutput(
                 index=row.index,

@@ -1,4 +1,4 @@
-"""Conditions under which one run answers every prompt: thinking on or off, contexts of several lengths, no draft."""
+"""Conditions under which one run answers every prompt: thinking on or off, context length, with or without draft."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,30 +10,30 @@ from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 
 THINKING_KEY = "enable_thinking"
-"""What most chat templates call the switch."""
+"""The name of the thinking switch in most chat templates."""
 THINKING_VALUE = "$thinking"
-"""What stands in --chat-template-kwargs for the value, where a template calls the switch something else."""
+"""Placeholder for the value in --chat-template-kwargs, for templates that name the switch otherwise."""
 SWITCH = {"on": True, "off": False}
 UNITS = {"k": 1024, "m": 1024**2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """How a prompt is answered, where one run answers it in several ways; None where a way is not asked for.
+    """One way of answering a prompt. None means that the run does not set this part.
 
-    `context_len` is how many tokens the prompt is filled up to. `template_options` follow from `thinking`. With
-    `is_plain` the target decodes without its draft.
+    The prompt is padded to `context_len` tokens. `template_options` follow from `thinking`. With `is_plain` the target
+    decodes without its draft.
     """
 
     thinking: str | None = None
-    context_len: Annotated[int | None, "tokens that the prompts were filled up to"] = None
+    context_len: Annotated[int | None, "number of tokens to which prompts were padded"] = None
     is_plain: Annotated[bool, HIDDEN] = False
     template_options: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
     @property
     @computed_key
     def name(self) -> str:
-        """`thinking on, 4k`; empty for the one way in which a run without conditions answers."""
+        """`thinking on, 4k`; empty for a run without conditions."""
         parts = [
             f"thinking {self.thinking}" if self.thinking is not None else None,
             _short(self.context_len) if self.context_len is not None else None,
@@ -43,7 +43,7 @@ class Condition:
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of `4k`, which is 4,096, or of `500`.
+    """Return the number of tokens of `4k` (4,096) or `500`.
 
     Raises:
         ValueError: the text has another form.
@@ -55,7 +55,7 @@ def parse_tokens(text: str) -> int:
 def make_conditions(
     thinking: Sequence[str], context_lens: Sequence[int], *, with_plain: bool, template_options: str | None
 ) -> tuple[Condition, ...]:
-    """Every combination of the values, the conditions without a draft last; empty for a run without conditions.
+    """Return every combination of the values, conditions without a draft last. Empty for a run without conditions.
 
     Raises:
         UsageError: a value is given twice.
@@ -83,7 +83,7 @@ def _thinking_key(template_options: str | None) -> str:
     try:
         options = json.loads(template_options or "{}")
     except ValueError:
-        return THINKING_KEY  # `find_tokenizer` says what is wrong with it
+        return THINKING_KEY  # `find_tokenizer` reports the error
     named = [key for key, value in options.items() if value == THINKING_VALUE] if isinstance(options, dict) else []
     return named[0] if named else THINKING_KEY
 

@@ -14,7 +14,7 @@ from dflash_runtime.metrics import AcceptanceCounts, count_widths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffFacts:
-    """What a run handed off, or loaded from hand-offs."""
+    """Counts of the hand-offs that a run sent or loaded."""
 
     place: str
     is_sending: bool
@@ -23,7 +23,7 @@ class HandoffFacts:
     num_bytes: int
     num_given_up: Annotated[int, "prompts that were prefilled here instead"]
     why_given_up: Annotated[str | None, "reason of the first of these prompts"]
-    problems: Annotated[tuple[str, ...], "what did not fit in hand-offs that were loaded in spite of it"]
+    problems: Annotated[tuple[str, ...], "mismatches in hand-offs that were loaded all the same"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def generate_document(
     lossless: Lossless | None = None,
     handoffs: HandoffFacts | None = None,
 ) -> GenerateDocument:
-    """The document of a run, with its answers in the order of the prompts; the first `num_traced` have their steps."""
+    """Return the document of a run, with answers in prompt order. The first `num_traced` prompts have their steps."""
     answers = sorted(tally.answers, key=lambda item: (item.row.index, item.turn))
     return GenerateDocument(
         draft=session.references["draft"],

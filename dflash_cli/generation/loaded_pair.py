@@ -17,9 +17,9 @@ from dflash_cli.checkpoints.opening import (
 )
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
-from dflash_cli.generation.answers import Event, answer_rows
+from dflash_cli.generation.answers import Event, Streaming, answer_rows
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of, to_fields
+from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
@@ -27,8 +27,10 @@ from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
+from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
-from dflash_runtime.llm import LLM
+from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedPair:
-    """A pair of which all is read but the weights. `draft` is None when decoding plainly."""
+    """A pair with everything read except the weights. `draft` is None for plain decoding."""
 
     target: TargetSource
     draft: DraftCheckpoint | None
@@ -51,7 +53,7 @@ class OpenedPair:
 
     @cached_property
     def identities(self) -> dict[str, Identity]:
-        """The checkpoints by role; a draft is missing when decoding plainly."""
+        """Identities of the checkpoints by role, without a draft for plain decoding."""
         found = {"target": identify(self.target.checkpoint, self.references["target"] or "")}
         if self.draft is not None:
             found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
@@ -63,46 +65,57 @@ class OpenedPair:
         return self.tokenizer.template_digest if self.tokenizer is not None else None
 
     def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
-        """Refuse --chat where no prompt could be put into a template; say so where the target was not trained on one.
+        """Refuse --chat if the target has no chat template; print a note if the target was not trained on chats.
 
         Raises:
-            UsageError: the target has a tokenizer and no chat template.
+            UsageError: the target has a tokenizer without a chat template.
         """
         if not chat or not any(row.kind == "prompt" for row in rows):
             return
         if self.tokenizer is not None and not self.tokenizer.has_template:
             raise UsageError(
                 "--chat: the target's tokenizer has no chat template",
-                hint="leave --chat out, or give a target that was trained on chats",
+                id="no-chat-template",
+                field="--chat",
+                hint="leave --chat out, or name a target that was trained on chats",
             )
         if is_bundled(self.references["target"] or ""):
-            console.note("the bundled target is a base model: it goes on with a chat as with any text")
+            text = "the bundled target is a base model: it continues a chat like any other text"
+            console.note(Notice(text, id="chat-with-base-model"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSession(OpenedPair):
-    """A pair that is loaded and can answer prompts."""
+    """A loaded pair that can answer prompts."""
 
     llm: LLM
 
     @property
     def num_draft_tokens(self) -> int:
-        """K in use; 0 when decoding plainly."""
+        """K in use; 0 for plain decoding."""
         return self.llm.num_draft_tokens
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens that a prompt and its answer have together."""
+        """Limit of the number of tokens of a prompt and its answer together."""
         return self.llm.limits.max_model_len
 
-    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-        """Answer every row; see `answer_rows`."""
-        return answer_rows(self, rows, lambda row: params, chat=chat)
+    def answer(
+        self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool = False, stream: Streaming | None = None
+    ) -> Iterator[Event]:
+        """Answer every row. `stream` runs the prompts, by default the LLM of this pair. See `answer_rows`."""
+        return answer_rows(rows, params, stream=stream or self._stream, tokenizer=self.tokenizer, chat=chat)
+
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
+    ) -> Iterator[Delta]:
+        """Run prompts; see `Streaming`."""
+        return self.llm.stream(prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """Everything that decides what a run produces, for results and for resuming.
+        """Return everything that decides a run's result, for the result and for --resume.
 
-        The checkpoints are told by their digests, whatever they are called and wherever they lie.
+        Checkpoints are identified by their digests, independent of names and paths.
         """
         pair = self.llm.pair
         identities = {role: asdict(item) for role, item in self.identities.items()}
@@ -130,10 +143,10 @@ class PairSession(OpenedPair):
         }
 
     def describe(self) -> PairRun:
-        """Facts about this run that `run_settings` does not have: checkpoints by name, machine, releases, command."""
+        """Return further facts about this run: checkpoints by name, machine, package versions, command."""
         config = self.llm.pair.config
         return PairRun(
-            **to_fields(RunFacts.here(device_name(self.llm.device))),
+            **fields_of(RunFacts.here(device_name(self.llm.device))),
             draft=self.identities.get("draft"),
             target=self.identities["target"],
             template_digest=self.template_digest,
@@ -148,7 +161,7 @@ class PairSession(OpenedPair):
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse sampling parameters that mean nothing for this pair.
+        """Refuse sampling parameters that this pair cannot apply.
 
         Raises:
             UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
@@ -156,7 +169,7 @@ class PairSession(OpenedPair):
         check_params(params, num_draft_tokens=self.num_draft_tokens, vocab_size=self.target.facts.vocab_size)
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
-        """Prepare the device for so many prompts with these parameters, with a bar on a terminal."""
+        """Prepare the device for this many prompts with these parameters, with a progress bar on a terminal."""
         if not self.llm.pair.has_graphs:
             return
         with console.progress() as display:
@@ -179,10 +192,10 @@ def open_session(
     template_options: str | None = None,
     threads: int | None = None,
 ) -> PairSession:
-    """Load a pair. Without `threads` its size decides how many the CPU uses.
+    """Load a pair. Without `threads`, the pair's size decides the number of CPU threads.
 
     Raises:
-        UsageError: a combination that names no pair; and whatever opening and loading raise.
+        UsageError: the references do not name a pair. Opening and loading raise further errors.
     """
     opened = open_pair(
         draft,
@@ -195,7 +208,7 @@ def open_session(
 
 
 def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
-    """Load the weights of a pair that was opened."""
+    """Load the weights of an opened pair."""
     parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
     logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
     with console.working("loading weights"):
@@ -216,10 +229,10 @@ def open_pair(
 ) -> OpenedPair:
     """Read configs, headers and tokenizer of a pair.
 
-    Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only without a draft.
+    Without references: the bundled pair. A draft alone: with the target it names. A target alone: without a draft.
 
     Raises:
-        UsageError: a combination that names no pair; and whatever opening raises.
+        UsageError: the references do not name a pair. Opening raises further errors.
     """
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
     draft_checkpoint = None
@@ -244,34 +257,35 @@ def open_pair(
 
 
 def check_params(params: SamplingParams, *, num_draft_tokens: int, vocab_size: int) -> None:
-    """Refuse sampling parameters that mean nothing for a pair that drafts so many tokens.
+    """Refuse sampling parameters that a pair with this number of draft tokens cannot apply.
 
     Raises:
         UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
     """
     block = num_draft_tokens + 1
     if params.verify_width is not None and params.verify_width > block:
-        raise UsageError(f"--verify-width {params.verify_width}: expected at most {block}, the block in use")
+        raise UsageError(field="--verify-width", found=params.verify_width, expected=f"at most {block}, the block size")
     for token in params.stop_token_ids:
         if not 0 <= token < vocab_size:
-            raise UsageError(f"--stop-token-id {token}: expected an id in [0, {vocab_size})")
+            raise UsageError(field="--stop-token-id", found=token, expected=f"an id in [0, {vocab_size})")
 
 
 def device_name(device: "torch.device") -> str:
-    """The GPU by its name, or the processor's architecture."""
+    """Return the GPU's name, or the processor's architecture."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
-    """Say what the draft's config leaves open and how that is taken."""
-    for text in draft.parsed.notes:
-        console.note(text)
+    """Print which settings the draft's config omits, and how they are read."""
+    for note in draft.parsed.notes:
+        console.note(note)
     if lacks_embedding_scale(draft.stated, target):
         scale = target.embedding_scale if draft.config.has_target_scale else 1.0
-        fed = f"the embedding times {scale:.4g}, as the target is" if scale != 1.0 else "the raw embedding"
-        console.warn(
-            f"the target scales its embedding and the draft states no input_embedding_scale: it is fed {fed}, and "
-            "accepts little if it was trained on another (a scale of 1 is the raw one)"
+        fed = f"the target's scale, {scale:.4g}" if scale != 1.0 else "scale 1"
+        text = (
+            f"the target scales its embedding, but the draft does not state input_embedding_scale: the draft runs with "
+            f"{fed}; acceptance is low if it was trained with another scale"
         )
+        console.warn(Notice(text, id="embedding-scale-not-stated"))

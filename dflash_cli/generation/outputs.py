@@ -1,4 +1,4 @@
-"""Where the events of a run go: text to stdout, rows to a file, figures to a progress line."""
+"""Outputs of a run: text to stdout, rows to a file, figures to a progress line."""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenize
 from dflash_cli.terminal import console
 
 Sink = Callable[[Event], None]
-"""Takes the events of a run. A sink that must be closed is closed by the `ExitStack` it was opened on."""
+"""Receives the events of a run. The `ExitStack` that opened a sink also closes it."""
 
 
 class Headings:
@@ -34,7 +34,7 @@ class Headings:
 
 
 class TextSink:
-    """Streams each row to stdout, in input order; a row behind another waits its turn. Ids where there is no text."""
+    """Streams each row to stdout, in input order: a later row waits. Prints ids if there is no tokenizer."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._pending = {row.index: row.num_turns for row in rows}
@@ -43,7 +43,7 @@ class TextSink:
         self._is_line_open = False
 
     def end_line(self) -> None:
-        """End the line that an interruption left open, so that nothing is written on its end."""
+        """End a line that an interruption left open, so that the next message starts on its own line."""
         if self._is_line_open:
             console.result("")
             self._is_line_open = False
@@ -53,7 +53,7 @@ class TextSink:
         ids = "".join(f"{token} " for token in event.token_ids)
         self._held[index].append(ids if event.text is None else event.text)
         if event.answer is not None:
-            # What failed before its first token has no line of its own, not even an empty one.
+            # A request that failed before its first token prints nothing, not even an empty line.
             has_failed = event.answer.output.error is not None
             self._held[index].append("\n" if event.answer.output.token_ids or not has_failed else "")
             self._pending[index] -= 1
@@ -62,7 +62,7 @@ class TextSink:
         self._release()
 
     def _release(self) -> None:
-        """Print what the first unfinished row has, and every finished row before it."""
+        """Print the text of the first unfinished row, and of every finished row before it."""
         while self._held:
             index = next(iter(self._held))
             text = "".join(self._held[index])
@@ -76,14 +76,14 @@ class TextSink:
 
 
 TRACE_LEGEND = (
-    "each line is a step: accepted/drafted [accepted tokens][the target's own token][the drafted token it replaced]"
+    "each line is a step: accepted/drafted [accepted tokens][the target's own token][the draft token it replaced]"
 )
 POSITION_STYLES = tuple(f"color({number})" for number in (28, 29, 30, 31, 32, 33))
-"""Of accepted tokens by position in the block, from green to blue; later ones have the last. Legible on any ground."""
+"""Styles of accepted tokens by position, from green to blue; later positions use the last one."""
 
 
 class TraceSink:
-    """Shows each answer when it ends: the first prompts' step by step, with accepted, own and replaced tokens."""
+    """Shows each answer when it ends; the first prompts step by step, with accepted, own and replaced tokens."""
 
     def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None, num_traced: int) -> None:
         self._num_traced = num_traced
@@ -105,7 +105,7 @@ class TraceSink:
 
 
 class RowSink:
-    """Writes one JSON line per answer, in the order of the prompts and of their turns."""
+    """Writes one JSON line per answer, in the order of prompts and turns."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RowSink:
         self._write_all(self._in_order.push(event))
 
     def close(self) -> None:
-        """Write the answers still held back for earlier rows that will not come, as after an interruption."""
+        """Write answers that still wait for earlier rows, for example after an interruption."""
         self._write_all(self._in_order.rest())
 
     def _write_all(self, answers: Iterable[Answer]) -> None:
@@ -135,7 +135,7 @@ class RowSink:
 
 
 class InOrder:
-    """Holds answers back until those before them, by row and turn, are there."""
+    """Holds answers back until all earlier answers, by row and turn, have ended."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._order = iter([(row.index, turn) for row in rows for turn in range(row.num_turns)])
@@ -143,7 +143,7 @@ class InOrder:
         self._held: dict[tuple[int, int], Answer] = {}
 
     def push(self, event: Event) -> Iterator[Answer]:
-        """Take an event and yield the answers whose turn has come."""
+        """Take an event and yield the answers that no longer wait."""
         if event.answer is not None:
             self._held[event.row.index, event.answer.turn] = event.answer
         while self._next is not None and self._next in self._held:
@@ -151,7 +151,7 @@ class InOrder:
             self._next = next(self._order, None)
 
     def rest(self) -> Iterator[Answer]:
-        """Everything still held, in order."""
+        """Yield all answers that still wait, in order."""
         for key in sorted(self._held):
             yield self._held.pop(key)
 
@@ -181,9 +181,9 @@ def open_row_sink(
     *,
     num_traced: int = 0,
 ) -> RowSink:
-    """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete.
+    """Return a sink that writes rows to stdout (`-`) or to a file that appears when the run is complete.
 
-    It is closed by `stack`, before the file is.
+    `stack` closes the sink before the file.
     """
     write: Callable[[str], object] = partial(console.result, end="")
     if output != "-":
@@ -194,7 +194,7 @@ def open_row_sink(
 
 
 def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[str, str]]]:
-    """One line a verify step, as (text, style) spans."""
+    """Return one line per verify step, as (text, style) spans."""
     lines = []
     for step in answer.output.drafts:
         accepted, bonus, replaced = split_step(step, answer.output.token_ids)
@@ -210,7 +210,7 @@ def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[
 
 
 def show_steps(answers: Sequence[Answer], tokenizer: Tokenizer | None, num_prompts: int) -> None:
-    """Print the steps of the first prompts that have answers; nothing for none."""
+    """Print the steps of the first `num_prompts` prompts with answers."""
     if not num_prompts:
         return
     console.status(TRACE_LEGEND)
@@ -223,12 +223,12 @@ def show_steps(answers: Sequence[Answer], tokenizer: Tokenizer | None, num_promp
 
 
 def show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Tokens on one line, in brackets, so that their bounds show without colour."""
+    """Return tokens on one line, in brackets, so that they are separated without colour."""
     return f"[{visible(token_ids, tokenizer)}]" if token_ids else ""
 
 
 def visible(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Text of tokens on one line, in which nothing is hidden or acts on a terminal; ids where they have no text."""
+    """Return the text of tokens on one line with control characters escaped; ids if the tokens have no text."""
     if tokenizer is None:
         return " ".join(map(str, token_ids))
     text = tokenizer.decode(token_ids)
@@ -247,7 +247,7 @@ def _escape(character: str) -> str:
 
 
 def _by_position(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[str, str]]:
-    """Accepted tokens as `show` has them, each in the style of its position."""
+    """Return accepted tokens as `show` prints them, each in the style of its position."""
     if not token_ids:
         return []
     if tokenizer is None:

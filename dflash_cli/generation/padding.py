@@ -1,7 +1,7 @@
-"""Prompts filled up to a length: text of our own in front of what is asked, so that only the context grows.
+"""Pad prompts to a length with unrelated text in front, so that only the context grows.
 
-The filler is entries of a made-up log book, drawn sentence by sentence from patterns. It is deterministic, each prompt
-has its own, and a longer one goes on where a shorter one ends. Dedicated to the public domain (CC0).
+The filler is entries of a made-up log book, generated sentence by sentence from patterns. It is deterministic, and each
+prompt has its own. A longer filler continues a shorter one. Dedicated to the public domain (CC0).
 """
 
 import random
@@ -51,11 +51,11 @@ INTRODUCTION = "From the log book of the station:"
 END = "End of the log book."
 SENTENCES_A_PARAGRAPH = 6
 MANY_TOKENS = 64
-"""More than a sentence has: by so many too long, a text may lose a sentence and is too long still."""
+"""More tokens than any sentence has. A text too long by this many stays too long without one sentence."""
 
 
 def filler(seed: str) -> Iterator[str]:
-    """Sentences without end, of more than ten billion, so that two alike are not to be expected."""
+    """Yield sentences without end. There are more than ten billion, so repetition is unlikely."""
     generator = random.Random(seed)
     for number in count(1):
         parts = [generator.choice(words) for words in (PEOPLE, DEEDS, THINGS, PLACES, TIMES, RESULTS)]
@@ -64,7 +64,7 @@ def filler(seed: str) -> Iterator[str]:
 
 
 def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> int:
-    """Tokens of a row's first turn, the template's included.
+    """Return the number of tokens of a row's first turn, including the template's.
 
     Raises:
         RequestError: the row cannot be rendered.
@@ -73,16 +73,21 @@ def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> 
 
 
 def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, chat: bool) -> PromptRow | None:
-    """The row with so much filler in front that its first turn has `num_tokens` tokens, or a sentence less.
+    """Return the row with filler in front, so that its first turn has `num_tokens` tokens or up to one sentence less.
 
-    None where it has more by itself.
+    Returns None if the row is already longer.
 
     Raises:
-        UsageError: a row of token ids, or without text of the user.
-        RequestError: it cannot be rendered.
+        UsageError: the row holds token ids, or lacks a user message with text.
+        RequestError: the row cannot be rendered.
     """
     if row.kind == "prompt_token_ids":
-        raise UsageError(f"{row.where}: --context-lengths needs text, and this row has prompt_token_ids")
+        raise UsageError(
+            f"{row.where}: --context-lengths needs text, but this row has prompt_token_ids",
+            id="padding-needs-text",
+            field="--context-lengths",
+            found="prompt_token_ids",
+        )
     missing = num_tokens - count_tokens(row, tokenizer, chat=chat)
     if missing < 0:
         return None
@@ -98,7 +103,7 @@ def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, cha
 
 
 def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> list[str]:
-    """As many sentences as have `num_tokens` tokens, counted one by one."""
+    """Return enough sentences for `num_tokens` tokens, counted one by one."""
     drawn: list[str] = []
     while num_tokens > 0:
         drawn.append(next(sentences))
@@ -107,7 +112,7 @@ def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> li
 
 
 def _put_in_front(row: PromptRow, text: str) -> PromptRow:
-    """The row with a text before the first that the user says."""
+    """Return the row with a text before the user's first text."""
     if row.kind == "prompt":
         return replace(row, value=text + row.value)
     if row.kind == "turns":
@@ -121,4 +126,9 @@ def _put_in_message(row: PromptRow, text: str) -> Sequence[dict[str, Any]]:
         if message["role"] == "user" and isinstance(message["content"], str):
             messages[place] = {**message, "content": text + message["content"]}
             return messages
-    raise UsageError(f"{row.where}: --context-lengths needs a message of the user with text")
+    raise UsageError(
+        f"{row.where}: --context-lengths needs a user message with text",
+        id="padding-needs-text",
+        field="--context-lengths",
+        found="messages",
+    )

@@ -1,7 +1,7 @@
-"""Sets of prompts that have a name: the bundled ones, datasets, and files; and which of them a pair is measured on.
+"""Named sets of prompts: bundled sets, datasets and files, and the default set of a pair.
 
-The bundled pair is a base model for Python, so its own set is pieces of Python, and every other target is measured on
-`mix-64`, which is chats. Both go with the target: what a draft accepts depends on the text that the target writes.
+The bundled pair is a base model for Python, so its set consists of Python code. Every other target is measured on
+`mix-64`, which consists of chats. The target decides the set, because acceptance depends on the text it writes.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,15 @@ MIX = "mix-64"
 MIX_VERSION = "1"
 
 Prompts = str | Path | Sequence[str | Sequence[int]]
-"""A JSON Lines file, - for stdin, or texts and lists of token ids."""
+"""A JSON Lines file, - for stdin, or a list of texts and lists of token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """Rows, what they are called, and a hash of the file they are from.
+    """Rows with a name, and the hash of their file.
 
-    Those `for_chat` are questions, so they go through the target's chat template unless the user says otherwise.
-    `dataset` has the facts of a dataset: repository, commit, files, format; `count` is how many of the rows were asked
-    for with its name.
+    Rows of a set with `for_chat` are questions, which go through the target's chat template by default. `dataset` has
+    the dataset's repository, commit, files and format. `count` is the number of requested rows.
     """
 
     name: str
@@ -42,13 +41,13 @@ class PromptSet:
     count: int | None = None
 
     def settle_chat(self, tokenizer: Tokenizer | None, *, chat: bool | None) -> bool:
-        """Whether rows with text go through the chat template: as the user says, else as the set and tokenizer do."""
+        """Return whether text goes through the chat template: the user decides, else the set and the tokenizer."""
         if chat is not None:
             return chat
         return self.for_chat and tokenizer is not None and tokenizer.has_template
 
     def as_text(self) -> "PromptSet":
-        """The same questions as plain text; of a conversation the first turn, since no template joins the turns."""
+        """Return the same questions as plain text. Of a conversation, only the first turn is kept."""
         rows = [replace(row, kind="prompt", value=row.value[0]) if row.kind == "turns" else row for row in self.rows]
         return replace(self, rows=rows)
 
@@ -56,18 +55,18 @@ class PromptSet:
 def read_prompts(
     prompts: Prompts | None, dataset: str | None = None, dataset_format: str | None = None, *, count: int | None = None
 ) -> PromptSet | None:
-    """The set that a user names or gives; None for the default. `count` is the number that --num-prompts asks for.
+    """Return the set that the user names or gives, or None for the default. `count` is the value of --num-prompts.
 
     Raises:
-        UsageError: both a file and a dataset, no such dataset or format, or two counts that differ.
-        RequestError, CheckpointNotFound: rows that are malformed, or not there.
+        UsageError: a file and a dataset are both given, the dataset or format is unknown, or two counts differ.
+        RequestError, CheckpointNotFound: rows are malformed or missing.
     """
     if prompts is not None and dataset is not None:
-        raise UsageError("prompts are given both by --prompts and by --dataset")
+        raise UsageError("prompts are given both by --prompts and by --dataset", id="two-prompt-sources")
     if dataset is not None:
         return _read_dataset(dataset, dataset_format, count)
     if dataset_format is not None:
-        raise UsageError("--dataset-format goes with --dataset")
+        raise UsageError("--dataset-format needs --dataset", id="option-needs-another", field="--dataset-format")
     if prompts is None:
         return None
     if not isinstance(prompts, str | Path):
@@ -77,7 +76,7 @@ def read_prompts(
 
 
 def _given_row(index: int, item: str | Sequence[int]) -> PromptRow:
-    """The row of a text or of token ids."""
+    """Return the row of a text or of token ids."""
     if isinstance(item, str):
         return PromptRow(index=index, kind="prompt", value=item)
     return PromptRow(index=index, kind="prompt_token_ids", value=list(item))
@@ -91,21 +90,22 @@ def gather_prompts(
     *,
     count: int | None = None,
 ) -> PromptSet:
-    """The set that a user names, or the texts that are the command's arguments.
+    """Return the set that the user names, or the texts given as the command's arguments.
 
     Raises:
-        UsageError: both, or neither; and what `read_prompts` raises.
+        UsageError: both or neither are given; see also `read_prompts`.
     """
     if arguments and (prompts is not None or dataset is not None):
         raise UsageError(
-            f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}"
+            f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}",
+            id="two-prompt-sources",
         )
     named = read_prompts(prompts, dataset, dataset_format, count=count)
     return named or PromptSet(name="given", rows=gather_rows(arguments, None))
 
 
 def default_prompts(target: str | None) -> PromptSet:
-    """The bundled set for a target by its reference: pieces of Python for the bundled one, the mix for any other."""
+    """Return the bundled set for a target's reference: Python code for the bundled target, the mix for any other."""
     if target is None or is_bundled(target):
         path = tiny_directory() / "prompts.jsonl"
         return PromptSet(name=BUNDLED, rows=gather_rows([], str(path)), sha256=_hash(path))
@@ -115,19 +115,25 @@ def default_prompts(target: str | None) -> PromptSet:
 
 
 def _hash(path: Path) -> str | None:
-    """SHA-256 of a file; None for what is none, such as a pipe, which can be read once only."""
+    """Return the SHA-256 of a file; None for anything else, such as a pipe, which can be read only once."""
     return hash_file(path) if path.is_file() else None
 
 
 def _read_dataset(text: str, format_name: str | None, count: int | None) -> PromptSet:
-    """Rows of a dataset as a project makes prompts of them, all of them."""
+    """Return all rows of a dataset, formatted as a project formats them."""
     from dflash_cli.generation.datasets.dataset import datasets, parse_spec
     from dflash_cli.generation.datasets.places import find_files
     from dflash_cli.generation.datasets.table_files import read_records
 
     spec = parse_spec(text)
     if spec.count is not None and count not in (None, spec.count):
-        raise UsageError(f"--dataset {text} asks for {spec.count} prompts, and --num-prompts for {count}")
+        raise UsageError(
+            f"--dataset {text} asks for {spec.count} prompts, but --num-prompts for {count}",
+            id="two-counts",
+            field="--num-prompts",
+            found=count,
+            expected=str(spec.count),
+        )
     dataset = datasets()[spec.name]()
     chosen = dataset.choose_format(format_name)
     subset = spec.subset or dataset.subset

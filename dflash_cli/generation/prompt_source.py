@@ -1,4 +1,4 @@
-"""Where the prompts of a result come from, and which of them could not be measured."""
+"""The source of a result's prompts, and the prompts that could not be measured."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,39 +20,39 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSource:
-    """The dataset that prompts are made of."""
+    """The dataset that provides the prompts."""
 
-    source: Annotated[str, "a repository of the hub, or the place that the user named"]
+    source: Annotated[str, "a repository of the hub, or the folder or file that the user named"]
     commit: str | None
     files: tuple[str, ...]
     subset: str | None
-    format: Annotated[str, "the project whose prompts are made of the rows"]
+    format: Annotated[str, "the project that defines the prompt format"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """Where the prompts of an evaluation come from, and how many of them were chosen."""
+    """The source of an evaluation's prompts, and how many were chosen."""
 
     name: str
     num_available: int
     num_chosen: int | None = None
-    sample: Annotated[Sample | None, "how fewer prompts were chosen"] = None
+    sample: Annotated[Sample | None, "how a subset was chosen"] = None
     sample_seed: int | None = None
     is_bundled: bool = False
     version: Annotated[str | None, "of a bundled set"] = None
     sha256: Annotated[str | None, "of the file, or of a dataset's files one after the other"] = None
     dataset: DatasetSource | None = None
-    num_too_long: Annotated[int, "prompts left out: longer than the shortest context that was asked for"] = 0
+    num_too_long: Annotated[int, "prompts left out because they exceed the shortest of --context-lengths"] = 0
     warning: str | None = None
 
     @property
     def is_named(self) -> bool:
-        """Whether the name says which prompts these are, to anybody."""
+        """Whether the name identifies the prompts for every reader."""
         return self.version is not None or self.dataset is not None
 
     @property
     def lines(self) -> list[str]:
-        """How many were taken of how many, where that was not all."""
+        """Lines that say which subset was chosen; empty if every prompt was."""
         of_all = f"of {self.num_available} prompts"
         chosen = {
             "stratified": f"{self.num_chosen} {of_all}, drawn from each category in proportion "
@@ -63,5 +63,5 @@ class PromptSource:
         found = [chosen[self.sample]] if self.sample is not None else []
         if self.num_too_long:
             noun = "prompt" if self.num_too_long == 1 else "prompts"
-            found.append(f"{self.num_too_long} {noun} left out: longer than the shortest context asked for")
+            found.append(f"{self.num_too_long} {noun} left out: longer than the shortest of --context-lengths")
         return found

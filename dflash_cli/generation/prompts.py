@@ -7,7 +7,7 @@ A row holds exactly one of
     turns              user messages; each is answered before the next is asked
     prompt_token_ids   ids, which need no tokenizer
 
-and may hold `id`, `category` and, where an answer can be scored, its `reference`.
+A row may also hold `id`, `category` and, to score its answer, `reference`.
 """
 
 import json
@@ -31,15 +31,15 @@ KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 
 Message = dict[str, Any]
 Sample = Literal["stratified", "head", "random"]
-"""How fewer rows than there are are chosen: from each category in proportion, the first ones, or whichever."""
+"""How a subset is chosen: from each category in proportion, the first rows, or at random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One row of prompts, as it was given. `where` names it to people: a line of a file, or a number from 1 on.
+    """One row of prompts, as given. `where` names it in messages: a line of a file, or a number from 1 on.
 
-    A prompt that is answered under several conditions is a row under each: `index` is then the row's own, and
-    `prompt_index` the same for all of them.
+    Under several conditions, a prompt has one row per condition. Each of these has its own `index`, and all have the
+    same `prompt_index`.
     """
 
     index: int
@@ -62,12 +62,12 @@ class PromptRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the target is to answer it without its draft."""
+        """Whether the target answers this row without its draft."""
         return self.condition is not None and self.condition.is_plain
 
     @property
     def digest(self) -> str:
-        """A hash of what is asked, by which a resumed run knows a row again."""
+        """Hash of the prompt and its condition. A resumed run finds stored answers by it."""
         under = [] if self.condition is None else [self.condition.name]
         text = json.dumps([self.kind, self.value, *under], ensure_ascii=False, sort_keys=True)
         return digest_text(text)
@@ -75,7 +75,7 @@ class PromptRow:
 
 @dataclass(slots=True)
 class Conversation:
-    """A row on its way through its turns."""
+    """A row and its progress through its turns."""
 
     row: PromptRow
     messages: list[Message] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Conversation:
         return self.turn >= self.row.num_turns
 
     def next_prompt(self, tokenizer: Tokenizer | None, *, chat: bool) -> list[int]:
-        """Token ids of the next turn.
+        """Return the token ids of the next turn.
 
         Raises:
             RequestError: text without a tokenizer, or messages without a chat template.
@@ -96,15 +96,19 @@ class Conversation:
             return list(value)
         if tokenizer is None:
             raise RequestError(
-                f"{self.row.where}: holds text, but the target has no tokenizer",
+                f"{self.row.where}: the row holds text, but the target's directory lacks a tokenizer",
+                id="no-tokenizer",
+                field=kind,
                 hint="give rows with prompt_token_ids, or a target directory with tokenizer.json",
             )
         if kind == "prompt" and not chat:
             return tokenizer.encode(value)
         if not tokenizer.has_template:
-            why = "--chat" if kind == "prompt" else f"holds {kind}"
+            field = "--chat" if kind == "prompt" else kind
             raise RequestError(
-                f"{self.row.where}: {why}, but the target's tokenizer has no chat template",
+                f"{self.row.where}: {field} needs a chat template, which the target's tokenizer lacks",
+                id="no-chat-template",
+                field=field,
                 hint="give rows with prompt, without --chat, or a target that was trained on chats",
             )
         if kind == "messages":
@@ -115,24 +119,24 @@ class Conversation:
         return tokenizer.render(self.messages, where=self.row.where, options=options)
 
     def fail(self) -> None:
-        """End it: a turn was not answered, on which the later ones build."""
+        """End the conversation, because later turns build on a turn that failed."""
         self.turn = self.row.num_turns
 
     def add_answer(self, text: str | None) -> None:
-        """Take the answer to the current turn."""
+        """Store the answer to the current turn."""
         self.messages.append({"role": "assistant", "content": text or ""})
         self.turn += 1
 
 
 def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path | None = None) -> list[PromptRow]:
-    """Rows from the command line's arguments or its `--prompts`, or from `default` where neither is given.
+    """Return rows from the command line's arguments or `--prompts`, or from `default` if neither is given.
 
     Raises:
-        UsageError: both, or nothing to read.
-        RequestError: a malformed row, naming file and line.
+        UsageError: both are given, or there is nothing to read.
+        RequestError: a row is malformed; the error names file and line.
     """
     if arguments and prompts is not None:
-        raise UsageError("prompts are given both as arguments and by --prompts")
+        raise UsageError("prompts are given both as arguments and by --prompts", id="two-prompt-sources")
     if arguments:
         texts = [_read_stdin() if text == "-" else text for text in arguments]
         return [
@@ -143,36 +147,37 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         return parse_rows(sys.stdin, "stdin")
     path = Path(prompts) if prompts is not None else default
     if path is None:
-        raise UsageError("no prompt", hint='dflash generate "def fibonacci(n):", or --prompts FILE.jsonl')
+        raise UsageError(
+            "no prompt was given", id="no-prompt", hint='dflash generate "def fibonacci(n):", or --prompts FILE.jsonl'
+        )
     try:
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        raise CheckpointNotFound(f"{path}: no such file") from error
+        raise CheckpointNotFound("no such file", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+        raise RequestError(f"cannot be read as UTF-8 text: {error}", id="cannot-be-read", path=path) from error
 
 
 def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
-    """Parse JSON Lines; blank lines are skipped.
+    """Parse JSON Lines. Blank lines are skipped.
 
     Raises:
-        RequestError: naming the line, the field, what was found and what was expected.
+        RequestError: naming the line, the field, the value found and the value expected.
     """
     rows: list[PromptRow] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             rows.append(_parse_row(line, f"{name}:{number}", len(rows)))
     if not rows:
-        raise RequestError(f"{name}: no rows, expected one JSON object a line")
+        raise RequestError("found no rows, expected one JSON object per line", id="no-rows", path=name)
     return rows
 
 
 def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int, sample: Sample = "stratified") -> list[PromptRow]:
-    """So many rows, in the order in which they were given: drawn from all categories in proportion to their sizes, the
-    first ones, or drawn from all alike.
+    """Return `count` rows in input order: in proportion from each category, the first ones, or at random.
 
-    With the same seed a smaller sample is part of a larger one, so that what was answered for it need not be again.
+    With the same seed, a smaller sample is part of a larger sample, so its answers can be used again.
     """
     if sample == "head":
         return list(rows[:count])
@@ -190,14 +195,14 @@ def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int, sample: Sam
 
 
 def digest_rows(rows: Iterable[PromptRow]) -> str:
-    """A hash over all rows in order, stored with results so that runs on the same prompts can be told."""
+    """Return a hash over all rows in order. Results store it, so that runs on the same prompts can be recognised."""
     return digest_text("".join(row.digest for row in rows))
 
 
 def _read_stdin() -> str:
     text = sys.stdin.read()
     if not text:
-        raise UsageError("stdin: empty, expected a prompt")
+        raise UsageError("stdin: empty, expected a prompt", id="empty-stdin")
     return text
 
 
@@ -205,26 +210,28 @@ def _parse_row(line: str, where: str, index: int) -> PromptRow:
     try:
         row = parse_json(line.encode(), Path(where))
     except CheckpointError as error:
-        hint = "expected JSON Lines, an object a line: jq -c '.[]' makes them of a list" if line[0] == "[" else None
-        raise RequestError(error.message, hint=hint) from error
+        hint = "expected JSON Lines, one object per line; jq -c '.[]' converts a list" if line[0] == "[" else None
+        raise RequestError(error.message, id=error.id, hint=hint) from error
     return make_row(row, where, index)
 
 
 def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
-    """The row of an object with one of KINDS.
+    """Return the row of an object with one of KINDS.
 
     Raises:
-        RequestError: naming the place, the field, what was found and what was expected.
+        RequestError: naming the row, the field, the value found and the value expected.
     """
     kinds = [kind for kind in KINDS if row.get(kind) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or ", ".join(row) or "nothing"
-        hint = None if kinds else "call the field that holds the text prompt, or turns where it is a list of questions"
-        raise RequestError(f"{where}: found {found}, expected exactly one of {', '.join(KINDS)}", hint=hint)
+        hint = None if kinds else "name the field with the text prompt, or turns if it is a list of questions"
+        text = f"found {found}, expected exactly one of {', '.join(KINDS)}"
+        raise RequestError(text, id="not-one-prompt", path=where, found=list(row), hint=hint)
     kind = kinds[0]
     expected = _problem(kind, row[kind])
     if expected is not None:
-        raise RequestError(f"{where}: {kind}: found {_brief(row[kind])}, expected {expected}")
+        text = f"{kind}: found {_brief(row[kind])}, expected {expected}"
+        raise RequestError(text, path=where, field=kind, found=row[kind], expected=expected)
     category = row.get("category")
     return PromptRow(
         index=index,
@@ -238,7 +245,7 @@ def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
 
 
 def _problem(kind: str, value: Any) -> str | None:
-    """What a well-formed value would have been, or None where it is one."""
+    """Return the expected form of a value that is malformed, or None if the value is well-formed."""
     if kind == "prompt":
         return None if isinstance(value, str) else "a string"
     if kind == "prompt_token_ids":

@@ -1,9 +1,9 @@
-"""Facts about a run that a result states: the checkpoints, the machine, the releases, the command."""
+"""Facts about a run in its result: checkpoints, machine, package versions, command."""
 
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Annotated, Any
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
-from dflash_runtime.documents import OPTIONAL
+from dflash_runtime.documents import OPTIONAL, fields_of
 
 PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The machine, the releases, the command and the time of a run."""
+    """Machine, package versions, command and time of a run."""
 
     device_name: str
     python: str
@@ -29,7 +29,7 @@ class RunFacts:
 
     @classmethod
     def here(cls, device_name: str) -> "RunFacts":
-        """Facts about a run of this process."""
+        """Return the facts of a run of this process."""
         releases = {name: release_of(name) for name in PACKAGES}
         return cls(device_name=device_name, python=platform.python_version(), packages=releases, **command_and_date())
 
@@ -48,7 +48,7 @@ class Workers:
     """The workers that answered the prompts of a run."""
 
     address: Annotated[str, "of the Ray cluster; local if it was started for the run"]
-    num_workers: Annotated[int, "at the same time"]
+    num_workers: Annotated[int, "number of workers at the same time"]
     num_lost: int
     engines: Annotated[tuple[WorkerEngine, ...], "including workers that were lost"]
 
@@ -83,13 +83,13 @@ class EvaluationRun(PairRun):
 
     @classmethod
     def of(cls, run: PairRun, **more: Any) -> "EvaluationRun":
-        """The facts of a run, and those of its prompts."""
-        return cls(**to_fields(run), **more)
+        """Return the facts of a run together with facts about its prompts."""
+        return cls(**fields_of(run), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedEnds:
-    """The checkpoint whose embedding and head a draft borrows."""
+    """The checkpoint that provides a draft's embedding and head."""
 
     name: str
     ends_digest: Annotated[str | None, "of rows of the embedding and head"]
@@ -113,20 +113,15 @@ class ReplayRun(RunFacts):
 
     draft: Identity
     target: Annotated[Identity | None, "if the dump names it"]
-    head_from: Annotated[BorrowedEnds | None, "whose embedding and head the draft borrows"]
+    head_from: Annotated[BorrowedEnds | None, "the checkpoint that provides the draft's embedding and head"]
     dump: DumpSource
     num_blocks: Annotated[int, "blocks that were drafted"]
     num_prompts: int
     prompts_digest: Annotated[str, "of the prompts as given"]
 
 
-def to_fields(facts: RunFacts) -> dict[str, Any]:
-    """Every field by name, to make a class with further fields."""
-    return {field.name: getattr(facts, field.name) for field in fields(facts)}
-
-
 def command_and_date() -> dict[str, Any]:
-    """`argv` and `date` of this process."""
+    """Return `argv` and `date` of this process."""
     return {
         "argv": (Path(sys.argv[0]).name, *redacted(sys.argv[1:])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,7 +129,7 @@ def command_and_date() -> dict[str, Any]:
 
 
 def release_of(name: str) -> str | None:
-    """The installed release of a package."""
+    """Return the installed version of a package, or None."""
     if name == "dflash-cli":
         return __version__
     try:

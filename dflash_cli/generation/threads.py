@@ -14,9 +14,9 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def use_threads(asked: int | None, device: str, checkpoints: Iterable[Checkpoint]) -> int:
-    """Set torch's threads for running these checkpoints on `device`, and return their number.
+    """Set torch's number of threads for these checkpoints on `device`, and return it.
 
-    `asked` decides; without it OMP_NUM_THREADS; without that the size of the pair.
+    `asked` comes first, then OMP_NUM_THREADS, then the size of the pair.
     """
     import torch
 
@@ -29,17 +29,17 @@ def use_threads(asked: int | None, device: str, checkpoints: Iterable[Checkpoint
 
 
 def choose_threads(num_parameters: int, default: int) -> int:
-    """One thread for a small pair; else torch's own number, but no more than the cores this process may use."""
+    """Return 1 for a small pair; otherwise torch's own number, limited to the usable cores."""
     return 1 if num_parameters < SMALL_PARAMETERS else max(1, min(default, usable_cores()))
 
 
 def count_parameters(checkpoints: Iterable[Checkpoint]) -> int:
-    """Number of parameters in all checkpoints, from their headers."""
+    """Return the number of parameters in all checkpoints, from their headers."""
     return sum(prod(info.shape) for checkpoint in checkpoints for info in checkpoint.tensors.values())
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may run on, within the CPU quota of its control group."""
+    """Return how many physical cores this process may use, within the CPU quota of its control group."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = [_read(TOPOLOGY / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed]
     physical = len(set(siblings)) if all(siblings) else len(allowed)

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from dflash_cli.generation.answers import Event, answer_rows
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.disaggregation_options import CarrierName
@@ -53,10 +52,8 @@ class PrefillSide:
     def __post_init__(self) -> None:
         self.process.when_lost(self._give_up)
 
-    def stream(
-        self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
-    ) -> Iterator[Delta]:
-        """Have prompts prefilled there, and go on with them here; see `Streaming`."""
+    def stream(self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Delta]:
+        """Have prompts prefilled in the other process, and decode them with `llm`."""
         keys = tuple(f"{len(self._keys) + place:06}" for place in range(len(prompts)))
         self._keys += keys
         if self.process.loss is not None:
@@ -96,13 +93,11 @@ class HandedSession(PairSession):
 
     side: PrefillSide
 
-    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-        """Answer every row, each of its turns by way of a hand-off; see `answer_rows`."""
-
-        def stream(prompts: list[list[int]], given: list[SamplingParams], turns: list[PromptRow]) -> Iterator[Delta]:
-            return self.side.stream(self.llm, prompts, given, turns)
-
-        return answer_rows(self, rows, lambda row: params, chat=chat, stream=stream)
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
+    ) -> Iterator[Delta]:
+        """Run prompts that the other process prefills."""
+        return self.side.stream(self.llm, prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """As `PairSession.run_settings`: answers of a plain run are no answers of this one."""

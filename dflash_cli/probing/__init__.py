@@ -1,1 +1,1 @@
-"""Measuring a running server: what it answers, what it counts, and whose a low acceptance is."""
+"""Measure a running server: its answers, its counters and the cause of a low acceptance."""

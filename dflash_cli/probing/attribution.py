@@ -1,19 +1,18 @@
-"""Whose a low acceptance on a server is: the checkpoint's, the engine's, or that of the settings it was started with.
+"""Find the cause of a low acceptance on a server: the checkpoint, the engine or the server's settings.
 
-The rules, in order; the first that holds decides, and docs/how-to/probe.md has them for people:
+The first rule that applies decides. docs/how-to/probe.md explains the rules to users.
 
-1. not one token was drafted                                           engine
-2. the server's length is lower than the yardstick's, which drafted
-   another number of tokens a step                                     settings
-3. it is lower, and prompts came to other tokens than the yardstick's  settings
-4. it is lower                                                         engine, with its known faults
-5. it is lower with more requests at a time                            engine
-6. greedy answers differ by more than near-ties                        engine
-7. the length is low, and the yardstick's is not higher                checkpoint
-8. there is a yardstick, and nothing of the above                      none
-9. there is none                                                       undecided
+1. no token was drafted                                                    engine
+2. the yardstick is higher, and drafted another number of tokens per step  settings
+3. the yardstick is higher, and its prompts became other tokens            settings
+4. the yardstick is higher                                                 engine, with its known faults
+5. the length is lower with more requests at a time                        engine
+6. greedy answers differ by more than near-ties                            engine
+7. the length is low, and the yardstick is not higher                      checkpoint
+8. there is a yardstick, and rules 1 to 7 do not apply                     none
+9. there is no yardstick                                                   undecided
 
-A yardstick is our own number on the same prompts, or that of another server.
+A yardstick is a local result on the same prompts, or a run of another server.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,17 +28,17 @@ from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
 SLIGHT, MUCH = 0.02, 1.1
-"""A difference of less than a fiftieth is no fault; without an interval a tenth is needed for one."""
+"""A difference of at most a fiftieth is never a fault. Without an interval, a fault needs a difference of a tenth."""
 
 Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What causes a low acceptance, the rule that says so, its evidence, and what to do next."""
+    """The cause of a low acceptance, the rule that found it, its evidence and the next thing to do."""
 
     owner: Owner
-    rule: Annotated[int, "docs/probe.md lists the rules"]
+    rule: Annotated[int, "docs/how-to/probe.md lists the rules"]
     evidence: str
     hint: str
 
@@ -50,11 +49,13 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that an attribution rests on.
+    """The measurements from which the cause is found.
 
-    `runs` are those of the server, by concurrency; `loads` hold those after the first against it, `yardsticks` our own
-    number and another server's. `known_faults` are rules that find fault with the checkpoint on this engine and
-    release. `minimum` is the least length that is wanted, where one is.
+    runs          the server's runs, one for each concurrency
+    loads         each later run, compared with the first
+    yardsticks    the local result and the run of another server, compared with the first run
+    known_faults  findings of rules about the checkpoint on this engine and release
+    minimum       the lowest acceptance length the user accepts, if given
     """
 
     facts: ServerFacts
@@ -68,12 +69,12 @@ class Evidence:
 
     @property
     def lower_than(self) -> list[Comparison]:
-        """The yardsticks that the server is shown to be below."""
+        """The yardsticks whose acceptance is higher than the server's."""
         return [item for item in self.yardsticks if _is_higher(item)]
 
     @property
     def has_other_text(self) -> bool:
-        """Whether greedy answers differ from the yardsticks' by more than near-ties."""
+        """Whether greedy answers of the server and of a yardstick differ by more than near-ties."""
         return any(item.num_unexplained for item in self.yardstick_equalities)
 
     @property
@@ -85,15 +86,15 @@ class Evidence:
 
 
 def attribute(evidence: Evidence) -> Attribution:
-    """The first rule that holds."""
+    """The attribution of the first rule that applies."""
     for rule in (_not_drafting, _other_settings, _lower, _lower_under_load, _unequal, _checkpoint):
         found = rule(evidence)
         if found is not None:
             return found
     if evidence.yardsticks:
         names = " and ".join(item.other.name for item in evidence.yardsticks)
-        return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing is to be done")
-    hint = "measure the pair here with eval-acceptance --output OWN.jsonl and give that as --result, or name --beside"
+        return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing needs to be done")
+    hint = "measure the pair with eval-acceptance --output OWN.jsonl and add --result OWN.jsonl, or add --beside URL"
     return Attribution(owner="undecided", rule=9, evidence="there is nothing to compare with", hint=hint)
 
 
@@ -105,7 +106,7 @@ def _not_drafting(evidence: Evidence) -> Attribution | None:
         owner="engine",
         rule=1,
         evidence=f"{configured}not one token was drafted{_faults(evidence.known_faults)}",
-        hint="see the server's log for why speculation was turned off: a feature it excludes, or a batch it is not for",
+        hint="look in the server's log for the reason: a feature or a batch size may turn speculation off",
     )
 
 
@@ -116,16 +117,16 @@ def _other_settings(evidence: Evidence) -> Attribution | None:
             return Attribution(
                 owner="settings",
                 rule=2,
-                evidence=f"the server drafts {widths[0]} tokens a step, {item.other.name} {widths[1]}",
-                hint="start the server with as many, or measure the yardstick with -k as many as the server",
+                evidence=f"the server drafts {widths[0]} tokens per step, {item.other.name} {widths[1]}",
+                hint=f"start the server with K {widths[1]}, or measure {item.other.name} with -k {widths[0]}",
             )
     unlike = [item for item in evidence.yardstick_equalities if item.num_unlike]
     if evidence.lower_than and unlike:
         return Attribution(
             owner="settings",
             rule=3,
-            evidence=f"{plural(unlike[0].num_unlike, 'prompt')} came to other tokens than in {unlike[0].other}",
-            hint="chat template, its arguments or special tokens differ; --target renders prompts here",
+            evidence=f"{plural(unlike[0].num_unlike, 'prompt')} became other tokens than in {unlike[0].other}",
+            hint="compare chat templates, template arguments and special tokens; --target renders prompts locally",
         )
     return None
 
@@ -134,9 +135,9 @@ def _lower(evidence: Evidence) -> Attribution | None:
     if not evidence.lower_than:
         return None
     item = evidence.lower_than[0]
-    hint = f"dflash validate DRAFT --target TARGET --engine {evidence.facts.engine} says what it reads otherwise"
+    hint = f"dflash validate DRAFT --target TARGET --engine {evidence.facts.engine} finds fields it reads differently"
     if evidence.has_other_text:
-        hint = "the texts differ too, by more than near-ties: is the same target served, in the same precision?"
+        hint = "the texts differ too, by more than near-ties: check that the target and its precision are the same"
     return Attribution(
         owner="engine",
         rule=4,
@@ -152,8 +153,8 @@ def _lower_under_load(evidence: Evidence) -> Attribution | None:
             return Attribution(
                 owner="engine",
                 rule=5,
-                evidence=f"{item.other.name}: {change} tokens a step against {item.base.name}",
-                hint="acceptance is no matter of load: requests of a batch change each other's drafts",
+                evidence=f"{item.other.name}: {change} tokens per step against {item.base.name}",
+                hint="acceptance should not depend on load: requests of a batch change each other's drafts",
             )
     return None
 
@@ -165,8 +166,8 @@ def _unequal(evidence: Evidence) -> Attribution | None:
                 owner="engine",
                 rule=6,
                 evidence=f"{item.num_unexplained} of {plural(item.num_compared, 'answer')} differ between {item.base} "
-                f"and {item.other}, and by more than near-ties",
-                hint="greedy answers of one server are to be the same whatever else it runs",
+                f"and {item.other} by more than near-ties",
+                hint="greedy answers of a server should not depend on its other requests",
             )
     return None
 
@@ -184,19 +185,19 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
 
 
 def _is_higher(item: Comparison) -> bool:
-    """Whether the other result is shown to be above the first; without an interval, by more than a tenth."""
+    """Whether the other result is certainly higher than the first. Without an interval: by more than a tenth."""
     if item.total.difference is not None:
         return item.total.verdict == "higher" and not _is_slight(item)
     return item.other.acceptance_len > MUCH * item.base.acceptance_len
 
 
 def _is_slight(item: Comparison) -> bool:
-    """Whether a difference is of the size that rounding makes, however sure it is."""
+    """Whether rounding can cause a difference of this size, however certain it is."""
     return abs(item.total.change or 0) <= SLIGHT * item.base.acceptance_len
 
 
 def _lengths(item: Comparison) -> str:
-    return f"{item.total.base_len or 0:.3f} tokens a step, {item.other.name} {item.total.other_len or 0:.3f}"
+    return f"{item.total.base_len or 0:.3f} tokens per step, {item.other.name} {item.total.other_len or 0:.3f}"
 
 
 def _faults(ids: Iterable[str]) -> str:

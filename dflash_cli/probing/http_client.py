@@ -1,7 +1,6 @@
-"""Requests to one server, with a limit of time, retries of what may pass, and errors of one line.
+"""Send requests to one server, with a timeout, retries of passing failures and errors of one line.
 
-The HTTP library is the one that the hub's client brings: httpx, or httpx2 from its release 2. Both have the names that
-are used here.
+The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Both have the names used here.
 """
 
 import threading
@@ -16,20 +15,20 @@ from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedE
 
 BUSY = 429
 REDIRECTED = 300
-"""From here on there is no answer: what is asked of one server is not asked of another that it names."""
+"""A status from here on is a failure. Redirects are not followed, so the API key never reaches another server."""
 CLOSED = (401, 403)
 FIRST_PAUSE_S = 0.5
 
 
 class ServerUnreachable(CheckpointNotFound):
-    """A server that does not answer, or not with what was asked for, however often it is asked."""
+    """A server that gives no usable answer, even after retries."""
 
 
 class HttpClient:
-    """Asks one server. `key` is sent to it alone, and is in no message.
+    """A client of one server. It sends `key` to this server only and never prints it.
 
-    What may pass is tried again: no answer in time, a broken connection, a status of 500 or more, or 429. The pause
-    before each retry is twice the last.
+    It repeats a request after a timeout, a broken connection, a status of 500 or more, or 429. Each pause is twice the
+    previous one.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class HttpClient:
         self._num_retries, self._timeout_s = num_retries, timeout_s
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = self._library.Limits(max_connections=None)
-        # Where nothing is encrypted no certificates are needed, which take a tenth of a second to read.
+        # Reading certificates takes a tenth of a second, and plain HTTP needs none.
         is_encrypted = self.url.startswith("https")
         self._client = self._library.Client(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
         self._count = threading.Lock()
@@ -58,12 +57,14 @@ class HttpClient:
         """The JSON document at a path.
 
         Raises:
-            ServerUnreachable, UnsupportedError: it cannot be had, or is no JSON.
+            RequestError: the server refuses the request.
+            ServerUnreachable: the server does not answer.
+            UnsupportedError: the answer is not JSON.
         """
         return self._read(path, self._ask("GET", path))
 
     def find(self, path: str) -> Any | None:
-        """The JSON document at a path, or None where the server has none there."""
+        """The JSON document at a path, or None if the server has no such document."""
         response = self._ask("GET", path)
         if response.status_code >= REDIRECTED:
             return None
@@ -73,7 +74,7 @@ class HttpClient:
             return None
 
     def find_text(self, path: str) -> str | None:
-        """The text at a path, or None where the server has none there."""
+        """The text at a path, or None if the server has no such path."""
         response = self._ask("GET", path)
         return None if response.status_code >= REDIRECTED else str(response.text)
 
@@ -81,8 +82,9 @@ class HttpClient:
         """The JSON document that answers a request.
 
         Raises:
-            RequestError: the server refuses what was asked.
-            ServerUnreachable, UnsupportedError: there is no answer, or it is no JSON.
+            RequestError: the server refuses the request.
+            ServerUnreachable: the server does not answer.
+            UnsupportedError: the answer is not JSON.
         """
         return self._read(path, self._ask("POST", path, body))
 
@@ -92,13 +94,12 @@ class HttpClient:
                 response = self._client.request(method, f"{self.url}{path}", json=body)
                 trouble = f"answered {response.status_code}" if _may_pass(response.status_code) else None
             except self._library.ConnectError as error:
-                raise self._unreachable(
-                    path, "the connection was refused", "is it running, and is the URL right?"
-                ) from error
+                hint = "start the server, or correct the URL"
+                raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error
             except self._library.TimeoutException:
                 trouble = f"no answer in {self._timeout_s:g} s"
             except self._library.HTTPError as error:
-                trouble = f"broken off ({type(error).__name__})"
+                trouble = f"the connection broke ({type(error).__name__})"
             if trouble is None:
                 return self._checked(path, response)
             if attempt < self._num_retries:
@@ -106,26 +107,38 @@ class HttpClient:
                     self.num_retried += 1
                 time.sleep(FIRST_PAUSE_S * 2**attempt)
         tries = "1 try" if not self._num_retries else f"{self._num_retries + 1} tries"
-        raise self._unreachable(path, f"{trouble}, after {tries}", "raise --timeout, or see the server's log")
+        hint = "raise --timeout, or look in the server's log"
+        raise self._unreachable(path, f"{trouble}, after {tries}", hint, id="no-answer")
 
     def _checked(self, path: str, response: Any) -> Any:
         if response.status_code in CLOSED:
-            hint = "put its key into an environment variable and name that with --api-key-env"
-            raise self._unreachable(path, f"answered {response.status_code}", hint)
+            hint = "put the key into an environment variable and add --api-key-env NAME"
+            raise self._unreachable(path, f"answered {response.status_code}", hint, id="key-refused")
         return response
 
     def _read(self, path: str, response: Any) -> Any:
         if response.status_code >= REDIRECTED:
             said = _reason(response)
-            raise RequestError(f"{self.url}{path}: answered {response.status_code}{said}")
+            raise RequestError(
+                f"answered {response.status_code}{said}",
+                id="server-refused",
+                path=f"{self.url}{path}",
+                found=response.status_code,
+            )
         try:
             return response.json()
         except ValueError as error:
             found = response.text[:40]
-            raise UnsupportedError(f"{self.url}{path}: found {found!r}, expected a JSON document") from error
+            raise UnsupportedError(
+                f"found {found!r}, expected a JSON document",
+                id="not-json",
+                path=f"{self.url}{path}",
+                found=found,
+                expected="a JSON document",
+            ) from error
 
-    def _unreachable(self, path: str, why: str, hint: str) -> ServerUnreachable:
-        return ServerUnreachable(f"{self.url}{path}: {why}", hint=hint)
+    def _unreachable(self, path: str, why: str, hint: str, *, id: str) -> ServerUnreachable:
+        return ServerUnreachable(why, id=id, path=f"{self.url}{path}", hint=hint)
 
 
 def _may_pass(status: int) -> bool:
@@ -133,7 +146,7 @@ def _may_pass(status: int) -> bool:
 
 
 def _reason(response: Any) -> str:
-    """What the server says of a refusal, on one line; engines put it in different places."""
+    """The server's reason for a refusal, on one line. Each engine has its own field for it."""
     try:
         document = response.json()
     except ValueError:
@@ -144,11 +157,20 @@ def _reason(response: Any) -> str:
 
 
 def _base_url(url: str) -> str:
-    """Scheme, host and path without a trailing `/v1`; what a URL says of users and passwords is refused."""
+    """Scheme, host and path without a trailing `/v1`.
+
+    Raises:
+        UsageError: this is not a URL, or it holds a user name or password.
+    """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url}: no URL of a server", hint="such as http://localhost:8000")
+        raise UsageError(field="URL", found=url, expected="a server's address, such as http://localhost:8000")
     if parts.username is not None:
-        raise UsageError("the URL holds a user or password", hint="name an environment variable with --api-key-env")
+        raise UsageError(
+            "the URL holds a user name or password",
+            id="password-in-url",
+            field="URL",
+            hint="put the key into an environment variable and add --api-key-env NAME",
+        )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))

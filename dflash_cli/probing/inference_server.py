@@ -1,6 +1,6 @@
-"""What a running server is asked, whatever its engine: what it is, an answer, its counters.
+"""The interface of a running server of any engine: its description, its answers and its counters.
 
-An engine is one file in `servers/` with a class decorated `@SERVERS.register(name)`; nothing else goes by its name.
+Each engine is one file in `servers/` with a class decorated `@SERVERS.register(name)`. No other code names an engine.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ PACKAGE = "dflash_cli.probing.servers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says about itself; None where it does not say it."""
+    """A server's description of itself. A field is None if the server does not report it."""
 
     engine: Annotated[str, "a key of `SERVERS`"]
     release: Annotated[str | None, "as the server writes it, such as 0.33.0"]
@@ -34,8 +34,9 @@ class ServerFacts:
 class ServedSteps:
     """The verify steps of one answer, as the server counted them.
 
-    `accepted` has the drafts that each accepted, and `drafted` those that it had, empty where all had K. With
-    `is_ordered` they stand in the order in which they were done.
+    accepted    accepted draft tokens of each step
+    drafted     draft tokens of each step; empty if every step had K
+    is_ordered  whether the steps are in order of time
     """
 
     accepted: tuple[int, ...]
@@ -44,16 +45,20 @@ class ServedSteps:
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int]) -> "ServedSteps":
-        """Steps of which is known how many accepted 0, 1, ... drafts."""
-        return cls(accepted=tuple(place for place, count in enumerate(histogram) for _ in range(count)))
+        """Steps without order, from the numbers of steps that accepted 0, 1, ... draft tokens."""
+        return cls(accepted=tuple(accepted for accepted, count in enumerate(histogram) for _ in range(count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAnswer:
-    """One answer. `steps` is None where the server does not report them with it.
+    """One answer. A field is None if the answer does not report it.
 
-    `num_steps`, `num_accepted` and `num_drafted` are there where it reports sums only; see the engine's file.
-    `num_draft_tokens` is K, where the answer says it; `finish_reason` is `stop` or `length`.
+    finish_reason     `stop` or `length`
+    steps             the verify steps
+    num_steps         sums over the steps, for servers that report sums only; the engine's file says more
+    num_accepted
+    num_drafted
+    num_draft_tokens  K
     """
 
     token_ids: tuple[int, ...]
@@ -68,7 +73,7 @@ class ServedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """How an answer is asked for."""
+    """Sampling options of a request."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -77,19 +82,19 @@ class Asked:
 
 
 class InferenceServer(ABC):
-    """A server of one engine. `title` is what people call the engine."""
+    """A server of one engine. `title` is the engine's usual name."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     owner: ClassVar[str]
-    """What `/v1/models` calls the owner of the models that such a server lists."""
+    """`owned_by` of the models that such a server lists at `/v1/models`."""
     counter_names: ClassVar[CounterNames]
     definition: ClassVar[str] = "vllm"
-    """The acceptance length that the engine itself shows, a key of `statistics.DEFINITIONS`."""
+    """The definition of acceptance length that the engine uses, a key of `statistics.DEFINITIONS`."""
     how_to_report: ClassVar[str]
-    """What the server is to be started with, so that acceptance can be read."""
+    """The server's options for reporting acceptance."""
     how_to_report_steps: ClassVar[str]
-    """What it is to be started with, so that each answer brings its steps."""
+    """The options for reporting the steps of each answer."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self.client = client
@@ -97,40 +102,46 @@ class InferenceServer(ABC):
 
     @abstractmethod
     def describe(self) -> ServerFacts:
-        """What the server says of itself."""
+        """The server's description of itself."""
 
     @abstractmethod
     def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
-        """Let the server answer a prompt.
+        """The server's answer to a prompt.
 
         Raises:
-            RequestError, ServerUnreachable, UnsupportedError: it does not, or with something else than an answer.
+            RequestError: the server refuses the prompt.
+            ServerUnreachable: the server does not answer.
+            UnsupportedError: the answer lacks a field or has another form.
         """
 
     @abstractmethod
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
-        """Log-probabilities, in nats, of the likeliest tokens after a text, by id."""
+        """Token id -> log-probability in nats, for the most likely tokens after a text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model's tokenizer adds by itself."""
+        """Token ids of a text, with the special tokens that the model's tokenizer adds."""
 
     @abstractmethod
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Ids of a conversation in the server's chat template, which is given `options`."""
+        """Token ids of a conversation in the server's chat template with the arguments `options`."""
 
     def counters(self) -> ServerCounters | None:
-        """What the server has counted so far; None where it counts no drafts, or does not show it."""
-        # An application that is mounted there may want the slash.
+        """The server's counters, or None if it does not report any of drafts."""
+        # Some servers answer only to the path with a slash.
         text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
         return None if text is None else read_counters(text, self.counter_names, f"{self.client.url}/metrics")
 
     def no_answer(self, path: str, error: Exception) -> UnsupportedError:
-        """An error to be raised: what came back lacks a field of an answer, or has it in another form."""
+        """The error for an answer that lacks a field or has it in another form."""
         what = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         return UnsupportedError(
-            f"{self.client.url}{path}: found {what}, expected an answer of {self.title}",
-            hint="is it another engine, or a proxy? --engine says which one is meant",
+            f"found {what}, expected an answer of {self.title}",
+            id="foreign-answer",
+            path=f"{self.client.url}{path}",
+            found=what,
+            expected=f"an answer of {self.title}",
+            hint="another engine or a proxy may have answered; name the engine with --engine",
         )
 
 
@@ -138,26 +149,26 @@ SERVERS: Registry[type[InferenceServer]] = Registry("engine of a server")
 
 
 def server_engines() -> list[str]:
-    """The names of the engines whose servers can be asked."""
+    """Names of the engines with a file in `servers/`, sorted."""
     SERVERS.discover(PACKAGE)
     return sorted(SERVERS)
 
 
 def open_server(client: HttpClient, *, engine: str = "auto", model: str | None = None) -> InferenceServer:
-    """The server at the client's URL, of a named engine or of the one that its list of models says.
+    """The server at the client's URL. With `auto`, its list of models names the engine.
 
     Raises:
-        UnsupportedError: it is of no known engine.
-        UsageError: the name is that of none, or it does not serve the model.
-        ServerUnreachable: it does not answer.
+        UnsupportedError: the server's engine is unknown.
+        UsageError: the engine's name is unknown, or the server does not serve the model.
+        ServerUnreachable: the server does not answer.
     """
     known = server_engines()
     if engine not in ("auto", *known):
-        raise UsageError(f"--engine {engine}: no such engine (known: {', '.join(known)})")
+        raise UsageError(field="--engine", found=engine, expected=f"auto, {', '.join(known)}")
     models = _models(client)
     names = [str(item.get("id")) for item in models]
     if model is not None and names and model not in names:
-        raise UsageError(f"--model {model}: {client.url} serves {', '.join(names)}")
+        raise UsageError(field="--served-model", found=model, expected=f"a model of {client.url}: {', '.join(names)}")
     chosen = model or (names[0] if names else "default")
     if engine != "auto":
         return SERVERS[engine](client, chosen)
@@ -167,7 +178,11 @@ def open_server(client: HttpClient, *, engine: str = "auto", model: str | None =
             return SERVERS[name](client, chosen)
     found = f"models of {', '.join(sorted(owners))}" if owners else "no list of models at /v1/models"
     raise UnsupportedError(
-        f"{client.url}: found {found}, expected a server of {', '.join(known)}", hint="name it with --engine"
+        f"found {found}, expected a server of {', '.join(known)}",
+        id="unknown-server",
+        path=client.url,
+        found=sorted(owners),
+        hint="name the engine with --engine",
     )
 
 
@@ -178,7 +193,7 @@ def _models(client: HttpClient) -> list[Mapping[str, Any]]:
 
 
 class ServerTokenizer(Tokenizer):
-    """The tokenizer and chat template of a server, asked for each text."""
+    """A tokenizer that sends every text to a server."""
 
     def __init__(self, server: InferenceServer, template_options: Mapping[str, Any] | None = None) -> None:
         self._server = server
@@ -197,17 +212,18 @@ class ServerTokenizer(Tokenizer):
         try:
             return self._server.render(messages, {**self._options, **(options or {})})
         except RequestError as error:
-            hint = "with --target the conversation is rendered here"
-            raise RequestError(f"{where}: {error.message}", hint=hint) from error
+            hint = "add --target to render the conversation locally"
+            raise RequestError(error.message, id=error.id, path=where, found=error.found, hint=hint) from error
 
 
 def ids_of(document: Any, name: str) -> list[int]:
-    """The list of ids in a document's field.
+    """The list of token ids in a document's field.
 
     Raises:
-        KeyError, TypeError: there is none.
+        KeyError: the field is absent.
+        TypeError: the field is not a list of integers.
     """
     found = document[name]
     if not isinstance(found, list) or not all(isinstance(item, int) for item in found):
-        raise TypeError(f"{name} is no list of ids")
+        raise TypeError(f"{name} is not a list of token ids")
     return found

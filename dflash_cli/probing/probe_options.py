@@ -21,12 +21,12 @@ from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOpt
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, SAMPLING, Option
 from dflash_runtime.errors import UsageError
 
-ANY_TARGET = "the target that is served"
+ANY_TARGET = "the served target"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
-    """How a server is reached and asked, and what its answers are compared with."""
+    """Options of `dflash probe`: the connection, the requests and the results to compare with."""
 
     engine: Annotated[
         str,
@@ -63,14 +63,14 @@ class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
         str | None,
         Option(
             short="-d", metavar="DRAFT", group=MEASURING,
-            help="The served draft: rules name what this engine and release do with it.",
+            help="The served draft. Rules then check it for this engine and release.",
         ),
     ] = None  # fmt: skip
     target: Annotated[
         str | None,
         Option(
             short="-t", metavar="TARGET", group=MEASURING,
-            help="The served target: its tokenizer renders the prompts instead of the server's.",
+            help="The served target. Its tokenizer then renders the prompts instead of the server.",
         ),
     ] = None  # fmt: skip
     near_tie: Annotated[
@@ -121,15 +121,17 @@ class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
 
 @contextmanager
 def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
-    """The request, with connections that are closed at the end.
+    """The plan of a probe. Its connections are closed at the end.
 
     Raises:
-        ServerUnreachable, UnsupportedError, UsageError: a server does not answer, or is of no known engine.
+        ServerUnreachable: a server does not answer.
+        UnsupportedError: a server's engine is unknown.
+        UsageError: an option contradicts the server or another option.
     """
     with ExitStack() as clients:
 
-        def connect(place: str, key: str | None, engine: str, model: str | None) -> InferenceServer:
-            client = HttpClient(place, key=key, timeout_s=options.timeout, num_retries=options.retries)
+        def connect(address: str, key: str | None, engine: str, model: str | None) -> InferenceServer:
+            client = HttpClient(address, key=key, timeout_s=options.timeout, num_retries=options.retries)
             clients.callback(client.close)
             return open_server(client, engine=engine, model=model)
 
@@ -183,7 +185,7 @@ def _tokenizer(server: InferenceServer, options: ProbeOptions) -> Tokenizer:
             path=path,
             id="no-tokenizer",
             field="--target",
-            hint="without --target the server's is used",
+            hint="leave out --target to use the server's tokenizer",
         )
     return found
 

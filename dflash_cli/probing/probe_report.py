@@ -1,4 +1,4 @@
-"""A probe as lines and tables of at most 80 columns."""
+"""Show a probe as lines and tables of at most 80 columns."""
 
 import textwrap
 from collections.abc import Sequence
@@ -17,26 +17,28 @@ ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "not
 
 
 def headline(found: Probed) -> list[str]:
-    """`vllm 0.33.0 serves org/model and drafts 7 tokens a step`, and the acceptance length of the first run."""
+    """`vllm 0.33.0 serves org/model and drafts 7 tokens per step`, and the acceptance length of the first run."""
     facts, first = found.server, found.runs[0]
     engine = f"{facts.engine} {facts.release}" if facts.release else facts.engine
     if not found.is_engaged:
-        what = "it is not known whether it drafts" if found.is_engaged is None else "it drafts nothing"
+        what = "unknown whether it drafts" if found.is_engaged is None else "it drafts nothing"
         return [f"{engine} serves {facts.model}: {what}"]
     width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
-    drafts = f"drafts {width} tokens a step" if width else "drafts"
+    drafts = f"drafts {width} tokens per step" if width else "drafts"
     lines = [
         f"{engine} serves {facts.model} and {drafts}",
         f"acceptance length {first.total.length_text}, {first.name}",
     ]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
-        lines += textwrap.wrap(f"{value:.3f} as {found.server.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
+        lines += textwrap.wrap(
+            f"{value:.3f} by {found.server.engine}'s definition: {DEFINITIONS[found.definition]}", WIDTH
+        )
     return lines
 
 
 def legend(found: Probed) -> list[str]:
-    """What the lengths count, where there are any."""
+    """The definition of the acceptance length; empty if no token was drafted."""
     if not found.is_engaged:
         return []
     interval = found.runs[0].total.acceptance_len_interval
@@ -66,7 +68,7 @@ def equality_lines(found: Probed) -> list[str]:
 
 
 def fault_lines(found: Probed) -> list[str]:
-    """What rules say of the draft on this engine, where it was named."""
+    """Findings of rules about the draft on this engine, with --draft."""
     return [
         line
         for fault in found.known_faults
@@ -75,7 +77,7 @@ def fault_lines(found: Probed) -> list[str]:
 
 
 def attribution_lines(attribution: Attribution) -> list[str]:
-    """`cause: engine (rule 4): ...`, and what to do next."""
+    """`cause: engine (rule 4): ...`, and the next thing to do."""
     text = f"cause: {attribution.owner} (rule {attribution.rule}): {attribution.evidence}"
     return [
         *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False),
@@ -102,7 +104,7 @@ def _load_table(found: Probed) -> Table:
 
 
 def _difference(item: Comparison) -> str:
-    """How far the other is above the first."""
+    """The other result's acceptance length minus the first's, with its interval."""
     if item.total.difference is None:
         return value_text(item.total.change, None, "+.3f")
     return value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
@@ -128,7 +130,7 @@ def _equality(item: TokenEquality) -> list[str]:
 
 
 def _some_differences(item: TokenEquality) -> Sequence[str]:
-    """The differences that are no near-ties first."""
+    """The first few differences, near-ties last."""
     shown = sorted(item.differences, key=lambda difference: difference.is_near_tie)[:SHOWN_DIFFERENCES]
     return [
         f"  {difference.name}, token {difference.position + 1}: "

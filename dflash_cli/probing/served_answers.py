@@ -1,4 +1,4 @@
-"""One row of prompts asked of a server, turn by turn, and each answer in the form of our own."""
+"""Send one row of prompts to a server, turn by turn, and turn each answer into a `RequestOutput`."""
 
 import random
 import time
@@ -12,13 +12,13 @@ from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
-"""A server may show a request's counts a moment after its answer; for how long they are waited for."""
+"""How often and how long to wait for counters, which servers may update a moment after an answer."""
 
 
 class CounterWatch:
-    """Finds the steps of each answer from the counters before and after it, while requests come one at a time.
+    """Finds the steps of each answer from the counters before and after it, if requests come one at a time.
 
-    `num_foreign` counts answers during which somebody else asked too, so that the counts are not theirs alone.
+    `num_foreign` counts answers during which other clients sent requests too. Their steps are unknown.
     """
 
     def __init__(self, server: InferenceServer, before: ServerCounters) -> None:
@@ -27,7 +27,7 @@ class CounterWatch:
         self.num_foreign = 0
 
     def steps_of(self, served: ServedAnswer) -> ServedSteps | None:
-        """The steps of the answer that came last; None where the counters do not tell them."""
+        """The steps of the latest answer, or None if the counters do not show them."""
         now = await_counters(self._server, self._last, num_requests=1, num_tokens=len(served.token_ids))
         risen = None if now is None else now.since(self._last)
         self._last = now or self._last
@@ -42,7 +42,10 @@ class CounterWatch:
 def await_counters(
     server: InferenceServer, before: ServerCounters, *, num_requests: int, num_tokens: int
 ) -> ServerCounters | None:
-    """The counters once so many requests, or tokens where requests are not counted, were added to those before."""
+    """The counters once they rose by `num_requests`, or by `num_tokens` if the server does not count requests.
+
+    After the longest wait the counters are returned as they are.
+    """
     now = None
     for _ in range(COUNTER_WAITS):
         now = server.counters()
@@ -68,10 +71,12 @@ def ask_row(
     chat: bool,
     watch: CounterWatch | None = None,
 ) -> Iterator[tuple[Answer, ServedAnswer]]:
-    """The answers to a row's turns, each with what the server said of it.
+    """The answers to a row's turns, each with the server's own answer.
 
     Raises:
-        RequestError, ServerUnreachable, UnsupportedError: a turn is not answered.
+        RequestError: the server refuses a turn.
+        ServerUnreachable: the server does not answer.
+        UnsupportedError: an answer has an unknown form.
     """
     conversation = Conversation(row)
     while not conversation.is_done:
@@ -90,36 +95,37 @@ def ask_row(
 def to_output(
     row: PromptRow, turn: int, prompt_ids: Sequence[int], served: ServedAnswer, steps: ServedSteps | None
 ) -> RequestOutput:
-    """An answer as our engine would give it.
+    """A server's answer in the form of our engine's answers.
 
-    Steps whose order is not known stand in an order drawn from the prompt, so that nobody finds a trend in it.
+    Steps of unknown order are shuffled with the prompt's digest as the seed, so that they show no false trend.
     """
     accepted, drafted = ((), ()) if steps is None else (steps.accepted, steps.drafted)
-    places = list(range(len(accepted)))
+    order = list(range(len(accepted)))
     if steps is not None and not steps.is_ordered:
-        random.Random(f"{row.digest} {turn}").shuffle(places)
-    lengths = tuple(accepted[place] + 1 for place in places)
+        random.Random(f"{row.digest} {turn}").shuffle(order)
+    lengths = tuple(accepted[step] + 1 for step in order)
     return RequestOutput(
         index=row.index,
         prompt_token_ids=tuple(prompt_ids),
         token_ids=served.token_ids,
         finish_reason=FinishReason(served.finish_reason if served.finish_reason in ("stop", "length") else "stop"),
         acceptance_lengths=lengths,
-        verify_widths=tuple(drafted[place] + 1 for place in places) if drafted else (),
+        verify_widths=tuple(drafted[step] + 1 for step in order) if drafted else (),
         committed_lengths=_committed(lengths, len(served.token_ids)),
     )
 
 
 def _committed(lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """What steps left in an answer: all but what was cut off at its end, taken from the steps that gave most.
+    """Tokens of each step that are in the answer.
 
-    The first token is the prompt's. Steps that decoded plainly are not among these, and nothing is cut for them.
+    The answer's end may cut tokens off. They are taken from the longest steps. The answer's first token comes from
+    prefill. `lengths` has no steps without a draft, so their tokens are not cut.
     """
     kept = list(lengths)
     surplus = sum(kept) - max(0, num_tokens - 1)
-    for place in sorted(range(len(kept)), key=lambda item: -kept[item]):
+    for step in sorted(range(len(kept)), key=lambda item: -kept[item]):
         if surplus <= 0:
             break
-        cut = min(surplus, kept[place] - 1)
-        kept[place], surplus = kept[place] - cut, surplus - cut
+        cut = min(surplus, kept[step] - 1)
+        kept[step], surplus = kept[step] - cut, surplus - cut
     return tuple(kept)

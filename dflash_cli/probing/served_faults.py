@@ -1,4 +1,4 @@
-"""What rules say of a draft on the engine of a running server, at the release that the server states."""
+"""Check a draft with the rules of a running server's engine and release."""
 
 import re
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def known_faults(draft: str | None, target: str | None, server: "InferenceServer") -> list[str]:
-    """`C20 message` of each rule that finds an error in the draft that was named; nothing where none was."""
+    """`C20 message` for each error that a rule finds in the draft; empty without a draft."""
     if draft is None:
         return []
-    # Every module of this folder is imported to find the engines, also for a page of help.
+    # Help pages import this module too, and must stay fast.
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.rules.validator import ValidationPlan, validate_draft
@@ -36,7 +36,7 @@ def known_faults(draft: str | None, target: str | None, server: "InferenceServer
 
 
 def _name(engine: str, release: str | None) -> str:
-    """`vllm@0.33` of `0.33.0+cu130`; the name alone, which is the newest release, where no rule speaks of that one."""
+    """`vllm@0.33` for `0.33.0+cu130`. Without a rule about that release, the name alone: the newest known release."""
     known = next((item for item in all_engines() if item.name == engine), None)
     found = re.match(r"\d+(?:\.\d+)*", release or "")
     numbers = tuple(map(int, found[0].split("."))) if found else ()

@@ -1,8 +1,8 @@
-"""What a server has counted since it was started, and what it counted in between two readings.
+"""A server's counters since its start, and their rise between two readings.
 
 Sources: `vllm/v1/spec_decode/metrics.py` of vLLM 0.33, `tools/server/server-task.cpp` of llama.cpp from build 10408 on
-and `srt/observability/metrics_collector.py` of SGLang 0.5.23. A name stands for itself and for itself with `_total`,
-which clients of Prometheus add and some exporters do not.
+and `srt/observability/metrics_collector.py` of SGLang 0.5.23. Names match with and without `_total`, because only some
+exporters add it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SCALARS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterNames:
-    """What one engine calls its counters; None for those that it does not have."""
+    """One engine's names of the counters; None if the engine lacks a counter."""
 
     num_drafts: str
     num_draft_tokens: str | None = None
@@ -28,9 +28,9 @@ class CounterNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCounters:
-    """Values of the counters, over all engines, models and reasons that they are kept for; None where one is missing.
+    """Values of the counters, summed over engines, models and finish reasons; None if the server lacks a counter.
 
-    `per_pos_accepted` has the steps that accepted each position, and is empty where the server does not count them.
+    `per_pos_accepted` has the number of steps that accepted each position. It is empty if the server does not count it.
     """
 
     num_drafts: int | None
@@ -41,9 +41,9 @@ class ServerCounters:
     num_tokens: int | None = None
 
     def since(self, before: "ServerCounters") -> "ServerCounters | None":
-        """What was counted after `before`; None where a counter has fallen, since then the server was started anew."""
+        """The rise of the counters after `before`; None if a counter fell, because the server restarted."""
         values = {name: _rise(getattr(before, name), getattr(self, name)) for name in SCALARS}
-        # A position that nothing was accepted at yet has no counter in llama.cpp.
+        # llama.cpp creates a position's counter at its first accepted token.
         known = before.per_pos_accepted + (0,) * (len(self.per_pos_accepted) - len(before.per_pos_accepted))
         positions = tuple(now - was for was, now in zip(known, self.per_pos_accepted, strict=False))
         has_fallen = any(value is not None and value < 0 for value in (*values.values(), *positions))
@@ -53,7 +53,7 @@ class ServerCounters:
 
     @property
     def histogram(self) -> tuple[int, ...] | None:
-        """Steps that accepted 0, 1, ... K drafts; None where the counters do not tell, or contradict each other."""
+        """Numbers of steps that accepted 0, 1, ... K draft tokens; None if unknown or if counters contradict."""
         if self.num_drafts is None or not self.per_pos_accepted:
             return None
         reached = (self.num_drafts, *self.per_pos_accepted, 0)
@@ -62,10 +62,10 @@ class ServerCounters:
 
 
 def read_counters(text: str, names: CounterNames, where: str) -> ServerCounters | None:
-    """The counters in a text in Prometheus' format; None where it has no count of drafts.
+    """The counters in a text of the Prometheus format; None if it does not count drafts.
 
     Raises:
-        UnsupportedError: it is no such text.
+        UnsupportedError: the text is not in this format.
     """
     samples = _samples(text, where)
     totals: dict[str, float] = {}
@@ -74,13 +74,13 @@ def read_counters(text: str, names: CounterNames, where: str) -> ServerCounters 
         plain = name.removesuffix("_total")
         totals[plain] = totals.get(plain, 0) + value
         if plain == names.per_pos_accepted and labels.get("position", "").isdecimal():
-            place = int(labels["position"])
-            positions[place] = positions.get(place, 0) + value
+            position = int(labels["position"])
+            positions[position] = positions.get(position, 0) + value
     if names.num_drafts not in totals:
         return None
     values = {field: _whole(totals.get(getattr(names, field) or "")) for field in SCALARS}
-    places = range(max(positions, default=-1) + 1)
-    return ServerCounters(**values, per_pos_accepted=tuple(int(positions.get(place, 0)) for place in places))
+    per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
+    return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
 
 
 def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]]:
@@ -90,7 +90,12 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
         families = list(text_string_to_metric_families(text))
     except ValueError as error:
         said = (str(error).splitlines() or ["no reason"])[0]
-        raise UnsupportedError(f"{where}: found no text in Prometheus' format: {said}") from error
+        raise UnsupportedError(
+            f"found no text in Prometheus' format: {said}",
+            id="not-prometheus",
+            path=where,
+            expected="counters in the Prometheus format",
+        ) from error
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 

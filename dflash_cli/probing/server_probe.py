@@ -1,4 +1,4 @@
-"""Is a server's draft engaged, at what length, beside what yardstick, and whose is it if that is low?"""
+"""Measure whether a server drafts, its acceptance length against a yardstick, and the cause if it is low."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 
 TRIAL_LEN = 16
-"""Tokens of the one answer that is asked for before anything is measured."""
+"""Tokens of the one answer before the measurement."""
 BESIDE = "beside"
 """The name of the run of the other server."""
 Observe = Callable[[str], Callable[[Event], None]]
@@ -37,10 +37,13 @@ Observe = Callable[[str], Callable[[Event], None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePlan:
-    """What to ask a server, how many requests at a time, and what to hold it against.
+    """The requests to a server, their concurrency and the results to compare with.
 
-    `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
-    rules say of the checkpoint on this engine; `near_tie_nats` is the largest gap that rounding explains.
+    result         file of a local result
+    beside         another server that gets the same requests
+    near_tie_nats  the largest gap between two tokens that rounding explains
+    known_faults   findings of rules about the checkpoint on this engine
+    minimum        the lowest acceptance length the user accepts, if given
     """
 
     server: InferenceServer
@@ -113,11 +116,11 @@ class Probed(Shown):
 
 
 def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
-    """Ask the server, and what it is to be held against. `observe` is given the name of each run.
+    """Probe the server and the yardsticks. `observe` gets the name of each run and returns its observer.
 
     Raises:
-        UnsupportedError: the server says nothing of acceptance.
-        UsageError: the yardstick has none of the prompts.
+        UnsupportedError: the server does not report acceptance.
+        UsageError: the yardstick shares no prompt with the request.
         ServerUnreachable: the server stops answering.
     """
     own = None if request.result is None else read_result(request.result)
@@ -162,13 +165,13 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
 
 
 def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
-    """`rows.8.jsonl` of `rows.jsonl`: each run has a file of its own, which `dflash compare` reads."""
+    """`rows.8.jsonl` for `rows.jsonl`: each run has its own file, which `dflash compare` reads."""
     middle = f"{BESIDE}.{concurrency}" if is_beside else str(concurrency)
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
 def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
-    """Refuse before the first run what would be refused when a later one begins."""
+    """Check the output files of all runs before the first run."""
     asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
     if others is not None:
@@ -178,16 +181,16 @@ def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts 
 
 
 def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
-    """The numbers of requests, without those that the server does not run at a time; the lowest stays."""
+    """The concurrencies that the server can run, at least the lowest."""
     limit = facts.max_concurrency or max(concurrencies)
     return [number for number in concurrencies if number <= limit] or [min(concurrencies)]
 
 
 def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
-    """The server's facts, after one short answer: it warms up, and shows what it says of acceptance.
+    """The server's facts after one short answer, which warms the server up and shows whether it reports acceptance.
 
     Raises:
-        UnsupportedError: nothing.
+        UnsupportedError: the server does not report acceptance.
     """
     facts = server.describe()
     steps, num_draft_tokens = None, None
@@ -196,7 +199,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
             prompt_ids = Conversation(row).next_prompt(asking.tokenizer, chat=asking.chat)
             served = server.answer(prompt_ids, replace(asking.asked, max_new_tokens=TRIAL_LEN))
         except RequestError:
-            continue  # said when it is this prompt's turn
+            continue  # the run reports this prompt's error
         steps, num_draft_tokens = served.steps or served.num_drafted, served.num_draft_tokens
         break
     if facts.is_drafting or steps is not None:
@@ -204,8 +207,10 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
     if facts.is_drafting is False or server.counters() is None:
         release = f" {facts.release}" if facts.release else ""
         raise UnsupportedError(
-            f"{server.client.url}: {server.title}{release} reports no speculative decoding: it runs without a draft, "
+            f"{server.title}{release} reports no speculative decoding: it runs without a draft, "
             "or does not show what it counts",
+            id="no-speculation",
+            path=server.client.url,
             hint=f"start it with {server.how_to_report}",
         )
     return facts
@@ -225,13 +230,16 @@ def _run(
 
 
 def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
-    """Refuse a yardstick of other prompts before anything is asked."""
+    """Refuse a yardstick of other prompts before the first request."""
     if own is None or not own.conversations:
         return
     asked = {row.digest for row in request.asking.rows}
     if not asked & {item.digest for item in own.conversations}:
         raise UsageError(
-            f"{own.name}: has none of the prompts",
+            "has none of the prompts",
+            id="other-prompts",
+            path=own.name,
+            field="--result",
             hint="give the same --prompts or --dataset as for that result; without them the same --target decides",
         )
 
@@ -243,7 +251,7 @@ def _results(runs: Sequence[ServerRun | None]) -> list[MeasuredResult]:
 def _compare(
     runs: Sequence[ServerRun], others: Sequence[MeasuredResult], confidence: float
 ) -> tuple[list[Comparison], list[Comparison]]:
-    """The later runs and the yardsticks, each against the first run, on the prompts that both have."""
+    """The later runs and the yardsticks, each compared with the first run on the prompts they share."""
     if not runs[0].is_engaged:
         return [], []
     base, *later = _results(runs)
@@ -265,7 +273,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 def _compare_tokens(
     request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
-    """Greedy answers of the first run against the later ones, and against the yardsticks."""
+    """Greedy answers of the first run compared with the later runs, and with the yardsticks."""
     if request.asking.asked.temperature > 0:
         return [], []
     texts = texts_of_answers(runs[0].answers)
@@ -288,7 +296,7 @@ def _compare_tokens(
 
 
 def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, float]]:
-    """The server's log-probabilities; none where it does not give them."""
+    """A function for the server's log-probabilities. It returns nothing if the server does not report them."""
 
     def ask(text_ids: Sequence[int]) -> Mapping[int, float]:
         try:
@@ -300,7 +308,7 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
 
 
 def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
-    """What should be known about the probe as a whole."""
+    """Notes about the whole probe."""
     notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]
     if left_out:

@@ -1,4 +1,4 @@
-"""All prompts asked of one server, so many at a time: the answers, their acceptance, and what the server counted."""
+"""Send all prompts to one server at a given concurrency, and measure acceptance from answers and counters."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.phrases import plural
 
 MAX_FAILED_IN_A_ROW = 3
-"""Prompts in a row that get no answer, after which the server is taken to be gone."""
+"""After this many unanswered prompts in a row the run ends."""
 
 Origin = Literal["answers", "counters", "timings", "nothing"]
 Rows = list[tuple[Answer, ServedAnswer]]
@@ -36,7 +36,7 @@ Rows = list[tuple[Answer, ServedAnswer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequest:
-    """What to ask a server, and how to take intervals. Answers go to `journal`, as in an evaluation."""
+    """The prompts and options of a run, and the options of its intervals. Answers are stored in `journal`."""
 
     rows: Sequence[PromptRow]
     asked: Asked
@@ -74,7 +74,7 @@ class ServerRun:
     @property
     @computed_key
     def is_engaged(self) -> bool | None:
-        """Whether a token was drafted; null if the answers have no steps and the counters are of no use."""
+        """Whether a token was drafted; null if neither answers nor counters show it."""
         if self.total.counts.num_drafts > 0:
             return True
         return False if self.counted is not None or not self.has_counters else None
@@ -86,7 +86,7 @@ class ServerRun:
         return find_shapes(self.total.counts if self.total.counts.num_speculative_tokens else None, self.conversations)
 
     def as_result(self) -> MeasuredResult:
-        """The form in which results are compared; only of a run that is engaged."""
+        """The run as a result to compare. The run must be engaged."""
         length = self.total.counts.acceptance_len
         assert length is not None
         return MeasuredResult(
@@ -101,7 +101,7 @@ class ServerRun:
 
 
 def _facts(facts: ServerFacts, asked: Asked, *, chat: bool) -> dict[str, Any]:
-    """What decides the answers, under the names of `eval-acceptance`."""
+    """The settings that determine the answers, under the names of `eval-acceptance`."""
     return {"num_speculative_tokens": facts.num_draft_tokens or 0, "chat": chat, **asdict(asked)}
 
 
@@ -114,10 +114,10 @@ def run_server(
     concurrency: int,
     observe: Callable[[Event], None] | None = None,
 ) -> ServerRun:
-    """Ask all rows, `concurrency` at a time, and pool what they say of acceptance.
+    """Send all rows, `concurrency` at a time, and pool their acceptance.
 
     Raises:
-        ServerUnreachable: several prompts in a row got no answer; what came until then is in the journal.
+        ServerUnreachable: several prompts in a row got no answer. The journal keeps the earlier answers.
     """
     started, before = time.perf_counter(), server.counters()
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
@@ -166,8 +166,7 @@ def _ask_all(
     concurrency: int,
     watch: CounterWatch | None,
 ) -> Iterator[Rows | Failure]:
-    """The answers to each row as it ends, or why there are none."""
-
+    """Each row's answers, or its failure, in order of completion."""
     todo: SimpleQueue[PromptRow] = SimpleQueue()
     done: SimpleQueue[tuple[PromptRow, Rows | Exception]] = SimpleQueue()
 
@@ -184,7 +183,7 @@ def _ask_all(
 
     for row in rows:
         todo.put(row)
-    # Not a pool of the library: its threads are waited for when the process ends, and a request may take minutes.
+    # Daemon threads, because Python waits at exit for the threads of a pool, and a request may take minutes.
     for _ in range(min(concurrency, len(rows))):
         Thread(target=work, daemon=True).start()
     try:
@@ -198,7 +197,11 @@ def _ask_all(
 def _collect(
     done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest
 ) -> Iterator[Rows | Failure]:
-    """What the workers put there, as it comes; several prompts in a row without an answer end it."""
+    """The items of `done` as they arrive.
+
+    Raises:
+        ServerUnreachable: several prompts in a row got no answer.
+    """
     num_failed = num_done = 0
     for _ in range(num_rows):
         row, found = done.get()
@@ -217,14 +220,14 @@ def _collect(
 
 def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> ServerUnreachable:
     kept = f"; {plural(num_done, 'answer')} kept in {request.journal}" if request.journal is not None else ""
-    hint = "give the same command with --resume to go on" if request.journal is not None else error.hint
-    return ServerUnreachable(f"{error.message}{kept}", hint=hint)
+    hint = "repeat the command with --resume to continue" if request.journal is not None else error.hint
+    return ServerUnreachable(f"{error.message}{kept}", id=error.id, hint=hint)
 
 
 def _count(
     server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: int, watch: CounterWatch | None
 ) -> tuple[ServerCounters | None, list[str]]:
-    """What the server counted for these answers, and what keeps it from being theirs alone."""
+    """The rise of the server's counters during these answers, and notes about other traffic or a restart."""
     if before is None or not found:
         return None, []
     num_tokens = sum(len(served.token_ids) for _, served in found)
@@ -251,7 +254,7 @@ def _pool(
     facts: ServerFacts,
     request: ServerRequest,
 ) -> tuple[Summary, Origin, list[str]]:
-    """Acceptance from the best that there is: steps of each answer, else counters, else sums."""
+    """Acceptance from the best source: the steps of each answer, otherwise counters, otherwise sums in answers."""
     stepped = [answer for answer in answers if answer.output.acceptance_lengths]
     if stepped:
         longest = max(max(answer.output.acceptance_lengths) for answer in stepped)
@@ -279,7 +282,7 @@ def _pool(
         counts = AcceptanceCounts(
             0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
         )
-        note = "steps are counted from below, so the length is one from above, and positions are not known"
+        note = "the number of steps is a lower bound, so the length is an upper bound; positions are unknown"
         return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
     none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")
     return none, "nothing", []
@@ -288,7 +291,7 @@ def _pool(
 def _summary(
     counts: AcceptanceCounts, num_requests: int, num_tokens: int, why: str, histogram: Sequence[int] = ()
 ) -> Summary:
-    """Totals in the form of a summary; of the definitions only vLLM's is one of totals."""
+    """A summary of totals. Only vLLM's definition can be computed from totals."""
     return Summary(
         counts=counts,
         num_requests=num_requests,
@@ -303,13 +306,13 @@ def _summary(
 
 
 def _conversations(answers: Sequence[Answer], *, is_ordered: bool) -> tuple[ConversationCounts, ...]:
-    """The conversations; where the order of steps is not known, none of them is far from the prompt."""
+    """The conversations. Without the order of steps, they have no steps far from the prompt."""
     found = count_conversations([answer for answer in answers if answer.output.acceptance_lengths])
     return found if is_ordered else tuple(replace(item, num_far_tokens=0, num_far_steps=0) for item in found)
 
 
 def _disagreement(origin: Origin, total: Summary, counted: ServerCounters | None, num_resumed: int) -> list[str]:
-    """What answers and counters say of the same steps, where they differ."""
+    """A note if answers and counters report different numbers of steps."""
     if origin != "answers" or counted is None or counted.num_drafts is None or num_resumed:
         return []
     if counted.num_drafts == total.counts.num_drafts:

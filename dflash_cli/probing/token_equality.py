@@ -1,8 +1,8 @@
-"""Whether greedy answers to the same prompts are the same tokens, and if not, whether rounding explains it.
+"""Compare greedy answers to the same prompts token by token, and decide whether rounding explains a difference.
 
-Batches of other shapes round otherwise, so two likely tokens that are nearly as likely may change places. The server is
-asked for its own log-probabilities after what both answers have in common: a small gap between the two tokens that
-follow is a near-tie, a large one is a difference that rounding does not make.
+Batches of different shapes round differently, so two almost equally likely tokens may swap. The probe asks the server
+for its log-probabilities after the common text. A small gap between the two tokens is a near-tie. Rounding does not
+explain a large gap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from dflash_runtime.documents import computed_key
 from dflash_runtime.scheduling.request import FinishReason
 
 NEAR_TIE_NATS = 0.25
-"""Two steps of bfloat16 at logits between 16 and 32: what the rounding of two forwards can come to."""
+"""Two steps of bfloat16 at logits between 16 and 32: the largest difference from rounding in two forward passes."""
 MAX_ASKED = 64
-"""Differences for which the server is asked for its log-probabilities."""
+"""The most differences for which the server is asked for log-probabilities."""
 
 Turn = tuple[str, int]
 NextLogprobs = Callable[[Sequence[int]], Mapping[int, float]]
@@ -28,7 +28,7 @@ NextLogprobs = Callable[[Sequence[int]], Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """The tokens of one answer, after which prompt, and whether a limit ended them."""
+    """The tokens of one answer, its prompt, and whether a length limit cut it."""
 
     name: str
     prompt_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class TokenDifference:
     position: Annotated[int, "from 0"]
     tokens: Annotated[tuple[int | None, int | None], "null past the end of an answer"]
     gap_nats: Annotated[
-        float | None, "difference of the server's log-probabilities, or a lower bound of it; null if it is not known"
+        float | None, "difference of the server's log-probabilities, or a lower bound; null if unknown"
     ] = None
     is_near_tie: bool = False
 
@@ -56,7 +56,7 @@ class TokenEquality:
     base: str
     other: str
     num_compared: int
-    num_unlike: Annotated[int, "turns whose prompts have other tokens; these are not compared"]
+    num_unlike: Annotated[int, "turns that are not compared, because their prompts have different tokens"]
     differences: tuple[TokenDifference, ...]
 
     @property
@@ -92,7 +92,7 @@ def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:
 
 
 def texts_of_file(path: Path) -> dict[Turn, TokenText]:
-    """The answers in a file of `--output`; empty for another file."""
+    """The answers in a file written with `--output`; empty for any other file."""
     file = ResultFile(path)
     if not file.rows or not isinstance(file.rows[0].get("settings"), dict):
         return {}
@@ -116,10 +116,9 @@ def compare_texts(
     next_logprobs: NextLogprobs | None,
     near_tie_nats: float = NEAR_TIE_NATS,
 ) -> TokenEquality:
-    """Hold answers to the same prompts against each other.
+    """Compare answers to the same prompts.
 
-    A turn whose prompt has other tokens is not compared: its conversation went another way before, or was rendered
-    otherwise.
+    A turn is not compared if its prompts have different tokens: an earlier answer or the rendering differed.
     """
     shared = [(base[key], other[key]) for key in base if key in other]
     pairs = [pair for pair in shared if pair[0].prompt_ids == pair[1].prompt_ids]
@@ -139,19 +138,19 @@ def compare_texts(
 
 
 def _first_difference(first: TokenText, second: TokenText) -> TokenDifference | None:
-    """None where they are the same as far as both go: past a limit nothing is known of an answer."""
-    for place, (token, other) in enumerate(zip_longest(first.token_ids, second.token_ids)):
+    """The first position with different tokens, or None. Positions after a length limit are not compared."""
+    for position, (token, other) in enumerate(zip_longest(first.token_ids, second.token_ids)):
         if token == other:
             continue
         ended = first if token is None else second if other is None else None
         if ended is not None and (ended.is_cut or _is_stop_left_out(first, second)):
             return None
-        return TokenDifference(name=first.name, position=place, tokens=(token, other))
+        return TokenDifference(name=first.name, position=position, tokens=(token, other))
     return None
 
 
 def _is_stop_left_out(first: TokenText, second: TokenText) -> bool:
-    """Whether one has the token that ended it and the other, which ended there too, leaves it out."""
+    """Whether both answers stopped at the same position, and only one of them includes the stop token."""
     both_stopped = not first.is_cut and not second.is_cut
     return both_stopped and abs(len(first.token_ids) - len(second.token_ids)) == 1
 
@@ -159,7 +158,7 @@ def _is_stop_left_out(first: TokenText, second: TokenText) -> bool:
 def _judge(
     difference: TokenDifference, text: TokenText, next_logprobs: NextLogprobs, near_tie_nats: float
 ) -> TokenDifference:
-    """The difference with the gap that the server itself sees between both tokens."""
+    """The difference with the server's gap between the two tokens."""
     tokens = [token for token in difference.tokens if token is not None]
     if len(tokens) < 2:
         return difference

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
-"""What tables draw with, for a terminal that has ASCII only."""
+"""Characters of tables and their replacements for ASCII terminals."""
 
 _is_quiet = False
 _is_json = False
@@ -56,6 +56,16 @@ def result(text: str, *, end: str = "\n") -> None:
     """Write a command's result to stdout, as it is."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
+
+
+def page(text: str) -> None:
+    """Show a long text in a pager if it is read on a terminal; otherwise write it to stdout as it is."""
+    if not is_terminal():
+        result(text, end="")
+        return
+    import pydoc
+
+    pydoc.pager(text)
 
 
 def result_bytes(content: bytes) -> None:
@@ -151,7 +161,7 @@ def spans(parts: Iterable[tuple[str, str]]) -> None:
 
 
 def progress(*, transient: bool = True) -> "Progress":
-    """A progress display on stderr, silent where stderr is no terminal."""
+    """A progress display on stderr. It shows nothing if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

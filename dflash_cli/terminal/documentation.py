@@ -23,7 +23,7 @@ def text(topic: str) -> str:
     """The page as Markdown.
 
     Raises:
-        UsageError: there is no page with this name.
+        UsageError: the page does not exist.
     """
     page = _pages().get(topic)
     if page is None:

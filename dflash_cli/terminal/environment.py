@@ -18,13 +18,13 @@ SECRETS = ("TOKEN", "PASSWORD", "SECRET", "KEY")
 REDACTED = "***"
 SECRET_OPTION = re.compile(r"--?(?:[\w-]*[-_])?(?:token|password|secret|key)", re.IGNORECASE)
 SECRET_TEXT = re.compile(r"\b(?:hf|sk|ghp|gho|nvapi)[_-][\w-]{16,}|(?<=://)[^/@\s]+(?=@)")
-"""Tokens as hubs and APIs make them, and what stands before the host of an address."""
+"""Tokens in the forms of hubs and APIs, and the user and password of a URL."""
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """One installation. `warnings` name packages because of which `dflash` may start another program than this one."""
+    """One installation. `warnings` name other packages whose `dflash` command may start instead."""
 
     python: str
     platform: str

@@ -1,7 +1,6 @@
-"""What ends a run from outside: Ctrl-C, SIGTERM, a reader of stdout that goes away, streams that are closed.
+"""Handle Ctrl-C, SIGTERM, a closed reader of stdout and closed streams.
 
-Typer answers KeyboardInterrupt and EPIPE by itself and without a word, so both are turned into errors of our own before
-it sees them.
+Typer ends silently on KeyboardInterrupt and EPIPE, so both become errors of our own before Typer sees them.
 """
 
 import errno
@@ -19,7 +18,7 @@ _received: int | None = None
 
 
 class Interrupted(DFlashError):
-    """The run was ended by Ctrl-C or SIGTERM. The message says what was kept, the hint how to go on."""
+    """Ctrl-C or SIGTERM ended the run. The message names the kept results, the hint how to continue."""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
         self.exit_code = signal_exit_code()
@@ -28,12 +27,12 @@ class Interrupted(DFlashError):
 
 
 def signal_exit_code() -> int:
-    """As shells count: 143 after SIGTERM, 130 after Ctrl-C. What is finished is kept after both."""
+    """The exit code that shells use: 143 after SIGTERM, 130 after Ctrl-C."""
     return 128 + (_received or signal.SIGINT)
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has gone, which is how `| head` ends."""
+    """The process that reads stdout has ended, for example `| head`."""
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What K a draft should be served with, and whether at all."""
+"""Find the best number of draft tokens K, and whether drafting pays."""

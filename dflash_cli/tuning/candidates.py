@@ -1,9 +1,8 @@
-"""The numbers of drafted tokens that are tried, in two ways, and what each is accepted.
+"""Candidates (a number of draft tokens and a way to draft them), and the acceptance of each.
 
-A draft that is asked for fewer tokens than it was trained for can be given a shorter block, as engines do, or its whole
-block, of which the first rows are verified. Every row of a block without causality depends on how many follow, so the
-drafts of the two differ. Neither follows from a run of whole blocks: what one step would have accepted of fewer drafts
-does, but after it the next anchor is another.
+There are two ways to draft fewer tokens than trained. Resized: the draft gets a shorter block, as in serving engines.
+Narrowed: it gets its whole block, and only the first rows are verified. Attention in a block is not causal, so the two
+give different draft tokens. A run with whole blocks cannot replace either, because its later anchors differ.
 """
 
 import gc
@@ -29,38 +28,38 @@ WAYS = "the trained block; a block of K + 1 rows; the trained block, with its fi
 
 @dataclass(frozen=True, slots=True, order=True)
 class Candidate:
-    """A number of drafted tokens, and in which way they are drafted."""
+    """A number of draft tokens and a way to draft them."""
 
     num_speculative_tokens: int
     way: Annotated[Way, WAYS]
 
     @property
     def name(self) -> str:
-        """`resized-3`, as files and documents have it."""
+        """`resized-3`, the name in files and documents."""
         return f"{self.way}-{self.num_speculative_tokens}"
 
     @property
     def verify_width(self) -> int | None:
-        """Rows of the block that are verified, where that is not all of them."""
+        """Rows of the block to verify; None for all rows."""
         return self.num_speculative_tokens + 1 if self.way == "narrowed" else None
 
 
 def default_numbers(trained: int) -> list[int]:
-    """1, 3, 7, ... and the trained K: blocks whose rows are powers of two."""
+    """1, 3, 7, ... (blocks of 2, 4, 8, ... rows) and the trained K."""
     powers = [(1 << power) - 1 for power in range(1, trained.bit_length() + 1)]
     return sorted({*(number for number in powers if number < trained), trained})
 
 
 def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
-    """Both ways of each K below the trained one, where they are one; the trained one is always there.
+    """Both ways of each K below the trained K, and the whole block with the trained K.
 
     Raises:
-        UsageError: a K that the draft was not trained for.
+        UsageError: a K is outside 1 to the trained K.
     """
     wrong = [number for number in numbers if not 1 <= number <= trained]
     if wrong:
         raise UsageError(
-            f"{wrong[0]} speculative tokens, expected 1 to {trained}, those that the draft was trained for"
+            field="--num-speculative-tokens", found=wrong[0], expected=f"1 to {trained}, the K of the draft's training"
         )
     ways: tuple[Way, ...] = ("resized", "narrowed")
     fewer = [Candidate(number, way) for number in sorted({*numbers} - {trained}) for way in ways]
@@ -68,7 +67,7 @@ def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
 
 
 def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> LoadedPair:
-    """The pair as `config` asks for it, drafting as a candidate does; a pair for measuring has a tiny KV cache."""
+    """The pair with a candidate's block, and the batch size and KV pages of `config`."""
     assert pair.draft is not None, "a pair that was loaded with a draft"
     number = None if candidate.way == "narrowed" else candidate.num_speculative_tokens
     restored = replace(
@@ -87,15 +86,13 @@ def measure_candidate(
     pair: LoadedPair | None = None,
     progress: AcceptanceProgress | None = None,
 ) -> Evaluation:
-    """What is accepted of a candidate's drafts on all prompts, with a KV cache of its own.
-
-    `pair` is run in place of the session's own.
+    """A candidate's acceptance on all prompts, with a new KV cache. `pair` replaces the session's pair.
 
     Raises:
-        RequestError: a prompt that cannot be served; candidates have to be measured on the same ones.
+        RequestError: a prompt cannot be served. All candidates must run on the same prompts.
     """
     if session.llm.device.type == "cuda":
-        gc.collect()  # the KV cache of the candidate before, which the GPU may not hold beside this one's
+        gc.collect()  # free the previous candidate's KV cache: the GPU may not have memory for both
         torch.cuda.empty_cache()
     params = replace(request.params, verify_width=candidate.verify_width)
     own = replace(session, llm=LLM(resize(pair or session.llm.pair, candidate, config)))
@@ -104,5 +101,10 @@ def measure_candidate(
     found = measure(own, replace(request, params=params), progress=progress)
     if found.failed:
         first = found.failed[0]
-        raise RequestError(f"{first.error} (of {candidate.name})", hint="take the prompt out, or raise --max-model-len")
+        raise RequestError(
+            f"{candidate.name}: {first.error}",
+            id="candidate-prompt-failed",
+            field=candidate.name,
+            hint="remove the prompt, or raise --max-model-len",
+        )
     return found

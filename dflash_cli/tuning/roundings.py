@@ -1,7 +1,7 @@
 """Number formats as roundings: values are rounded to a format and kept in the dtype of the run.
 
-What a format does to acceptance is seen that way without kernels for it; what it does to the time of a step is not.
-Weights are rounded to the nearest, without calibration, so that methods which calibrate (GPTQ, AWQ) do no worse.
+This shows a format's effect on acceptance without kernels for the format. It does not show the effect on step times.
+Weights are rounded to the nearest value without calibration. Calibrated methods (GPTQ, AWQ) should do no worse.
 
 Axis letters: T rows, KV heads of keys and values, D head dim, S slots, L layers.
 """
@@ -18,16 +18,16 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.models.weights import Weights
 
 GROUP = 128
-"""Weights of a row that share a scale in int4, as GPTQ and AWQ checkpoints have them."""
+"""Number of weights of a row with a common scale in int4, as in GPTQ and AWQ checkpoints."""
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 NOT_ROUNDED = ("embed_tokens", "lm_head")
-"""Matrices that quantised checkpoints leave as they are."""
+"""Matrices that quantised checkpoints do not round."""
 
 Rounding = Callable[[Tensor], Tensor]
-"""Values [..., N] -> the nearest ones of a format, in the same dtype; scales are over the last axis."""
+"""Values [..., N] -> the nearest values of a format, in the same dtype. Scales are over the last axis."""
 
 
 def to_bfloat16(values: Tensor) -> Tensor:
@@ -36,12 +36,12 @@ def to_bfloat16(values: Tensor) -> Tensor:
 
 
 def to_fp8(values: Tensor) -> Tensor:
-    """FP8 (e4m3) with a scale of 1; what is too large becomes the largest, 448."""
+    """FP8 (e4m3) with a scale of 1. Larger values become 448, the largest value of the format."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(values.dtype)
 
 
 def to_scaled_fp8(values: Tensor) -> Tensor:
-    """FP8 (e4m3) with a scale for each row, by which its largest value becomes 448."""
+    """FP8 (e4m3) with a scale for each row: the row's largest value becomes 448."""
     scales = _scales(values, FP8_MAX)
     return (to_fp8((values / scales).float()) * scales).to(values.dtype)
 
@@ -64,20 +64,20 @@ def _to_whole(values: Tensor, largest: int) -> Tensor:
 
 
 def _scales(values: Tensor, largest: float) -> Tensor:
-    """What each row is divided by so that its largest value becomes `largest`, in float32; 1 for a row of zeros."""
+    """The divisor of each row that makes its largest value `largest`, in float32; 1 for a row of zeros."""
     scales = values.abs().amax(dim=-1, keepdim=True).float() / largest
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
 WEIGHTS: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_scaled_fp8, "int8": to_int8, "int4": to_int4}
-"""Of weights, which have a scale for each output."""
+"""Formats of weights, with a scale for each output."""
 
 KV: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_fp8, "fp8-head": to_scaled_fp8, "int8-head": to_int8}
-"""Of keys and values: with a scale of 1, as engines store them where none was calibrated, or one for each head."""
+"""Formats of keys and values: with a scale of 1, as in engines without calibration, or a scale for each head."""
 
 
 def round_weights(weights: Weights, name: str) -> Weights:
-    """Every matrix rounded, but for embeddings and heads; norms and biases stay as they are."""
+    """The weights with every matrix rounded, except embeddings and heads. Norms and biases do not change."""
     return {key: WEIGHTS[name](tensor) if _is_rounded(key, tensor) else tensor for key, tensor in weights.items()}
 
 
@@ -86,9 +86,9 @@ def _is_rounded(key: str, tensor: Tensor) -> bool:
 
 
 def round_kv(kernels: Kernels, name: str) -> Kernels:
-    """The same kernels, which round keys and values where these are made: what is kept and what is read at once.
+    """The kernels with keys and values rounded before they are stored or read.
 
-    Queries stay as they are. Shapes decide all that happens, so steps can be captured.
+    Queries are not rounded. The work depends on shapes only, so steps can be captured as CUDA graphs.
     """
     rounding = KV[name]
 
@@ -108,9 +108,9 @@ def round_kv(kernels: Kernels, name: str) -> Kernels:
     def context_kv_store(*arguments: Any) -> None:
         kernels.context_kv_store(*arguments)
         *_, key_cache, value_cache, slots = arguments
-        places = slots.clamp(min=0)  # those of dropped rows become slot 0, which lies in a page that is never used
+        written = slots.clamp(min=0)  # dropped rows use slot 0: no request uses its page
         for cache in (key_cache, value_cache):
-            pages, offsets = places // cache.shape[2], places % cache.shape[2]
+            pages, offsets = written // cache.shape[2], written % cache.shape[2]
             cache[:, pages, offsets] = rounding(cache[:, pages, offsets])
 
     return replace(kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store)

@@ -1,8 +1,8 @@
-"""Measure how fast a pair decodes, with its draft and without. Knows no terminal.
+"""Measure how fast a pair decodes, with and without its draft. Prints nothing.
 
-Only decoding is timed, and only while every request of a batch runs: prompts are in before, and a round ends when the
-first answer does. A draft's gain depends on its acceptance, so texts are real prompts, answered greedily. What of a
-drafting step is the draft's and what the target's is found by leaving each out, over fewer steps.
+Only decoding is timed, and only while every request of a batch runs. Prefill ends before the timed round, and the round
+ends with the first answer. A draft's gain depends on its acceptance, so prompts are real and decoding is greedy. The
+times of draft and target in a step are measured by leaving each out, over fewer steps.
 """
 
 import time
@@ -27,13 +27,13 @@ from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 MIN_STEPS = 4
-"""Fewer steps than this in a round are no measurement."""
+"""Shorter rounds are refused."""
 
 Window = tuple[int, int, float]
-"""Tokens, steps and seconds of a round while all its requests were at work."""
+"""Tokens, steps and seconds of a round while all its requests ran."""
 
 PART_TOKENS = 32
-"""Tokens of an answer with either model left out; all but the first take a step each."""
+"""Tokens of an answer with either model left out. Each token after the first takes a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpeed:
-    """A pair's speed with so many requests at a time: decoding plainly, with the draft, and with adaptive width.
+    """A pair's speed at one batch size: without the draft, with the draft, and with adaptive width.
 
-    `adaptive` is None where steps are not CUDA graphs, without which widths do not adapt.
+    `adaptive` is None if steps are not CUDA graphs, because adaptive width needs them.
     """
 
     batch: int
@@ -61,7 +61,7 @@ class BatchSpeed:
     @property
     @computed_key
     def speedup(self) -> float:
-        """How many times as fast drafting makes decoding."""
+        """Tokens per second with the draft, divided by tokens per second without it."""
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
     @property
@@ -90,9 +90,9 @@ class BenchDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRequest:
-    """Prompts of token ids, batch sizes, and how long to measure each.
+    """Prompts as token ids, batch sizes, and the number and length of rounds.
 
-    Every round takes the next prompts, from the beginning again where they are used up.
+    Every round takes the next prompts and starts again after the last one.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -106,13 +106,13 @@ class SpeedRequest:
         return [list(islice(turns, batch)) for _ in range(self.num_rounds)]
 
     def num_runs(self, pair: LoadedPair) -> int:
-        """Rounds of all batches in every way of decoding, and a short one of each part; each has one more before it."""
+        """Number of rounds to run, including a warm-up round for each measurement."""
         num_ways = 2 if _adapting(pair) is None else 3
         return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
 
 
 def smallest(config: EngineConfig) -> EngineConfig:
-    """The config of a session to measure: what is measured gets a KV cache of its own, so that its own is tiny."""
+    """The config of a session with a tiny KV cache, because each measurement allocates its own."""
     return replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
 
 
@@ -125,10 +125,10 @@ def speed_request(
     num_rounds: int,
     chat: bool,
 ) -> SpeedRequest:
-    """Rows as prompts, as many as the rounds of the largest batch can take.
+    """The request for these rows, with at most as many prompts as the rounds of the largest batch take.
 
     Raises:
-        UsageError: nothing to draft with, or no batch.
+        UsageError: the pair has no draft, or a batch size is missing or below 1.
     """
     if session.llm.num_draft_tokens == 0:
         raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
@@ -142,11 +142,11 @@ def speed_request(
 def measure_speeds(
     pair: LoadedPair, request: SpeedRequest, observe: Callable[[int], None] = lambda num_done: None
 ) -> Iterator[BatchSpeed]:
-    """Each batch size in turn; `observe` hears how many rounds are done.
+    """The speed at each batch size. `observe` gets the number of finished rounds.
 
     Raises:
         UsageError: answers are too short to measure.
-        RequestError: a prompt that does not fit the model.
+        RequestError: a prompt does not fit the model.
     """
     num_done = 0
 
@@ -168,10 +168,10 @@ def measure_speeds(
 
 
 def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
-    """Require that drafting is so many times as fast as plain decoding at every batch size.
+    """Require a speed-up of at least `minimum` at every batch size.
 
     Raises:
-        GateFailed: naming the batch size at which it gains least.
+        GateFailed: the speed-up is lower; names the batch size with the lowest.
     """
     worst = min(speeds, key=lambda item: item.speedup)
     if worst.speedup < minimum:
@@ -179,7 +179,7 @@ def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
 
 
 def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
-    """All rounds of a batch size as one."""
+    """The speed at a batch size over all rounds together."""
     (windows,) = measure_rounds([(pair, None)], request, batch, count)
     num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
     return Speed(
@@ -192,10 +192,10 @@ def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callabl
 def measure_rounds(
     arms: Sequence[tuple[LoadedPair, int | None]], request: SpeedRequest, batch: int, count: Callable[[], None]
 ) -> list[list[Window]]:
-    """Every round of a batch size, for each pair and its verify width; None is the whole block.
+    """The rounds of a batch size for each pair and its verify width; None is the whole block.
 
-    Rounds take turns, so that what disturbs the machine for a while disturbs all. The first is run twice: once more
-    before, to compile kernels and capture graphs.
+    The pairs alternate, so that a disturbance of the machine affects all of them. An untimed warm-up round comes first,
+    to compile kernels and capture CUDA graphs.
     """
     rounds = request.rounds(batch)
     llms = [(LLM(_sized(pair, rounds, request.max_new_tokens)), width) for pair, width in arms]
@@ -211,7 +211,7 @@ def measure_rounds(
 def _measure_parts(
     pair: LoadedPair, request: SpeedRequest, batch: int, whole_ms: float, count: Callable[[], None]
 ) -> StepParts:
-    """One round without the draft's work, and one without the target's, each run twice as in `_measure`."""
+    """The parts of a step, from a round without the draft and a round without the target, each after a warm-up."""
     rounds, num_tokens = request.rounds(batch)[:1], min(PART_TOKENS, request.max_new_tokens)
     times = []
     for silent in (silence_draft(pair), silence_target(pair)):
@@ -224,12 +224,12 @@ def _measure_parts(
 
 
 def _adapting(pair: LoadedPair) -> LoadedPair | None:
-    """The pair with adaptive width, where steps are captured and so have times."""
+    """The pair with adaptive width, or None if steps are not captured."""
     return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
-    """The pair with room for these requests and no more, all prompts of a round prefilled in one step."""
+    """The pair with just enough KV pages for these requests, and prefill of all prompts of a round in one step."""
     limits, size, batch = pair.limits, pair.config.page_size, len(rounds[0])
     longest = max(len(prompt) for prompts in rounds for prompt in prompts) + max_new_tokens
     pages = -(-(longest + (pair.config.max_in_flight + 2) * limits.num_lookahead_tokens) // size)
@@ -239,7 +239,7 @@ def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: 
 
 
 def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_width: int | None = None) -> Window:
-    """One round: fill the batch, then step until the first answer ends -> tokens, steps and seconds of that time."""
+    """Fill the batch, then decode until the first answer ends -> tokens, steps and seconds of decoding."""
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
     requests = [
         Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)

@@ -1,14 +1,14 @@
-"""How many times as fast a candidate decodes, how sure that is, and which candidate is best for what.
+"""Speed-ups of candidates, their intervals, and the best candidate for each batch size and category.
 
     speed-up = acceptance length x milliseconds of a plain step / milliseconds of a drafting step
 
-Acceptance length and times are measured apart, so that each has an interval of its own: that of the length by
-resampling prompts, that of the ratio of times by Student's t over the rounds that were timed, which both sides have in
-common. On a log scale the speed-up is a sum, whose interval is recovered from those of its terms (MOVER: Zou and Donner
-2008). A time that is given once is taken as it is.
+Acceptance length and times are measured separately, so each has its own interval. The interval of the length comes from
+resampling prompts. The interval of the ratio of times comes from Student's t over the timed rounds, paired by round. On
+a log scale the speed-up is a sum, and MOVER combines the intervals of the terms (Zou and Donner 2008). A single time
+counts as exact.
 
-Against the best candidate a plain step plays no part, and prompts are paired: what counts is tokens a millisecond. A
-candidate is level with the best unless an interval that is corrected for how many are compared says that it is slower.
+Candidates are compared with the best one in tokens per millisecond, paired by prompt. The plain step cancels out. A
+candidate is level with the best unless an interval, corrected for the number of comparisons, shows that it is slower.
 """
 
 import math
@@ -31,7 +31,7 @@ Payoff = Literal["pays", "does not pay", "undecided"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """How many times as fast a candidate makes decoding; without an `interval` too few prompts were measured."""
+    """A candidate's speed-up over plain decoding. `interval` is None if too few prompts were measured."""
 
     candidate: Annotated[Candidate, INLINE]
     speedup: float
@@ -40,7 +40,7 @@ class Speedup:
     @property
     @computed_key
     def payoff(self) -> Payoff:
-        """Whether it is shown to be faster than plain decoding, or slower."""
+        """Whether the candidate is certainly faster or certainly slower than plain decoding."""
         if self.interval is None or self.interval.low <= 1 <= self.interval.high:
             return "undecided"
         return "pays" if self.interval.low > 1 else "does not pay"
@@ -58,7 +58,7 @@ class Choice:
     @property
     @computed_key
     def level(self) -> list[str]:
-        """Candidates that cannot be told from the best, such as resized-3."""
+        """Names of candidates that are not certainly slower than the best, such as resized-3."""
         return [item.name for item in self.ties]
 
     @property
@@ -68,7 +68,7 @@ class Choice:
     @property
     @computed_key
     def payoff(self) -> Payoff:
-        """Drafting pays where the best candidate does, and does not where every candidate is shown to be slower."""
+        """Drafting pays if the best candidate pays. It does not pay if every candidate is certainly slower."""
         if self.best.payoff == "pays":
             return "pays"
         is_hopeless = all(item.payoff == "does not pay" for item in self.speedups)
@@ -76,16 +76,16 @@ class Choice:
 
 
 def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confidence: float) -> list[Choice]:
-    """A choice for all prompts and for those of each category, at each batch size of which step times are known."""
+    """A choice for all prompts and for each category, at each batch size with known step times."""
     names = [None, *next(iter(evaluations.values())).categories]
     found = (_choose(evaluations, costs, name, batch, confidence) for name in names for batch in costs.batches)
     return [item for item in found if item is not None]
 
 
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
-    """The candidate that an engine with one K for all batch sizes is given: the highest speed-up in the geometric mean.
+    """The candidate for an engine with one K for all batch sizes: the highest geometric mean of speed-ups.
 
-    Engines resize the block, so those that only verify less of it are left out. None where drafting pays nowhere.
+    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size.
     """
     choices = [item for item in choices if item.category is None]
     if all(item.payoff == "does not pay" for item in choices):
@@ -99,9 +99,9 @@ def overall_best(choices: Sequence[Choice]) -> Candidate | None:
 
 
 def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
-    """(first batch size, last one, K), without gaps: the best K that engines can be given, 0 where none pays.
+    """(first batch size, last batch size, K), without gaps. K is the best that engines accept, 0 if none pays.
 
-    Between two batch sizes that were measured, the nearer one decides, on a log scale. Ranges of one K are one.
+    Between two measured batch sizes, the nearer one on a log scale decides. Neighbouring ranges with one K are joined.
     """
     measured = sorted((item.batch, _scheduled(item)) for item in choices if item.category is None)
     ranges: list[tuple[int, int, int]] = []
@@ -124,7 +124,7 @@ def _scheduled(choice: Choice) -> int:
 def _choose(
     evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, category: str | None, batch: int, confidence: float
 ) -> Choice | None:
-    """None where no candidate has both steps and a time."""
+    """The choice, or None if no candidate has both verify steps and a step time."""
     found = [
         item
         for candidate, evaluation in evaluations.items()
@@ -144,7 +144,7 @@ def _choose(
 def speedup(
     evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int
 ) -> Speedup | None:
-    """A candidate's speed-up on the prompts of a category; None where steps or times are not known."""
+    """A candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
     summary = evaluation.total if category is None else evaluation.categories[category]
     length, times = summary.counts.acceptance_len, costs.of(candidate, batch)
     if length is None or times is None:
@@ -163,7 +163,7 @@ def speedup(
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """What one side of a comparison gave: its conversations, and the times of its steps."""
+    """One side of a comparison: its conversations and step times."""
 
     conversations: Sequence[ConversationCounts]
     times: Times
@@ -179,10 +179,10 @@ def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _
 
 
 def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
-    """Whether an arm is shown to give fewer tokens a millisecond than the best one, on the same prompts.
+    """Whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
 
-    Its tokens a step are counted in steps of the best, which makes of both a difference of two ratios; to the error of
-    that comes the error of how long the steps are.
+    Scaling by the ratio of step times turns the comparison into a difference of tokens per step. Its error includes the
+    error of the step times.
     """
     ratio = fmean(best.times) / fmean(arm.times)
     scaled = [(tokens * ratio, steps) for tokens, steps in arm.counts]
@@ -194,7 +194,7 @@ def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
 
 
 def _ratio_width(times: Times, others: Times, confidence: float) -> float:
-    """Half the width of an interval of the logarithm of a ratio of times, paired by round where they can be."""
+    """Half the width of the interval of the log ratio of times, paired by round if both have the same number."""
     if len(times) == len(others):
         logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
         return _half_width(logs, confidence)
@@ -202,7 +202,7 @@ def _ratio_width(times: Times, others: Times, confidence: float) -> float:
 
 
 def _half_width(values: Sequence[float], confidence: float) -> float:
-    """Of an interval of their mean; 0 for one value, whose spread is not known."""
+    """Half the width of the interval of the mean; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))

@@ -1,12 +1,12 @@
-"""How long decode steps take, plainly and with each candidate, by batch size: measured here, or given in a file.
+"""Times of decode steps, without a draft and with each candidate, by batch size: measured, or read from a file.
 
-A file has milliseconds of a step, one number or one for each time it was measured:
+A file has milliseconds of a step, one number or one per measurement:
 
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
-Keys of the outer objects are K, those of the inner ones batch sizes. The trained K may stand under either way. The
-document of `dflash tune --json` has the same under `step_times`, and is read too. Lists of one length are taken to be
-of the same rounds, one after the other, so that what disturbed a round is not taken for a difference.
+The keys of the outer objects are K, the keys of the inner objects are batch sizes. The trained K may be under either
+way. The document of `dflash tune --json` has the same object under `step_times`, and can be given too. Lists of equal
+length are paired by round, so that a disturbed round does not look like a difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from dflash_cli.tuning.speed import SpeedRequest, measure_rounds
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, from_json
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import MISSING, UsageError
 
 Value = TypeVar("Value")
 Times = tuple[float, ...]
-"""Milliseconds of a step, each time it was measured."""
+"""Milliseconds of a step, one number per measurement."""
 WAYS: tuple[Way, ...] = ("resized", "narrowed")
 
 
@@ -47,7 +47,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Milliseconds of a step of a batch by batch size; `source` says whose they are."""
+    """Milliseconds of a step by batch size. `source` names the origin of the times."""
 
     plain: Mapping[int, Times]
     drafting: Mapping[Candidate, Mapping[int, Times]]
@@ -58,7 +58,7 @@ class StepCosts:
         return sorted(self.plain)
 
     def of(self, candidate: Candidate, batch: int) -> Times | None:
-        """A candidate's steps; None where they are not known."""
+        """A candidate's step times, or None if unknown."""
         return self.drafting.get(candidate, {}).get(batch)
 
     @property
@@ -108,18 +108,25 @@ def read_step_costs(path: Path, trained: int) -> StepCosts:
 
 
 def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[int]) -> None:
-    """Require the times that are asked for. Narrowed blocks may lack them: these are judged by acceptance alone then.
+    """Require the step times of these K and batch sizes. Narrowed blocks may lack times; then only acceptance counts.
 
     Raises:
-        UsageError: naming what is not there.
+        UsageError: a time is missing; names the field.
     """
     known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
     for batch in batches:
         if batch not in costs.plain:
-            raise UsageError(f"{costs.source}: plain.{batch}: missing, expected milliseconds of a plain step")
+            raise UsageError(
+                path=costs.source, field=f"plain.{batch}", found=MISSING, expected="milliseconds of a plain step"
+            )
         lacking = [number for number in numbers if batch not in known.get(number, {})]
         if lacking:
-            raise UsageError(f"{costs.source}: resized.{lacking[0]}.{batch}: missing, expected milliseconds of a step")
+            raise UsageError(
+                path=costs.source,
+                field=f"resized.{lacking[0]}.{batch}",
+                found=MISSING,
+                expected="milliseconds of a step",
+            )
 
 
 def measure_step_costs(
@@ -129,7 +136,7 @@ def measure_step_costs(
     config: EngineConfig,
     observe: Callable[[int], None] = lambda num_done: None,
 ) -> StepCosts:
-    """Run every candidate and plain decoding at every batch size; `observe` hears how many rounds are done.
+    """Time every candidate and plain decoding at every batch size. `observe` gets the number of finished rounds.
 
     Raises:
         UsageError: answers are too short to measure.
@@ -151,7 +158,7 @@ def measure_step_costs(
 
 
 def num_timed_rounds(candidates: Sequence[Candidate], request: SpeedRequest) -> int:
-    """How many rounds `measure_step_costs` runs: one more of each before, which compiles."""
+    """Number of rounds that `measure_step_costs` runs, warm-up rounds included."""
     return (len(candidates) + 1) * len(request.batches) * (request.num_rounds + 1)
 
 
@@ -165,10 +172,10 @@ def _as_times(by_batch: TimesByBatch, where: str, path: Path) -> dict[int, Times
 
 
 def _from_one(by_number: Mapping[int, Value], where: str, path: Path) -> Iterator[tuple[int, Value]]:
-    """The items of a mapping whose keys are whole numbers from 1 on.
+    """The items of a mapping.
 
     Raises:
-        UsageError: a key is 0.
+        UsageError: a key is below 1.
     """
     for number, value in by_number.items():
         if number < 1:

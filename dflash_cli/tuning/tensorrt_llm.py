@@ -1,4 +1,4 @@
-"""TensorRT-LLM's settings for a draft. It is no engine that drafts are judged for: no rule here knows its loader."""
+"""TensorRT-LLM's settings for a draft. No rule knows its loader, so drafts are not validated for it."""
 
 import json
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ NAME = "tensorrt-llm"
 
 
 def without(engines: str) -> str:
-    """A list of engines, `vllm,tensorrt-llm`, without this one."""
+    """A list of engines such as `vllm,tensorrt-llm`, without TensorRT-LLM."""
     return ",".join(part for part in engines.split(",") if part.strip() != NAME)
 
 
 def speculative_settings(draft: str, num_draft_tokens: int, schedule: Sequence[tuple[int, int, int]] = ()) -> str:
-    """What goes into the YAML file of `trtllm-serve --config`; max_draft_len is block_size - 1.
+    """The text for the YAML file of `trtllm-serve --config`; max_draft_len is block_size - 1.
 
-    Keys of draft_len_schedule are the largest batch sizes of ranges; early releases took them for the smallest.
+    Keys of draft_len_schedule are the largest batch sizes of ranges. Early releases read them as the smallest.
     Source: NVIDIA/TensorRT-LLM llmapi/llm_args.py::DFlashDecodingConfig, _torch/speculative/utils.py, of 1.4.0rc1.
     """
     longest = max((number for *_, number in schedule), default=num_draft_tokens)

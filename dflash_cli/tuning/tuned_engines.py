@@ -1,4 +1,4 @@
-"""What engines are told of a K that was found best, and of one for each range of batch sizes."""
+"""Serving settings of each engine for the best K, and for the best K of each range of batch sizes."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -15,7 +15,7 @@ Schedule = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What one engine is given to serve a tuned pair."""
+    """One engine's settings for a tuned pair, or its reason not to serve the pair."""
 
     engine: str
     text: Annotated[str | None, "the command, or settings for a file"] = None
@@ -25,9 +25,9 @@ class EngineSettings:
 def tuned_engines(
     engines: str, draft: str, target: str, num_draft_tokens: int, schedule: Schedule
 ) -> list[EngineSettings]:
-    """For each engine of `vllm,tensorrt-llm` the settings as text, or why it would not serve the pair.
+    """The settings, or the refusal, of each engine in a list such as `vllm,tensorrt-llm`.
 
-    A schedule that has one K for all batch sizes is none.
+    A schedule with the same K for all batch sizes is left out.
     """
     several = schedule if len(schedule) > 1 else ()
     pair = complete_pair(draft, target, find=find_checkpoint)

@@ -1,4 +1,4 @@
-"""Measure every candidate, what its steps take, and what other number formats would change. Knows no terminal."""
+"""Measure the acceptance and step times of every candidate, and the effect of other number formats. Prints nothing."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,28 +32,28 @@ from dflash_cli.tuning.step_costs import (
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 DEFAULT_BATCHES = (1, 8, 32)
 TIMED_TOKENS = 64
-"""Tokens of an answer while steps are timed, at most: their number changes a step's time little."""
+"""The most tokens of an answer while steps are timed. More tokens change a step's time little."""
 STEP_TIMES_FILE = "step-times.json"
 
 
 class TuningProgress(Protocol):
-    """Who shows how far a run is."""
+    """The progress display of a tuning."""
 
     def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
-        """While so many answers are generated for what `name` says."""
+        """Show the progress of `num_answers` answers under `name`."""
         ...
 
     def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """While so many rounds are timed; what is given is told how many are done."""
+        """Show the progress of `total` timed rounds. Call the returned function with the number of finished rounds."""
         ...
 
 
 class _Silence:
-    """Progress that nobody sees."""
+    """A progress display that shows nothing."""
 
     def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
         return nullcontext()
@@ -64,10 +64,10 @@ class _Silence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPlan:
-    """What is tried on which prompts; None leaves the numbers of drafted tokens, or batch sizes, to the pair or a file.
+    """The prompts, numbers of draft tokens, batch sizes and what-ifs of a tuning.
 
-    `config` is how the engine runs while acceptance is measured. With a `folder` every answer, and the step times, are
-    kept in it, and `resume` and `force` of `evaluation` are about its files.
+    `config` is the engine's config for measuring acceptance. If `numbers` or `batches` is None, the pair or the file of
+    step times decides. Answers and step times go to `folder`, under `resume` and `force` of `evaluation`.
     """
 
     evaluation: EvaluationPlan
@@ -82,10 +82,10 @@ class TuningPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Tuning(Shown):
-    """What `dflash tune` found.
+    """Result of `dflash tune`.
 
-    `ways` has for each K below the trained one how far the narrowed block's acceptance is above the resized one's;
-    `what_ifs` has how far that of rounded pairs is above that of the pair as it is.
+    ways      K -> acceptance of the narrowed block minus acceptance of the resized block
+    what_ifs  name -> acceptance of the rounded pair minus acceptance of the original pair
     """
 
     evaluations: Mapping[Candidate, Evaluation]
@@ -118,18 +118,18 @@ class Tuning(Shown):
 
     @property
     def whole(self) -> Evaluation:
-        """That of the trained block."""
+        """The evaluation of the trained block."""
         return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
 
 
 def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
-    """Measure every candidate on all prompts, and choose.
+    """Measure every candidate on all prompts, and find the best.
 
-    `session` is loaded as `speed.smallest` says, since each candidate has a KV cache of its own.
+    Load `session` with the config of `speed.smallest`, because each candidate allocates its own KV cache.
 
     Raises:
-        UsageError: a K, a batch size or a file of step times that does not suit the pair.
-        RequestError: a prompt that cannot be served.
+        UsageError: a K, a batch size or a file of step times does not fit the pair.
+        RequestError: a prompt cannot be served.
     """
     shown, started = progress or _Silence(), time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
@@ -158,7 +158,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | N
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
-    """The times of a file at the batch sizes that are asked for, by default all of them."""
+    """The times of a file at the requested batch sizes, by default at all of its batch sizes."""
     batches = request.batches or given.batches
     check_complete(given, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
@@ -173,15 +173,17 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(
-            f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
-            "the draft was trained for",
+            path=request.step_times,
+            field="K",
+            found=numbers[-1],
+            expected=f"1 to {trained}, the K of the draft's training",
             hint=f"choose among them: --num-speculative-tokens {fitting or trained}",
         )
     return numbers
 
 
 def _check_journals(request: TuningPlan, measured: Sequence[Candidate | WhatIf]) -> None:
-    """Refuse before anything is measured what would be refused when its turn has come."""
+    """Check the output files of all candidates before the first measurement."""
     for item in measured:
         path = _journal_of(item, request)
         if path is not None:
@@ -203,7 +205,7 @@ def _measure(
     progress: TuningProgress,
     what_if: WhatIf | None = None,
 ) -> Evaluation:
-    """A candidate's acceptance, as the pair is or rounded; the journal and progress have its name."""
+    """A candidate's acceptance, with the original or the rounded pair."""
     item = what_if or candidate
     name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
     pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
@@ -214,7 +216,7 @@ def _measure(
 def _find_step_costs(
     session: PairSession, candidates: Sequence[Candidate], request: TuningPlan, progress: TuningProgress
 ) -> StepCosts:
-    """Those that an interrupted run has kept, where they are of the same; else measured now, and kept."""
+    """Step times of an interrupted run with the same settings; otherwise measured now and stored."""
     asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)
     timed = speed_request(
         session,
@@ -229,7 +231,7 @@ def _find_step_costs(
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
     settings = to_json(settings)
-    if path is not None and path.exists() and asked.resume and read_step_times(path).settings == settings:
+    if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
         costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
@@ -239,8 +241,16 @@ def _find_step_costs(
     return costs
 
 
+def _settings_of(path: Path) -> object:
+    """The settings under which the times of a file were measured; None if the file holds no step times."""
+    try:
+        return read_step_times(path).settings
+    except (UsageError, CheckpointNotFound):
+        return None
+
+
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
-    """For each K below the trained one: by how much the narrowed block's acceptance is above the resized one's."""
+    """K below the trained K -> acceptance of the narrowed block minus acceptance of the resized block."""
     numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
     found = {}
     for number in numbers:
@@ -250,14 +260,14 @@ def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float
 
 
 def _correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
-    """P-values corrected for the number of lines; without an interval a line has none."""
+    """The lines with p-values corrected for their number (Holm). A line without an interval has no p-value."""
     tested = {name: line.difference.p_value for name, line in lines.items() if line.difference is not None}
     values = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {name: replace(line, p_value=values.get(name)) for name, line in lines.items()}
 
 
 def _contrasts(whole: Evaluation, what_ifs: Mapping[str, Evaluation], confidence: float) -> dict[str, Contrast]:
-    """Rounded pairs against the pair as it is, corrected for their number."""
+    """Rounded pairs compared with the original pair, corrected for the number of comparisons."""
     if not what_ifs:
         return {}
     results = [_result(name, item) for name, item in (("as it is", whole), *what_ifs.items())]

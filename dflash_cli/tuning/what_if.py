@@ -1,7 +1,6 @@
-"""What acceptance would be in other number formats: of the draft, of keys and values, or of the target.
+"""Simulate acceptance with other number formats of the draft, of keys and values, or of the target.
 
-Formats are simulated by rounding. A target that is rounded says other text, so that its answers differ from those of
-the pair as it is; prompts are the same, and are what is paired.
+Formats are simulated by rounding. A rounded target writes different answers, so results are paired by prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from dflash_runtime.models.target import Target, target_families, target_shapes
 from dflash_runtime.models.weights import load_weights
 
 FORMATS = {"draft": tuple(WEIGHTS), "kv": tuple(KV), "target": tuple(WEIGHTS)}
-"""What can be rounded, and to what; `kv` is that of target and draft."""
+"""Part of a pair -> its formats. `kv` means keys and values of target and draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +29,15 @@ class WhatIf:
 
     @property
     def file_name(self) -> str:
-        """The name without what shells and file systems take otherwise."""
+        """The name without characters that are special in shells and file systems."""
         return "what-if-" + self.name.replace("=", "-").replace("+", "-")
 
 
 def parse_what_ifs(text: str) -> list[WhatIf]:
-    """`draft=fp8,kv=fp8,draft=fp8+kv=fp8`; `all` is every format of every part by itself.
+    """The what-ifs in `draft=fp8,kv=fp8,draft=fp8+kv=fp8`. `all` means each format of each part alone.
 
     Raises:
-        UsageError: a part or a format that is not known.
+        UsageError: an unknown part or format.
     """
     if text.strip() == "all":
         return [WhatIf(((part, name),)) for part, names in FORMATS.items() for name in names]
@@ -50,7 +49,10 @@ def _parse(text: str) -> tuple[str, str]:
     if name not in FORMATS.get(part, ()):
         known = "; ".join(f"{part}={'|'.join(names)}" for part, names in FORMATS.items())
         raise UsageError(
-            f"--what-if {text}: expected PART=FORMAT, of {known}", hint="or all; + joins several in one run"
+            field="--what-if",
+            found=text,
+            expected=f"PART=FORMAT, from {known}",
+            hint="all tries each format; + joins several in one run",
         )
     return part, name
 
@@ -61,10 +63,10 @@ def changes_nothing(what_if: WhatIf, pair: LoadedPair) -> bool:
 
 
 def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPair:
-    """The pair with what a what-if names rounded. A target is loaded once more, beside the one that is there.
+    """The pair with the parts of a what-if rounded. Rounding the target or KV loads a second copy of the target.
 
     Raises:
-        UnsupportedError: a target that is not run by this package's own code, where it has to be rounded or its KV.
+        UnsupportedError: the target or its KV must be rounded, but transformers' code runs the target.
     """
     formats = dict(what_if.formats)
     assert pair.draft is not None
@@ -83,8 +85,11 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
 def _load(pair: LoadedPair, source: TargetSource, placement: Placement, name: str | None) -> Target:
     if pair.target_runtime != "native":
         raise UnsupportedError(
-            f"{source.checkpoint.path}: transformers' code runs the target, whose weights and KV are not rounded here",
-            hint="--what-if draft=... rounds the draft alone",
+            "transformers' code runs this target, so its weights and KV cannot be rounded",
+            id="hosted-target-rounded",
+            path=source.checkpoint.path,
+            field="--what-if",
+            hint="round the draft alone: --what-if draft=FORMAT",
         )
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
     family = target_families()[source.config.model_type]

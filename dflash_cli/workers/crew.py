@@ -1,8 +1,8 @@
-"""Several workers that answer the prompts of one run as if they were one. Knows neither Ray nor models.
+"""Several workers that answer the prompts of one run like one pair. Depends on neither Ray nor models.
 
-Rows are handed out in batches, large ones first, so that engines are full, and smaller ones towards the end, so that
-nobody waits long for the last. What a lost worker had not answered is handed out again: rows that it may have been
-running alone, each in a batch of its own, so that a row which ends its worker once more is the one to blame.
+Rows are handed out in batches: large at first, so that engines are full, and smaller towards the end, so that no worker
+finishes long after the others. Unanswered rows of a lost worker are handed out again. Rows that it may have been
+running go out in batches of one, so that a row that ends another worker is identified.
 """
 
 import math
@@ -20,26 +20,27 @@ from dflash_cli.terminal import console
 from dflash_cli.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 BATCHES_PER_WORKER = 2
-"""A batch is what is left, divided by so many batches for each worker."""
+"""Batch size: the remaining rows divided by this number of batches per worker."""
 FULL_ENGINES = 4
-"""A batch has at most so many times the rows that an engine runs together."""
+"""Limit of a batch, in multiples of the rows that an engine runs together."""
 LOSSES_PER_WORKER = 3
-"""So many workers a place are replaced in a run at most."""
+"""Limit of replaced workers in a run, per worker."""
 OF_THE_MACHINE = ("modified_ns",)
-"""Ends of settings that differ between machines with the same files."""
+"""Suffixes of settings that differ between machines with the same files."""
 
 
 class WorkersLost(CapacityError):
-    """No worker is left to answer, and none is replaced any more."""
+    """All workers are lost, and the limit of replacements is reached."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A worker of the crew: `facts` once it is ready, and the rows it was given and has not answered."""
+    """A worker of the crew. `facts` is set when it is ready. `rows` are given but not answered."""
 
     facts: WorkerFacts | None = None
     rows: dict[int, PromptRow] = field(default_factory=dict)
@@ -48,10 +49,10 @@ class _Member:
 
 
 class Crew:
-    """Workers that are loaded and can answer prompts, in place of a pair in this process.
+    """Loaded workers that answer prompts instead of a pair in this process.
 
     Raises:
-        DFlashError: the first workers cannot load the pair, or do not have the one of this process.
+        DFlashError: the first workers cannot load the pair, or their pair differs from this process's pair.
     """
 
     def __init__(self, pair: OpenedPair, cluster: Cluster, spec: WorkerSpec, config: EngineConfig, size: int) -> None:
@@ -61,7 +62,7 @@ class Crew:
         self._config = config
         self._size = size
         self._members: dict[int, _Member] = {}
-        self._left: list[_Member] = []  # ready once, and lost
+        self._left: list[_Member] = []  # were ready, and are lost
         self._num_losses = 0
         self._last_reason = ""
         self._facts: WorkerFacts | None = None
@@ -91,11 +92,11 @@ class Crew:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens that a prompt and its answer have together."""
+        """Limit of the number of tokens of a prompt and its answer together."""
         return self._first.max_model_len
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse sampling parameters that mean nothing for this pair.
+        """Refuse sampling parameters that this pair cannot apply.
 
         Raises:
             UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
@@ -104,7 +105,7 @@ class Crew:
         check_params(params, num_draft_tokens=self.num_draft_tokens, vocab_size=vocab_size)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """As `PairSession.run_settings`: how many workers there are does not decide what a run produces."""
+        """Return `PairSession.run_settings`. The number of workers does not affect the result of a run."""
         own = {
             f"{role}_{key}": getattr(identity, key)
             for role, identity in self._pair.identities.items()
@@ -114,7 +115,7 @@ class Crew:
         return {**self._first.settings, **own, **asked}
 
     def describe(self) -> PairRun:
-        """See `PairSession.describe`; includes the workers."""
+        """Return `PairSession.describe` with facts about the workers."""
         members = [*self._left, *self._members.values()]
         engines = tuple(
             WorkerEngine(host=item.facts.host, device_name=item.facts.device_name, num_prompts=item.num_answered)
@@ -134,7 +135,7 @@ class Crew:
         )
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
-        """Nothing here: each worker prepares its device when it is given its first batch."""
+        """Do nothing: each worker prepares its device with its first batch."""
 
     def summary(self) -> str:
         """`2 workers on 1 host: 2 x NVIDIA H200`."""
@@ -145,10 +146,10 @@ class Crew:
         return f"{plural(len(facts), 'worker')} on {hosts}: {named}"
 
     def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-        """Answer every row, whoever does; a row that has ended two workers is answered with an error.
+        """Answer every row with any worker. A row that ended two workers gets an error as its answer.
 
         Raises:
-            WorkersLost: none is left.
+            WorkersLost: all workers are lost.
         """
         queue = _Queue(rows, FULL_ENGINES * self._config.max_num_requests)
         while queue or any(member.rows for member in self._members.values()):
@@ -170,10 +171,11 @@ class Crew:
 
     def _check_left(self) -> None:
         if not self._members:
-            raise WorkersLost(f"all workers are lost, {self._num_losses} of them; the last one: {self._last_reason}")
+            text = f"all workers are lost ({self._num_losses} in total); the last: {self._last_reason}"
+            raise WorkersLost(text, found=self._num_losses)
 
     def _take(self, report: Report, queue: "_Queue | None") -> Iterator[Event]:
-        """Take in what came of a worker, and yield what was answered."""
+        """Process a worker's report, and yield its answers."""
         member, found = self._members[report.worker], report.found
         if isinstance(found, WorkerFacts):
             self._welcome(member, found)
@@ -191,18 +193,22 @@ class Crew:
             yield from self._lose(report.worker, reason, queue)
 
     def _welcome(self, member: _Member, facts: WorkerFacts) -> None:
-        """Take a worker in that is ready, unless it has another pair or runs it otherwise than the others.
+        """Accept a worker that is ready, if its pair and settings equal the others'.
 
         Raises:
-            CheckpointError: its files are others than those of this process.
-            UsageError: a setting that decides results differs from the first worker's.
+            CheckpointError: its files differ from the files of this process.
+            UsageError: a setting that affects results differs from the first worker's.
         """
         for role, identity in self._pair.identities.items():
             digest = facts.settings[f"{role}_digest"]
             if digest != identity.digest:
                 raise CheckpointError(
                     f"worker on {facts.host}: {role} {identity.name}: found digest {digest}, "
-                    f"expected {identity.digest}, that of this machine",
+                    f"expected {identity.digest}, the digest on this machine",
+                    id="worker-has-other-files",
+                    field=role,
+                    found=digest,
+                    expected=identity.digest,
                     hint="give every machine the same files, or name a repository of the hub with its revision",
                 )
         first = self._facts = self._facts or facts
@@ -211,7 +217,11 @@ class Crew:
                 raise UsageError(
                     f"worker on {facts.host}: {key}: found {found!r}, expected {first.settings.get(key)!r}, "
                     f"as on {first.host}",
-                    hint="the answers of one run come from one kind of machine and one set of releases",
+                    id="worker-has-other-settings",
+                    field=key,
+                    found=found,
+                    expected=repr(first.settings.get(key)),
+                    hint="use machines of one kind with the same package versions",
                 )
         if first is facts:
             for text in facts.warnings:
@@ -219,7 +229,7 @@ class Crew:
         member.facts, member.is_free = facts, True
 
     def _lose(self, number: int, reason: str, queue: "_Queue | None") -> Iterator[Event]:
-        """Let a worker go, hire another in its place, and hand its rows out again."""
+        """Remove a lost worker, start a replacement, and queue its rows again."""
         member = self._members.pop(number)
         self._cluster.dismiss(number)
         self._num_losses += 1
@@ -231,15 +241,16 @@ class Crew:
         if is_replaced:
             self._hire()
         again = f"; {plural(len(member.rows), 'prompt')} asked again" if member.rows else ""
-        console.warn(f"{self._last_reason}{again}" + ("" if is_replaced else "; it is not replaced any more"))
+        end = "" if is_replaced else "; it is not replaced, since too many workers were lost"
+        console.warn(Notice(f"{self._last_reason}{again}{end}", id="worker-lost"))
         if queue is not None:
             for row in queue.put_back(list(member.rows.values()), self._config.max_num_requests):
-                error = f"{row.where}: two workers were lost while answering it; the second: {reason}"
+                error = f"{row.where}: two workers were lost while answering this prompt; the second: {reason}"
                 yield from fail_row(row, error, WorkersLost.exit_code)
 
 
 class _Queue:
-    """Rows that wait to be handed out; those that a lost worker may have been running stand first, one by one."""
+    """Rows that wait for a worker. Rows that a lost worker may have been running come first, one per batch."""
 
     def __init__(self, rows: Sequence[PromptRow], most: int) -> None:
         self._rows = deque(rows)
@@ -251,16 +262,16 @@ class _Queue:
         return bool(self._rows or self._alone)
 
     def take(self, num_batches: int) -> list[PromptRow]:
-        """The next batch, one of so many that would empty the queue."""
+        """Return the next batch, sized so that `num_batches` such batches would empty the queue."""
         if self._alone:
             return [self._alone.popleft()]
         count = min(self._most, math.ceil(len(self._rows) / num_batches))
         return [self._rows.popleft() for _ in range(count)]
 
     def put_back(self, rows: Sequence[PromptRow], num_running: int) -> list[PromptRow]:
-        """Take back what a lost worker had not answered, the first `num_running` of it as what it was running.
+        """Take back a lost worker's unanswered rows. The first `num_running` of them may have been running.
 
-        Returns the rows that were lost a second time, which are not asked again.
+        Returns the rows that were lost a second time; they are not asked again.
         """
         running, waiting = rows[:num_running], rows[num_running:]
         self._rows.extendleft(reversed(waiting))

@@ -1,4 +1,4 @@
-"""What a run and its workers say to each other, and what a cluster of workers can do. Loads no models."""
+"""Messages between a run and its workers, and the interface of a cluster. Loads no models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What every worker of a run loads. Directories are absolute, so that they mean the same to all."""
+    """Everything that a worker of a run loads. Directories are absolute, so that they are valid for all."""
 
     draft: str | None
     target: str | None
@@ -28,13 +28,13 @@ class WorkerSpec:
 
     @property
     def for_cpu(self) -> "WorkerSpec":
-        """The same without a GPU: one thread unless more are asked for, since workers share the cores."""
+        """The same spec without a GPU. The default is one thread, since workers share the cores."""
         return replace(self, config=replace(self.config, device="cpu"), threads=self.threads or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """A worker that is ready: where it runs, and what its loaded pair says of itself."""
+    """Facts about a worker that is ready: its host, and the settings of its loaded pair."""
 
     host: str
     settings: Mapping[str, Any]
@@ -50,14 +50,15 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A foreseen error, in a form that goes from process to process."""
+    """An expected error, in a form that can be sent between processes."""
 
     message: str
     hint: str | None
     exit_code: int
+    id: str
 
     def to_error(self) -> DFlashError:
-        error = DFlashError(self.message, hint=self.hint)
+        error = DFlashError(self.message, id=self.id, hint=self.hint)
         error.exit_code = self.exit_code
         return error
 
@@ -73,7 +74,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a batch that ended, each with all its answers; `is_last` when the batch is done."""
+    """Finished rows of a batch, each with all its answers. `is_last` is true if the batch is done."""
 
     events: "tuple[Event, ...]"
     is_last: bool
@@ -81,32 +82,32 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone, and why."""
+    """The worker is lost, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a worker: it is ready, has answered, was refused, or is lost."""
+    """News of a worker: it is ready, has answered, has refused, or is lost."""
 
     worker: int
     found: WorkerFacts | Piece | Refusal | Lost
 
 
 class Cluster(Protocol):
-    """Where workers run, and how they are reached. Workers are told by number, in the order in which they start."""
+    """The machines of the workers. Workers are numbered in the order in which they start."""
 
     address: str
 
     def hire(self, spec: WorkerSpec) -> int:
-        """Start another worker and let it load the pair; its number."""
+        """Start another worker, let it load the pair, and return its number."""
 
     def give(self, worker: int, batch: Batch) -> None:
-        """Let a worker that has nothing to do begin a batch."""
+        """Send a batch to an idle worker."""
 
     def wait(self) -> Report:
-        """Wait for the next thing that came of any worker; one whose piece is not its last goes on by itself."""
+        """Wait for the next report of any worker. A worker continues by itself after a piece that is not its last."""
 
     def dismiss(self, worker: int) -> None:
-        """End a worker, whatever it is at."""
+        """Stop a worker, even if it is busy."""

@@ -1,4 +1,4 @@
-"""From what a user asked for to workers that are ready."""
+"""Start the workers that `--workers` asks for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from dflash_runtime.phrases import plural
 def open_answering(
     pair: OpenedPair, config: EngineConfig, workers: str | None, *, threads: int | None = None
 ) -> Iterator[Answering]:
-    """Load the pair in this process, or, where `--workers` is given, in each of them."""
+    """Load the pair in this process or, with `--workers`, in each worker."""
     if workers is None:
         yield load_session(pair, config, threads=threads)
         return
@@ -30,16 +30,26 @@ def open_answering(
 
 @contextmanager
 def open_crew(pair: OpenedPair, config: EngineConfig, workers: str, *, threads: int | None = None) -> Iterator[Crew]:
-    """Start the workers that `--workers` names and let each load the pair; they end with the block.
+    """Start the workers of `--workers` and let each load the pair. They stop at the end of the block.
 
     Raises:
-        UsageError: options that mean nothing for workers; and whatever starting and loading raise.
+        UsageError: an option cannot be used with workers. Starting and loading raise further errors.
     """
     request = parse_workers(workers)
     if config.device_map is not None:
-        raise UsageError("--device-map does not go with --workers, where each worker has one GPU")
+        raise UsageError(
+            "--device-map cannot be used with --workers, where each worker has one GPU",
+            id="not-with-workers",
+            field="--device-map",
+            found=config.device_map,
+        )
     if config.device.startswith("cuda:"):
-        raise UsageError(f"--device {config.device} does not go with --workers, where each worker has a GPU of its own")
+        raise UsageError(
+            f"--device {config.device} cannot be used with --workers, where each worker has its own GPU",
+            id="not-with-workers",
+            field="--device",
+            found=config.device,
+        )
     spec = WorkerSpec(
         draft=None if pair.draft is None else _reference(pair, "draft", pair.draft.checkpoint.path),
         target=_reference(pair, "target", pair.target.checkpoint.path),
@@ -56,7 +66,7 @@ def open_crew(pair: OpenedPair, config: EngineConfig, workers: str, *, threads: 
 
 
 def _reference(pair: OpenedPair, role: str, path: Path) -> str:
-    """What names a checkpoint on every machine: the bundled one's name, the hub's with its commit, or a directory."""
+    """Return a checkpoint's name that is valid on every machine: bundled name, hub name with commit, or directory."""
     given, identity = pair.references[role] or "", pair.identities[role]
     if is_bundled(given):
         return given

@@ -1,4 +1,4 @@
-"""What runs in a worker's process: it loads the pair and answers batches of rows. Knows no Ray."""
+"""The worker process: it loads the pair and answers batches of rows. Does not depend on Ray."""
 
 import platform
 import time
@@ -12,11 +12,11 @@ from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.scheduling.request import SamplingParams
 
 PIECE_S = 0.1
-"""Answers are handed over together for so long, so that a small model does not wait for messages."""
+"""Seconds during which answers are collected into one message, so that messages do not slow a small model."""
 
 
 class PromptWorker:
-    """One engine, asked from outside: `load` once, then `begin` a batch and take `more` until its last piece."""
+    """One engine, called from another process: `load` once, then `begin` each batch and call `more` to its end."""
 
     def __init__(self) -> None:
         self._session: PairSession | None = None
@@ -24,7 +24,7 @@ class PromptWorker:
         self._ended: Iterator[tuple[Event, ...]] = iter(())
 
     def place(self) -> None:
-        """Returns as soon as a machine has taken the worker."""
+        """Return as soon as a machine has started the worker."""
 
     def load(self, spec: WorkerSpec) -> WorkerFacts | Refusal:
         """Load the pair."""
@@ -40,9 +40,9 @@ class PromptWorker:
                 threads=spec.threads,
             )
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code)
+            return Refusal(error.message, error.hint, error.exit_code, error.id)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            return Refusal(f"out of memory: {error}".splitlines()[0], None, CapacityError.exit_code)
+            return Refusal(f"out of memory: {error}".splitlines()[0], None, CapacityError.exit_code, "out-of-memory")
         self._session = session
         return WorkerFacts(
             host=platform.node(),
@@ -54,7 +54,7 @@ class PromptWorker:
         )
 
     def begin(self, batch: Batch) -> Piece | Refusal:
-        """Begin to answer rows, and return those that end first."""
+        """Begin to answer rows, and return the first finished rows."""
         assert self._session is not None
         if not self._is_warm:
             self._session.warm_up(batch.params, self._session.llm.pair.config.max_num_requests)
@@ -63,28 +63,30 @@ class PromptWorker:
         return self.more()
 
     def more(self) -> Piece | Refusal:
-        """The rows that end next; a refusal where the device failed, after which this worker is of no use."""
+        """Return the next finished rows, or a refusal if the device failed; this worker is then unusable."""
         until = time.monotonic() + PIECE_S
         events: list[Event] = []
         try:
             for row in self._ended:
                 if self._session is not None and self._session.llm.engine.failure is not None:
-                    raise self._session.llm.engine.failure  # what such a device ends is not the row's own fault
+                    raise self._session.llm.engine.failure  # the row did not cause the failure
                 events += row
                 if time.monotonic() >= until:
                     return Piece(tuple(events), is_last=False)
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code)
+            return Refusal(error.message, error.hint, error.exit_code, error.id)
         except (MemoryError, RuntimeError) as error:
-            # What a device that has failed raises has no class of its own.
-            return Refusal(f"{type(error).__name__}: {error}".splitlines()[0], None, CapacityError.exit_code)
+            # A failed device raises RuntimeError without a more specific class.
+            return Refusal(
+                f"{type(error).__name__}: {error}".splitlines()[0], None, CapacityError.exit_code, "out-of-memory"
+            )
         return Piece(tuple(events), is_last=True)
 
 
 def whole_rows(events: Iterator[Event]) -> Iterator[tuple[Event, ...]]:
-    """The answers of each row, once it has all of them.
+    """Yield the answers of each row once it has all of them.
 
-    A conversation that is cut off is asked again from its first turn, so its earlier answers are of no use.
+    An interrupted conversation is asked again from its first turn, so its earlier answers are dropped.
     """
     held: dict[int, list[Event]] = {}
     for event in events:

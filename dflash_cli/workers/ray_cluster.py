@@ -11,13 +11,13 @@ from dflash_cli.workers.messages import Batch, Lost, Piece, Report, WorkerSpec
 from dflash_cli.workers.prompt_worker import PromptWorker
 
 START_S = 300.0
-"""A cluster that has no room for a worker for so long is taken to have none."""
+"""Seconds after which a worker that no machine has started counts as lost."""
 
 logger = logging.getLogger(__name__)
 
 
 class RayCluster:
-    """Workers that are actors of Ray; see `Cluster`. Each has one call under way, unless it has nothing to do."""
+    """Workers that are Ray actors; see `Cluster`. A busy worker has exactly one pending call."""
 
     def __init__(self, ray: ModuleType, address: str, *, has_gpus: bool, kind: type = PromptWorker) -> None:
         self.address = address
@@ -27,12 +27,12 @@ class RayCluster:
             num_cpus=0 if has_gpus else 1, num_gpus=int(has_gpus), max_restarts=0, scheduling_strategy="SPREAD"
         )
         self._actors: dict[int, Any] = {}
-        self._calls: dict[Any, int] = {}  # in the order in which they were made, so that all get their turn
-        self._since: dict[int, float] = {}  # of workers that no machine has taken yet
+        self._calls: dict[Any, int] = {}  # in call order, so that every worker gets its turn
+        self._since: dict[int, float] = {}  # start times of workers that no machine has started yet
         self._num_hired = 0
 
     def hire(self, spec: WorkerSpec) -> int:
-        """Start another worker and let it load the pair; its number."""
+        """Start another worker, let it load the pair, and return its number."""
         number = self._num_hired
         self._num_hired += 1
         actor = self._actors[number] = self._actor.remote()
@@ -42,11 +42,11 @@ class RayCluster:
         return number
 
     def give(self, worker: int, batch: Batch) -> None:
-        """Let a worker that has nothing to do begin a batch."""
+        """Send a batch to an idle worker."""
         self._calls[self._actors[worker].begin.remote(batch)] = worker
 
     def wait(self) -> Report:
-        """Wait for the next thing that came of any worker; one whose piece is not its last goes on by itself."""
+        """Wait for the next report of any worker. A worker continues by itself after a piece that is not its last."""
         while True:
             ended, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=1.0)
             for call in ended:
@@ -58,19 +58,19 @@ class RayCluster:
                 return Report(late, Lost(f"no machine of the cluster had room for it within {START_S:g} s"))
 
     def dismiss(self, worker: int) -> None:
-        """End a worker, whatever it is at."""
+        """Stop a worker, even if it is busy."""
         self._calls = {call: number for call, number in self._calls.items() if number != worker}
         self._since.pop(worker, None)
         with suppress(Exception):
             self._ray.kill(self._actors.pop(worker))
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         for worker in list(self._actors):
             self.dismiss(worker)
 
     def _read(self, worker: int, call: Any) -> Report | None:
-        """The result of a call; None of one that only said where the worker is."""
+        """Return the report of a call, or None for the call that only confirms the worker's start."""
         try:
             found = self._ray.get(call)
         except self._ray.exceptions.RayActorError as error:
@@ -85,6 +85,6 @@ class RayCluster:
 
 
 def _why(text: str) -> str:
-    """Why a worker is gone: the error that it could not start for, such as a package that its machine lacks."""
+    """Return why a worker is lost: the error at its start, such as a missing package, or the end of its process."""
     named = re.findall(r"^\w+Error: .+$", text, re.MULTILINE)
     return f"it could not start: {named[-1]}" if named else "its process has ended"

@@ -1,4 +1,4 @@
-"""Reading `--workers`, and starting Ray on this machine or joining a cluster that runs already."""
+"""Parse `--workers`, and start Ray on this machine or join a running cluster."""
 
 import logging
 import os
@@ -22,36 +22,38 @@ from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageErr
 LOCAL = "local"
 AUTO = "auto"
 STORE_BYTES = 100 * 2**20
-"""Little more than what Ray takes at least; answers are small."""
+"""Little more than Ray's minimum; answers are small."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray writes what happens to processes to stdout, which is for results; of a lost worker we tell.
+    # Ray logs process events to stdout, which is for results. We report lost workers ourselves.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 SECRET = "RAY_AUTH_TOKEN"
-"""By which the processes of one cluster know each other; without it Ray writes one into the user's home."""
+"""Authenticates the processes of one cluster. Without it, Ray writes a token into the user's home."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersRequest:
-    """Which cluster, and how many workers: None is one for each of its GPUs or, where it has none, each machine."""
+    """The cluster and the number of workers. With None, each GPU gets a worker, or each machine without GPUs."""
 
     address: str
     count: int | None
 
 
 def parse_workers(text: str) -> WorkersRequest:
-    """Read `4`, `auto`, `ray://host:10001`, or one of the latter with a number of workers, as `auto#4`.
+    """Parse `4`, `auto`, `ray://host:10001`, or an address with a number of workers, such as `auto#4`.
 
     Raises:
-        UsageError: anything else.
+        UsageError: the text has another form.
     """
     address, mark, count = text.partition("#") if not text.isdecimal() else (LOCAL, "#", text)
     is_known = address == AUTO or text.isdecimal() or re.fullmatch(r"ray://[^\s/]+:\d+", address)
     if not is_known or (mark and not (count.isdecimal() and int(count))):
         raise UsageError(
-            f"--workers {text!r}: expected a number of 1 or more, auto, or ray://host:port",
+            field="--workers",
+            found=text,
+            expected="a number of 1 or more, auto, or ray://host:port",
             hint="auto is the Ray cluster that this machine is part of; auto#4 and ray://host:port#4 take 4 workers",
         )
     return WorkersRequest(address, int(count) if count else None)
@@ -59,12 +61,12 @@ def parse_workers(text: str) -> WorkersRequest:
 
 @contextmanager
 def joined(request: WorkersRequest, device: str) -> Iterator[tuple[RayCluster, int]]:
-    """A Ray cluster and how many workers it is to run; one that was started for it ends with the block.
+    """Yield a Ray cluster and its number of workers. A cluster started for this run stops at the end of the block.
 
     Raises:
         UnsupportedError: Ray is not installed.
         CheckpointNotFound: no cluster answers at the address.
-        UsageError: the cluster has fewer GPUs than that.
+        UsageError: the cluster has fewer GPUs than workers.
     """
     ray = _import_ray()
     with _own_cluster(ray, request, device) if request.address == LOCAL else _other_cluster(ray, request.address):
@@ -78,17 +80,19 @@ def joined(request: WorkersRequest, device: str) -> Iterator[tuple[RayCluster, i
 
 
 def count_workers(request: WorkersRequest, device: str, *, num_gpus: int, num_machines: int) -> int:
-    """How many workers there are to be.
+    """Return the number of workers to start.
 
     Raises:
-        UsageError: there are fewer GPUs than that, or none although `device` asks for one.
+        UsageError: there are fewer GPUs than workers, or `device` is a GPU and there are none.
     """
     where = "this machine" if request.address == LOCAL else "the cluster"
     if device.startswith("cuda") and not num_gpus:
-        raise UsageError(f"--device {device}: {where} has no GPU for a worker", hint="leave --device out")
+        text = f"--device {device}: a worker needs a GPU, but {where} has 0"
+        raise UsageError(text, id="no-gpu", field="--device", found=device, hint="leave --device out")
     count = request.count or num_gpus or num_machines
     if num_gpus and count > num_gpus:
-        raise UsageError(f"--workers: found {num_gpus} GPUs on {where}, expected {count}, one for each worker")
+        text = f"--workers: found {num_gpus} GPUs on {where}, expected {count}, one for each worker"
+        raise UsageError(text, id="too-few-gpus", field="--workers", found=num_gpus, expected=str(count))
     return count
 
 
@@ -100,14 +104,18 @@ def _import_ray() -> ModuleType:
         import ray.exceptions
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"--workers needs {error.name}, which is not installed", hint="pip install 'dflash-cli[ray]'"
+            f"--workers needs {error.name}, which is not installed",
+            id="missing-package",
+            field="--workers",
+            found=error.name,
+            hint="pip install 'dflash-cli[ray]'",
         ) from error
     return ray
 
 
 @contextmanager
 def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Iterator[None]:
-    """A cluster of this machine alone, with its files in a folder that is gone afterwards."""
+    """Run a cluster on this machine alone. Its folder of files is deleted afterwards."""
     import torch
 
     folder = tempfile.mkdtemp(prefix="dflash-ray-")
@@ -134,15 +142,18 @@ def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Itera
 
 @contextmanager
 def _other_cluster(ray: ModuleType, address: str) -> Iterator[None]:
-    """A cluster that runs already, and goes on afterwards."""
+    """Join a running cluster, which keeps running afterwards."""
     with _left_afterwards(ray):
         try:
             _init(ray, address=address)
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            hint = f"is that the port of its Ray Client server, and {SECRET} the cluster's own?"
+            hint = f"check that this is the port of its Ray Client server, and that {SECRET} is the cluster's token"
             raise CheckpointNotFound(
-                f"--workers {address}: no Ray cluster: {reason}",
+                f"--workers {address}: cannot join a Ray cluster: {reason}",
+                id="no-ray-cluster",
+                field="--workers",
+                found=address,
                 hint="start one with ray start --head" if address == AUTO else hint,
             ) from error
         yield
@@ -150,7 +161,7 @@ def _other_cluster(ray: ModuleType, address: str) -> Iterator[None]:
 
 @contextmanager
 def _left_afterwards(ray: ModuleType) -> Iterator[None]:
-    """Leave Ray at the end, whether or not it was joined."""
+    """Disconnect from Ray at the end, even if joining failed."""
     try:
         yield
     finally:
@@ -159,7 +170,7 @@ def _left_afterwards(ray: ModuleType) -> Iterator[None]:
 
 
 def _init(ray: ModuleType, **settings: Any) -> None:
-    """Start or join Ray without a word; SIGTERM goes on doing what it did, since Ray's way of it keeps nothing."""
+    """Start or join Ray without output. The SIGTERM handler is restored, since Ray's handler would lose results."""
     handler = signal.getsignal(signal.SIGTERM)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

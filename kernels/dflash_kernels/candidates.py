@@ -101,7 +101,7 @@ def _kth_key(keys, count, low, high):
 def _depths(scores, max_score, temperature):
     """Return how far scores are below the highest one, in units of the temperature, up to 1000.
 
-    A token 1000 temperatures below the highest has no weight.
+    The weight of a token 1000 temperatures below the highest is 0.
     """
     shift = tl.where(max_score == float("-inf"), 0.0, max_score)
     return tl.minimum(shift - scores, (1000 * temperature).to(tl.float32)) * (1.0 / temperature).to(tl.float32)

@@ -1,8 +1,9 @@
 """Early launches: on GPUs that support it, the setup of a kernel overlaps with the previous kernel.
 
-This shortens the gap between two short kernels: 2% of a step with 16 rows, 4% with 8 (docs/measurements/decode-steps.md). Before it
-waits, a kernel must read only data that the previous kernel does not write: weights, lengths, page tables, slots and
-rotations. Source: CUDA programming guide, "Programmatic Dependent Launch".
+This shortens the gap between two short kernels: 2% of a step with 16 rows, 4% with 8
+(docs/measurements/decode-steps.md). Before it waits, a kernel must read only data that the previous kernel does not
+write: weights, lengths, page tables, slots and rotations. Source: CUDA programming guide, "Programmatic Dependent
+Launch".
 """
 
 from functools import lru_cache

@@ -71,6 +71,11 @@ def computed_key(function: Function) -> Function:
     return function
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, to make an object of a subclass."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
 def to_json(value: Any) -> Any:
     """The JSON value of a document, or of anything that a document holds.
 
@@ -87,7 +92,7 @@ def to_json(value: Any) -> Any:
         return [item if type(item) in PLAIN else to_json(item) for item in value]
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Path):
+    if isinstance(value, Path | str):
         return str(value)
     raise TypeError(f"a document cannot hold {value!r}")
 

@@ -137,7 +137,7 @@ class TestEngine:
             assert "toy@1.0..1.1" in " ".join(self.toy(folder, command, "--help").out.split())
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy@2")
         assert outcome.code == 2
-        assert "toy 2" in outcome.err
+        assert "toy@2" in outcome.err
 
     def test_its_rules_are_explained(self, folder: Path) -> None:
         outcome = self.toy(folder, "explain", "toy01")

@@ -1,4 +1,4 @@
-"""`--to vllm`, `--to sglang`, `--to mlx`: what is written for an engine to read as trained, and what is refused."""
+"""`--to vllm`, `--to sglang`, `--to mlx`: configs that an engine serves as trained, and refusals."""
 
 import json
 from pathlib import Path
@@ -27,10 +27,10 @@ ENGINES = ("vllm", "sglang", "mlx")
     ],
 )
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_flags_of_style_go_only_where_every_reader_looks_at_them(
+def test_style_flags_are_written_only_if_every_reader_follows_them(
     key: str, value: bool, keeping: set[str], is_nested: bool, tmp_path: Path
 ) -> None:
-    """Norms of one plus their weight, rope of neighbouring pairs: a reader that looks away drafts noise."""
+    """The flags ask for norms of one plus the weight, and rope of neighbouring pairs. Without them a draft is noise."""
     config = support.native_config()
     (config["dflash_config"] if is_nested else config)[key] = value
     source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
@@ -39,9 +39,9 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
         outcome = support.invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
-            assert f"{key} {json.dumps(value)}: readers of" in outcome.err
+            assert f"{key} {json.dumps(value)}" in outcome.err
         else:
-            read = key.removeprefix("rope_")  # the one name that vLLM reads, and at the top level only
+            read = key.removeprefix("rope_")  # the only name that vLLM reads, and only at the top level
             written = json.loads((out / "config.json").read_text())
             assert written[read] is value
             assert key == read or key not in written
@@ -64,7 +64,7 @@ def convert(path: Path, to: str, *more: str) -> tuple[support.Outcome, dict[str,
     ("shape", "is_causal"),
     [(support.SMALL, False), (support.SMALL, True), (SLIDING, False), (SLIDING, True), (MIXED, False)],
 )
-def test_every_field_that_a_reader_looks_for(to: str, shape: support.Shape, is_causal: bool, tmp_path: Path) -> None:
+def test_every_key_that_a_reader_reads(to: str, shape: support.Shape, is_causal: bool, tmp_path: Path) -> None:
     outcome, written = convert(support.make_native(tmp_path / "source", shape, is_causal=is_causal), to)
     assert outcome.code == 0, outcome.err
     assert written["architectures"] == ["DFlashDraftModel"]
@@ -80,7 +80,7 @@ def test_every_field_that_a_reader_looks_for(to: str, shape: support.Shape, is_c
 
 
 @pytest.mark.parametrize("to", ENGINES)
-def test_mixed_layers_are_left_to_the_default_that_engines_share(to: str, tmp_path: Path) -> None:
+def test_mixed_layers_use_the_default_causality_of_all_engines(to: str, tmp_path: Path) -> None:
     outcome, written = convert(support.make_native(tmp_path / "source", MIXED, is_causal=support.REMOVED), to)
     assert outcome.code == 0
     assert "is_causal" not in written
@@ -92,12 +92,12 @@ def test_flat_keys_for_mlx(tmp_path: Path) -> None:
     for key, value in (("target_layer_ids", [0, 2]), ("mask_token_id", 31), ("block_size", 4)):
         assert written[key] == written["dflash_config"][key] == value
     for key in ("model_type", "rope_theta", "tie_word_embeddings", "num_target_layers", "max_position_embeddings"):
-        assert key in written  # no defaults in bstnxbt/dflash-mlx
+        assert key in written  # bstnxbt/dflash-mlx has no defaults for these
 
 
 def test_mlx_readers_of_windows_differ(tmp_path: Path) -> None:
     outcome, _ = convert(support.make_native(tmp_path / "source", SLIDING), "mlx")
-    assert "dflash-mlx ignores sliding windows" in outcome.err
+    assert "warning: bstnxbt/dflash-mlx" in outcome.err
 
 
 def test_mlx_has_no_bias(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ class TestVllm:
         source = support.make_native(tmp_path / "source", **changes)
         outcome, _ = convert(source, "vllm")
         assert outcome.code == 5
-        assert f"{scale}: vLLM 0.33 reads scales for DFlash 2 only" in outcome.err
+        assert f"{scale}: vLLM 0.33" in outcome.err
         outcome, written = convert(source, "vllm", "--allow-lossy")
         assert outcome.code == 0
-        assert f"scales are left out ({scale})" in outcome.err
+        assert f"({scale})" in outcome.err
         assert scale not in written
         assert scale not in written["dflash_config"]
 
@@ -142,11 +142,11 @@ class TestVllm:
         ("shape", "is_causal", "warned"),
         [(support.SMALL, False, False), (support.SMALL, True, False), (SLIDING, False, True)],
     )
-    def test_what_release_024_would_make_of_it(
+    def test_release_024_without_windows_is_warned_about(
         self, shape: support.Shape, is_causal: bool, warned: bool, tmp_path: Path
     ) -> None:
         outcome, _ = convert(support.make_native(tmp_path / "source", shape, is_causal=is_causal), "vllm")
-        assert ("vLLM 0.24 has no windows" in outcome.err) is warned
+        assert ("vLLM 0.24" in outcome.err) is warned
 
     def test_mixed_windows_need_the_second_runner(self, tmp_path: Path) -> None:
         outcome, _ = convert(support.make_native(tmp_path / "source", MIXED), "vllm")
@@ -158,7 +158,7 @@ class TestSglang:
         source = support.make_speculators(tmp_path / "source", support.REDUCED)
         outcome, _ = convert(source, "sglang")
         assert outcome.code == 5
-        assert "lm_head.weight can be dropped only if it equals the target's rows" in outcome.err
+        assert "lm_head.weight" in outcome.err
         target = support.make_target(tmp_path / "target", support.REDUCED)
         outcome, written = convert(source, "sglang", "--target", str(target))
         assert outcome.code == 0, outcome.err
@@ -183,17 +183,17 @@ class TestSglang:
     def test_the_third_is_refused(self, tmp_path: Path) -> None:
         outcome, _ = convert(support.make_native(tmp_path / "source", input_embedding_scale=2.0), "sglang")
         assert outcome.code == 5
-        assert "input_embedding_scale: SGLang 0.5.23 has no key" in outcome.err
+        assert "input_embedding_scale: SGLang 0.5.23" in outcome.err
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_rope_keys_of_a_multimodal_target_are_left_out(to: str, tmp_path: Path) -> None:
-    """SGLang would rotate a quarter of each head; the draft was trained through a loader that ignores the key."""
+    """SGLang would rotate a quarter of each head, but the draft was trained with a loader that ignores the key."""
     rope = {"rope_theta": 1000000, "rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 2]}
     source = support.make_native(tmp_path / "source", rope_parameters=rope, partial_rotary_factor=0.25)
     outcome, written = convert(source, to)
     assert outcome.code == 0, outcome.err
-    assert "partial_rotary_factor, mrope_section: left out" in outcome.err
+    assert "warning: partial_rotary_factor, mrope_section" in outcome.err
     assert "partial_rotary_factor" not in written
     assert written["rope_parameters"] == {"rope_theta": 1000000, "rope_type": "default"}
     assert written["rope_scaling"] is None

@@ -79,4 +79,4 @@ def test_every_engine_has_read() -> None:
 def test_mixed_layers_are_warned_about_where_vllm_misreads_them(tmp_path: Path) -> None:
     source = dialects.make_case(tmp_path / "source", "mixed")
     manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-    assert any("vLLM 0.33 would make every layer causal" in warning for warning in manifest["warnings"])
+    assert any("vLLM 0.33 makes every layer causal" in warning for warning in manifest["warnings"])

@@ -1,4 +1,4 @@
-"""The script that holds vLLM's server against our engine: its widened pair, and a run against a server of the tests."""
+"""The script that compares vLLM's server with our engine: its widened pair, and a run against a fake server."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "examples" / "benchmarks"))
 import probe_vllm
 
 
-def test_a_widened_pair_writes_the_same_and_is_measured_beside_a_server(
+def test_a_widened_pair_gives_the_same_answers_and_is_compared_with_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["--num-prompts", "2", "--max-new-tokens", "8", "--device", "cpu"]

@@ -85,7 +85,7 @@ def test_a_draft_is_validated() -> None:
 def test_a_draft_is_converted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = dflash_cli.convert(source="tiny", destination=out, to="speculators", target_name="org/name")
-    assert manifest["destination_dialect"] == "speculators"
+    assert manifest.destination_dialect == "speculators"
     assert json.loads((out / "config.json").read_text())["speculators_model_type"] == "dflash"
     assert dflash_cli.open_draft(out).config == dflash_cli.open_draft(str(out)).config
     with pytest.raises(UsageError):

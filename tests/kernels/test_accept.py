@@ -1,4 +1,4 @@
-"""Acceptance of a block: the longest agreeing prefix, stops and room, against a loop."""
+"""Acceptance of a block with stop ids and limits, compared with a plain loop."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NONE = -1
 def accept_one(
     drafts: list[int], targets: list[int], max_accepted: int, stops: list[int], room: int
 ) -> tuple[int, int, int, bool]:
-    """One request, written out."""
+    """Compute the acceptance of one request in plain Python."""
     accepted = 0
     while accepted < min(max_accepted, len(drafts)) and drafts[accepted] == targets[accepted] >= 0:
         accepted += 1
@@ -47,14 +47,14 @@ def test_acceptance_equals_the_loop(num_drafts: int, num_stops: int) -> None:
     assert [part.dtype for part in got] == [torch.int64, torch.int64, torch.int64, torch.bool]
 
 
-def test_a_draft_of_minus_one_is_never_accepted() -> None:
-    """Not even where the target's id is -1 itself, as in a padded row."""
+def test_a_draft_id_of_minus_one_is_never_accepted() -> None:
+    """Not even if the target's id is -1, as in a padded row."""
     got = accept_block_ref(whole(NONE, 4)[None], whole(NONE, 4, 5)[None], whole(2), whole(NONE)[None], whole(9))
     assert got.num_accepted.tolist() == [0]
     assert got.is_stopped.tolist() == [False]
 
 
-def test_the_last_kept_token_stops_only_if_it_is_kept() -> None:
+def test_a_stop_id_counts_only_if_it_is_committed() -> None:
     drafts, targets = whole(1, 2, 3)[None], whole(1, 2, 3, 4)[None]
     cases = {(9, 4): (3, 4, 4, True), (9, 2): (3, 2, 2, True), (1, 2): (3, 1, 1, False), (0, 1): (3, 0, -1, False)}
     for (room, stop), expected in cases.items():

@@ -23,5 +23,5 @@ def test_gates_far_from_zero() -> None:
 
 
 def test_an_odd_number_of_columns_is_refused() -> None:
-    with pytest.raises(ValueError, match="^gate_up: "):
+    with pytest.raises(ValueError, match=r"^gate_up: "):
         silu_mul(normal(2, 7))

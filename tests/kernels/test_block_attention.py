@@ -1,7 +1,8 @@
-"""Attention of a block over pages and itself, against the reference in float64."""
+"""Block attention kernels against the float64 reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dflash_testing.tensors import (
     normal,
     random_pages,
     random_softmax,
+    sampled,
 )
 
 PAGE = 16
@@ -47,7 +49,7 @@ def check(
 
 
 def either_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision takes parts of each request, and single, by the rule of shapes, shares of all where it may."""
+    """Use the kernel with parts of each request for float16, and the kernel that the shapes select for float32."""
     if dtype == torch.float16:
         monkeypatch.setattr(module, "balanced_shape", lambda *_: None)
 
@@ -88,21 +90,21 @@ def test_page_sizes(arrangement: str, page_size: int, dtype: torch.dtype, monkey
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 20, 64])
 def test_blocks_of_many_tiles(is_causal: bool, window: int | None) -> None:
-    """Prefill: rows and keys of the block both span several tiles, and windows skip some of them."""
+    """As in prefill: rows and keys of the block span several tiles, and windows skip some of them."""
     check(random_pages([150], 1, 16, PAGE, torch.float32, 4), 200, 1, is_causal=is_causal, window=window)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("window", [None, 70])
 def test_any_number_of_parts(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More parts than tiles, too: a part may be empty, and a part may see nothing for some of its rows."""
+    """Also more parts than tiles: a part may be empty, or some of its rows may see no key."""
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 32, num_splits, 2))
     check(random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5), 5, 2, is_causal=False, window=window)
 
 
 @pytest.mark.parametrize("num_splits", [4, 5])
-def test_all_parts_walk_where_there_are_many_tiles(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides of where half of them stop doing so, beside each other in one launch."""
+def test_half_of_the_parts_are_used_for_short_contexts(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch has contexts just below and above the length from which on all parts are used."""
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 2))
     border = FEW_KEYS.value * num_splits
     lens = [0, border - 32, border - 17, border - 16, border + 40]
@@ -111,8 +113,10 @@ def test_all_parts_walk_where_there_are_many_tiles(num_splits: int, monkeypatch:
 
 @pytest.mark.parametrize("num_splits", [3, 4])
 @pytest.mark.parametrize("window", [None, 20])
-def test_row_tiles_of_unlike_parts(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later rows of a block see more keys: theirs are cut into more parts, and as many are added up."""
+def test_row_tiles_with_different_numbers_of_parts(
+    num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later rows of a block see more keys, so their keys are cut into more parts."""
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 2))
     check(random_pages([0, 5], 1, 16, PAGE, torch.float32, 5), 60, 2, is_causal=True, window=window)
 
@@ -133,7 +137,7 @@ def test_sinks_and_caps(
 def test_sinks_count_once_in_any_number_of_parts(
     num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first parts are empty where there are more parts than tiles, and the last may see nothing for some rows."""
+    """With more parts than tiles, the first parts are empty. Some rows may see no key of the last part."""
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 32, num_splits, 2))
     pages = random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5)
     check(pages, 10, 2, is_causal=True, window=window, softmax=random_softmax("both", 2))
@@ -154,37 +158,46 @@ ANY_DTYPE = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 def test_equal_shares_of_all_requests(
     num_programs: int, is_causal: bool, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that begin and end anywhere in a request, hold several whole ones, or a part of one; and with many
-    programs some that have nothing to do.
-    """
+    """Shares begin and end anywhere in a request. They have several requests or a part of one, or are empty."""
     monkeypatch.setattr(module, "balanced_shape", shares_of(num_programs))
     pages = random_pages([0, 70, 250, 15, 16, 330, 1], 1, 16, PAGE, dtype, 5)
     check(pages, 7, 3, is_causal=is_causal, window=window)
 
 
-@pytest.mark.parametrize("dtype", ANY_DTYPE)
-@pytest.mark.parametrize("lengths", [[100, 70, 90, 110, 99], [100, 0, 90, 110, 330]], ids=["alike", "unlike"])
-@pytest.mark.parametrize(("num_programs", "num_whole"), [(5, 1), (3, 2), (7, 1), (1, 5)])
-@pytest.mark.parametrize("window", [None, 30])
-def test_whole_requests_where_they_are_alike(
-    num_programs: int,
-    num_whole: int,
-    lengths: list[int],
-    window: int | None,
-    dtype: torch.dtype,
+SIMILAR, DIFFERENT = (100, 70, 90, 110, 99), (100, 0, 90, 110, 330)
+CUTS = [(5, 1), (3, 2), (7, 1), (1, 5)]
+SINGLE = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "cut", "window"),
+    sampled(
+        product((SINGLE, torch.bfloat16), (SIMILAR, DIFFERENT), CUTS, (None, 30)),
+        [
+            *[(SINGLE, SIMILAR, cut, window) for cut, window in zip(CUTS, (None, 30, None, 30), strict=True)],
+            (SINGLE, DIFFERENT, (5, 1), 30),
+            (SINGLE, DIFFERENT, (3, 2), None),
+        ],
+    ),
+)
+def test_programs_take_whole_requests_of_similar_lengths(
+    cut: tuple[int, int], lengths: tuple[int, ...], window: int | None, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of several row tiles, the last program with fewer requests or none; and equal shares where they are not alike."""
+) -> None:  # fmt: skip
+    """With several row tiles, and with fewer or no requests for the last program; otherwise they take equal shares."""
+    num_programs, num_whole = cut
     shape = replace(shares_of(num_programs)(), num_whole=num_whole)
     monkeypatch.setattr(module, "balanced_shape", lambda *_: shape)
-    pages = random_pages(lengths, 2, 16, PAGE, dtype, 7)
+    pages = random_pages(list(lengths), 2, 16, PAGE, dtype, 7)
     check(pages, 9, 6, is_causal=True, window=window)
 
 
-@pytest.mark.parametrize("dtype", ANY_DTYPE)
-@pytest.mark.parametrize("kind", SOFTMAXES)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    sampled(product((SINGLE, torch.bfloat16), SOFTMAXES), [(SINGLE, "both"), (SINGLE, "wide cap")]),
+)
 def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several row tiles and KV heads; the sink counts once, in whatever part ends a request."""
+    """With several row tiles and KV heads. The sink counts once, in the part that ends a request."""
     for num_whole in (0, 2):
         shape = replace(shares_of(3)(), num_whole=num_whole)
         monkeypatch.setattr(module, "balanced_shape", lambda *_, shape=shape: shape)
@@ -194,14 +207,14 @@ def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypat
 
 
 @pytest.mark.parametrize("shape", [None, BalancedShape(16, 16, 3, 2, 8)], ids=["parts", "shares"])
-def test_pages_whose_numbers_32_bits_cannot_count(shape: BalancedShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_offsets_above_32_bits(shape: BalancedShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "balanced_shape", lambda *_: shape)
     pages = random_pages([17, 40], 2, 16, PAGE, torch.float16, 3, arrangement="far apart")
     check(pages, 3, 2, is_causal=True, window=None)
 
 
-def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule of shapes, and nothing is left to the other kernel."""
+def test_many_requests_use_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes select this kernel; the other kernel cannot run here."""
     monkeypatch.setattr(module, "attention_shape", None)
     pages = random_pages(
         [5 * index % 47 for index in range(4 * num_multiprocessors(DEVICE) + 1)], 1, 16, PAGE, torch.float32, 8
@@ -210,7 +223,7 @@ def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_wider_page_table_changes_nothing() -> None:
-    """A captured graph sees the widest table; entries past a request's pages may be anything."""
+    """A captured graph reads the widest table. Entries after a request's pages may be arbitrary."""
     narrow = random_pages([40, 3], 1, 16, PAGE, torch.float32, 6)
     out = check(narrow, 3, 2, is_causal=False, window=None)
     garbage = torch.full((2, 40), 2**40, device=out.device)
@@ -223,25 +236,25 @@ def test_a_wider_page_table_changes_nothing() -> None:
     assert torch.allclose(wide, out, atol=1e-6)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     pages = random_pages([3], 2, 16, PAGE, torch.float32, 0)
-    with pytest.raises(ValueError, match="^query: "):
+    with pytest.raises(ValueError, match=r"^query: "):
         check(pages, 2, 3, is_causal=True, window=None)
-    with pytest.raises(ValueError, match="^window: "):
+    with pytest.raises(ValueError, match=r"^window: "):
         check(pages, 2, 4, is_causal=True, window=0)
     with pytest.raises(ValueError, match=r"^softmax\.cap: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=Softmax(cap=0.0))
     with pytest.raises(ValueError, match=r"^softmax\.sinks: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=random_softmax("sinks", 2))
     unlike = replace(pages, key_cache=pages.key_cache.contiguous())
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         check(unlike, 2, 4, is_causal=True, window=None)
     pages.key_cache = pages.key_cache.double()
     with pytest.raises(TypeError):
         check(pages, 2, 4, is_causal=True, window=None)
 
 
-def test_more_requests_than_a_grid_has_room_for_are_refused() -> None:
+def test_more_requests_than_a_grid_allows_are_refused() -> None:
     query = torch.zeros(40_000, 1, 2, 16)
     cache = torch.zeros(1, 4, 2, 16)
     lens = torch.zeros(40_000, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU, in bf16, although no GPU is here."""
+"""Every kernel compiles for a GPU in bfloat16, on a machine without a GPU."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ sys.exit(compiling.run(calls, light=("_gated_experts_kernel", "_down_experts_ker
 
 
 def test_every_kernel_compiles() -> None:
-    """The interpreter lets a variable change its type in a loop, and passes what is never reached."""
+    """The compiler rejects code that the interpreter accepts: type changes in loops, and errors in unused branches."""
     folders = (".", "kernels", "runtime", "tests/helpers")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", PROGRAM]

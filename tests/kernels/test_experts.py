@@ -1,4 +1,4 @@
-"""Experts of few rows: chosen as torch chooses them, and each computed for its rows whoever else is there."""
+"""Experts of few rows: the choice equals torch's, and each expert computes its own rows."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from dflash_kernels.product import product_parts
 from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal, small_integers
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-"""What the kernels are for is bf16, in which the interpreter cannot multiply."""
+"""The kernels are made for bfloat16, which the interpreter cannot multiply."""
 
 ALL = -1
-"""Of rows that all choose the same experts."""
+"""Seed for rows that all choose the same experts."""
 
 
 def distinct_logits(num_rows: int, num_experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows and a router whose products are exact in every dtype, and differ within a row: neighbours in bfloat16."""
+    """Return rows and a router with exact products. The logits of a row are different adjacent bfloat16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randperm(num_experts, generator=generator) for _ in range(num_rows)]
     router = (torch.stack(columns, 1) + 0x3F80).to(torch.int16).view(torch.bfloat16)
@@ -32,7 +32,7 @@ def weights(num_experts: int, width: int, hidden: int) -> tuple[Tensor, Tensor]:
 
 
 def choices(num_rows: int, num_experts: int, num_chosen: int, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Different ids for each row, in any order, and scores; the same ids for all with ALL as a seed."""
+    """Return different random ids for each row, and scores. With the seed ALL, all rows have the same ids."""
     generator = torch.Generator().manual_seed(max(seed, 0))
     rows = [torch.randperm(num_experts, generator=generator)[:num_chosen] for _ in range(num_rows)]
     chosen = torch.stack(rows[:1] * num_rows if seed == ALL else rows)
@@ -42,7 +42,7 @@ def choices(num_rows: int, num_experts: int, num_chosen: int, seed: int = 3) -> 
 def assert_parts_right(
     found: Tensor, hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor
 ) -> None:
-    """Each part of each row, against float64 that is rounded where a model rounds."""
+    """Compare each part of each row with float64 that is rounded where a model rounds."""
     wanted, dtype = torch.empty(chosen.shape[1], *hidden.shape, dtype=found.dtype, device=DEVICE), found.dtype
     for row, place in torch.cartesian_prod(*(torch.arange(size) for size in chosen.shape)).view(-1, 2).tolist():
         expert, wide = chosen[row, place], hidden[row].double()
@@ -59,7 +59,7 @@ def assert_parts_right(
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "num_chosen"), [(1, 8, 2), (5, 11, 3), (3, 4, 4), (1, 3, 1), (40, 128, 8), (2, 600, 10)]
 )
-def test_the_choice_is_torchs(num_rows: int, num_experts: int, num_chosen: int, is_normalised: bool) -> None:
+def test_the_choice_equals_the_reference(num_rows: int, num_experts: int, num_chosen: int, is_normalised: bool) -> None:
     hidden, router = distinct_logits(num_rows, num_experts)
     chosen, scores = choose_experts(hidden, router, num_chosen, is_normalised)
     wanted = choose_experts_ref(hidden, router, num_chosen, is_normalised)
@@ -71,7 +71,7 @@ def test_the_choice_is_torchs(num_rows: int, num_experts: int, num_chosen: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
-    """The second is likelier by 2 ** -12, which 16 bits do not tell from nothing; their sums are in float32 parts."""
+    """The second logit is larger by 2 ** -12. 16 bits round this away, although the parts of the sum are float32."""
     hidden = torch.tensor([[1, 2**-6, *[0] * 2046]], dtype=dtype, device=DEVICE)
     router = torch.zeros(3, 2048, dtype=dtype, device=DEVICE)
     router[:2, 0], router[1, 1] = 1, 2**-6
@@ -95,8 +95,8 @@ def test_equal_logits_choose_the_lowest_ids_first() -> None:
     assert_rows_close(scores, torch.full_like(scores, 0.2).double(), DTYPE)
 
 
-def test_scores_that_vanish_are_chosen_in_order() -> None:
-    """Among probabilities that are zero in float32 the real experts come first, and not what fills up a tile."""
+def test_experts_with_a_score_of_zero_are_chosen_by_lowest_id() -> None:
+    """Real experts with a probability of zero come before the padding of a tile."""
     hidden, router = (tensor.clone() for tensor in distinct_logits(1, 5))
     router[:, 0] = torch.tensor([-3000.0, -2000.0, 0.0, -4000.0, -3000.0])
     chosen, scores = choose_experts(hidden, router, 4, False)
@@ -106,7 +106,7 @@ def test_scores_that_vanish_are_chosen_in_order() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_chooses_experts_that_exist(value: float) -> None:
+def test_a_row_that_is_not_finite_chooses_existing_experts(value: float) -> None:
     hidden, router = normal(3, 64, dtype=DTYPE), normal(6, 64, dtype=DTYPE, seed=1)
     clean = choose_experts(hidden, router, 3, True)
     hidden[1, 5] = value
@@ -119,10 +119,10 @@ def test_a_row_that_is_not_finite_chooses_experts_that_exist(value: float) -> No
 
 SIZES = [
     (1, 8, 2, 32, 64),  # one row
-    (4, 32, 2, 32, 64),  # as many routes as a program is told at most, and experts that nobody chose
-    (5, 11, 3, 24, 72),  # a program for each expert; tiles that are not filled
+    (4, 32, 2, 32, 64),  # the most routes for one program per route; some experts are not chosen
+    (5, 11, 3, 24, 72),  # one program per expert; partly filled tiles
     (7, 9, 1, 40, 16),
-    (20, 3, 2, 8, 136),  # experts with more rows than a tile
+    (20, 3, 2, 8, 136),  # experts with more rows than one tile
     (70, 4, 2, 8, 16),
 ]
 """Rows, experts, chosen, inner width and hidden size."""
@@ -143,12 +143,12 @@ def test_each_expert_computes_its_rows(size: tuple[int, ...], seed: int) -> None
 
 
 @pytest.mark.reference
-def test_both_kinds_of_program_were_tried() -> None:
+def test_both_kinds_of_programs_are_tested() -> None:
     kinds = {experts_shape(rows, chosen, count, 2, DEVICE).is_by_route for rows, count, chosen, *_ in SIZES}
     assert kinds == {True, False}
 
 
-def test_the_most_rows_may_all_choose_the_same() -> None:
+def test_the_most_rows_may_choose_the_same_experts() -> None:
     hidden, factors = normal(MAX_EXPERT_ROWS, 16, dtype=DTYPE), weights(5, 8, 16)
     chosen, scores = choices(MAX_EXPERT_ROWS, 5, 2, ALL)
     found = experts(hidden, *factors, chosen, scores)
@@ -156,7 +156,7 @@ def test_the_most_rows_may_all_choose_the_same() -> None:
 
 
 @pytest.mark.parametrize("num_experts", [4, 64])
-def test_a_row_that_is_not_finite_touches_no_other(num_experts: int) -> None:
+def test_a_row_that_is_not_finite_does_not_change_others(num_experts: int) -> None:
     hidden, factors = normal(6, 32, dtype=DTYPE), weights(num_experts, 16, 32)
     chosen, scores = choices(6, num_experts, 2, ALL)
     clean = experts(hidden, *factors, chosen, scores)
@@ -167,28 +167,28 @@ def test_a_row_that_is_not_finite_touches_no_other(num_experts: int) -> None:
     assert found[:, 2].isnan().all()
 
 
-def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
+def test_rows_may_be_views_of_a_wider_tensor() -> None:
     wide, factors = normal(3, 2, 64, dtype=DTYPE), weights(8, 16, 64)
     chosen, scores = choices(3, 8, 2)
     assert_parts_right(experts(wide[:, 1], *factors, chosen, scores), wide[:, 1], *factors, chosen, scores)
 
 
 @pytest.mark.parametrize("num_rows", [8, 9])
-def test_many_rows_are_torchs(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_use_the_reference(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_EXPERT_ROWS", 8)
     chosen, scores = choices(num_rows, 4, 2)
     parts = experts(normal(num_rows, 16, dtype=DTYPE), *weights(4, 8, 16), chosen, scores)
     assert len(parts) == (2 if num_rows == 8 else 1)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     hidden, factors = normal(3, 16), weights(4, 8, 16)
     chosen, scores = choices(3, 4, 2)
-    with pytest.raises(ValueError, match="^num_chosen: "):
+    with pytest.raises(ValueError, match=r"^num_chosen: "):
         choose_experts(hidden, normal(4, 16), 5, True)
-    with pytest.raises(ValueError, match="^hidden: "):
+    with pytest.raises(ValueError, match=r"^hidden: "):
         experts(hidden[:2].to(DTYPE), *factors, chosen, scores)
-    with pytest.raises(ValueError, match="^gate_up: "):
+    with pytest.raises(ValueError, match=r"^gate_up: "):
         experts(hidden.to(DTYPE), factors[0][:, :8], factors[1], chosen, scores)
     with pytest.raises(TypeError, match="float16"):
         experts(hidden.half(), *factors, chosen, scores)
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 128, 256])
 def test_at_the_size_of_a_model(num_rows: int) -> None:
-    """As Qwen3-30B-A3B has them, in bfloat16: each row as near as one rounding more or less brings it."""
+    """The sizes of Qwen3-30B-A3B in bfloat16. Rows differ from the reference by rounding only."""
     hidden, factors = normal(num_rows, 2048, dtype=DTYPE), weights(128, 768, 2048)
     chosen, scores = choose_experts(hidden, normal(128, 2048, dtype=DTYPE, seed=5) * 0.02, 8, True)
     found = experts(hidden, *factors, chosen, scores)

@@ -1,4 +1,4 @@
-"""Filters that never write a distribution: what stays is the reference's, and rows without filters cost nothing."""
+"""Top-k and top-p filters: they keep the tokens of the reference, write no distribution and skip unfiltered rows."""
 
 from types import ModuleType
 from typing import Any
@@ -18,14 +18,14 @@ from dflash_testing.tensors import DEVICE, normal, real, whole
 
 VOCAB = VOCAB_TILE + 1000
 MANY = VOCAB // VOCAB_GROUP + 10
-"""More tokens than there are groups, so that the highest of each group say nothing."""
+"""A top-k above the number of groups: the maxima of the groups give no bound."""
 
 REQUESTS = [
     (0.0, 0, 1.0), (0.0, 20, 0.9), (0.7, 0, 1.0), (0.6, 20, 0.95), (1.0, 1, 1.0), (1.0, MANY, 1.0), (1.0, MANY, 0.3),
     (1.5, VOCAB - 1, 1.0), (1.0, 0, 0.95), (0.2, 0, 0.5), (40.0, 0, 0.999), (1.0, 0, 1 - 1e-12), (1e-5, 3, 0.9),
     (1.0, 0, 1e-9), (1.0, VOCAB, 1.0), (0.8, 300, 0.999),
 ]  # fmt: skip
-"""Temperature, top_k, top_p: greedy, unfiltered, each filter and both, on flat distributions and on steep ones."""
+"""Temperature, top_k, top_p: greedy, unfiltered, each filter, both; for flat and steep distributions."""
 
 Values = tuple[Tensor, Tensor, Tensor]
 
@@ -49,7 +49,7 @@ def logits_of(kind: str, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 KINDS = ["steep", "flat", "ties", "low"]
 FEW = [("ties", torch.float32), ("low", torch.float16)]
-"""By default; low temperatures make steep rows of these too."""
+"""Default cases. Low temperatures make some of their rows steep."""
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ FEW = [("ties", torch.float32), ("low", torch.float16)]
         ),
     ],
 )
-def test_mixed_requests_sample_what_the_reference_does(kind: str, dtype: torch.dtype) -> None:
-    """Each request's values hold for its two rows."""
+def test_mixed_requests_sample_the_tokens_of_the_reference(kind: str, dtype: torch.dtype) -> None:
+    """Each request has two rows."""
     num_rows = 2 * len(REQUESTS)
     logits = logits_of(kind, num_rows, dtype)
     seeds = torch.arange(len(REQUESTS), device=DEVICE) * 977
@@ -77,15 +77,15 @@ def test_mixed_requests_sample_what_the_reference_does(kind: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", ["flat", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
-def test_mixed_requests_keep_what_the_reference_keeps(kind: str) -> None:
+def test_mixed_requests_keep_the_tokens_of_the_reference(kind: str) -> None:
     logits = logits_of(kind, len(REQUESTS), torch.float32)
     probs, expected = (cut(logits, *values()) for cut in (filtered_probs, filtered_probs_ref))
     assert torch.equal(probs > 0, expected > 0)
     torch.testing.assert_close(probs, expected, atol=1e-14, rtol=1e-11)
 
 
-def test_rows_that_are_greedy_or_have_no_filter_are_not_searched() -> None:
-    """They have no groups, and what the search would have written is still what fresh memory held."""
+def test_greedy_and_unfiltered_rows_are_not_searched() -> None:
+    """They list no groups, and their masses still hold NaN of fresh memory."""
     logits = logits_of("flat", len(REQUESTS), torch.float32)
     temperatures, top_ks, top_ps = values()
     stats = launch_stats(logits, temperatures, top_ks, top_ps, is_greedy=False, has_filters=True)
@@ -93,22 +93,22 @@ def test_rows_that_are_greedy_or_have_no_filter_are_not_searched() -> None:
     is_cut = (temperatures > 0) & (((top_ks > 0) & (top_ks < VOCAB)) | (top_ps < 1))
     assert torch.equal(cut.num_listed > 0, is_cut)
     assert torch.equal(~cut.masses.isnan(), is_cut)
-    # A top-k lists about as many groups as it has tokens, and not the vocabulary.
+    # A top-k lists about as many groups as tokens, not the whole vocabulary.
     assert 0 < int(cut.num_listed[3]) <= 20
 
 
 NUCLEI = [(0.6, 0.95), (0.6, 0.99), (0.3, 0.5), (1e-4, 0.9), (2.0, 1e-6), (0.6, 1 - 1e-9), (1.0, 0.9), (3.0, 0.999)]
-"""Temperature and top_p, on logits that are spread widely: from one token to most of them."""
+"""Temperature and top_p that keep from one token to most tokens of the test's logits."""
 NUM_NARROW = 5
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "side by side"])
-def test_a_nucleus_is_searched_among_few_more_tokens_than_it_has(kind: str) -> None:
-    """Whatever its size, and where its tokens stand. What stays is the reference's in lists of either kind."""
+@pytest.mark.parametrize("kind", ["normal", pytest.param("ties", marks=pytest.mark.slow), "adjacent"])
+def test_top_p_searches_few_more_tokens_than_it_keeps(kind: str) -> None:
+    """For any number of kept tokens, scattered or adjacent, and with lists of groups or tokens."""
     logits = normal(len(NUCLEI), 6 * VOCAB_TILE - 100, dtype=torch.float32) * 3
     if kind == "ties":
         logits = logits.round()
-    if kind == "side by side":
+    if kind == "adjacent":
         logits[:, 640:700] += 9
     temperatures, top_ps = (real(*values) for values in zip(*NUCLEI, strict=True))
     rows = temperatures, whole(*[0] * len(NUCLEI)), top_ps
@@ -121,13 +121,13 @@ def test_a_nucleus_is_searched_among_few_more_tokens_than_it_has(kind: str) -> N
     num_kept = (expected > 0).sum(-1)
     num_read = torch.where(cut.has_tokens > 0, cut.num_listed, cut.num_listed * VOCAB_GROUP)
     assert bool((num_read >= num_kept).all())
-    assert kind == "side by side" or {bool(item) for item in cut.has_tokens} == {False, True}
-    # A list of tokens is made where groups of them are too much to be read at once.
+    assert kind == "adjacent" or {bool(item) for item in cut.has_tokens} == {False, True}
+    # If a row lists more groups than one read, its tokens are listed.
     assert bool((num_read <= 3 * num_kept + LISTED_TILE)[:NUM_NARROW].all())
 
 
 class Allocations(TorchDispatchMode):
-    """Elements of the largest tensor in float64 that is made."""
+    """Records the number of elements of the largest new float64 tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_no_distribution_is_written_to_sample() -> None:
+def test_sampling_writes_no_distribution() -> None:
     logits = logits_of("flat", len(REQUESTS), torch.float16)
     seeds = torch.arange(len(REQUESTS), device=DEVICE)
     with Allocations() as made:
@@ -152,7 +152,7 @@ def test_no_distribution_is_written_to_sample() -> None:
 
 
 class Counted:
-    """A kernel that counts its launches."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel: Any, launches: list[str]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -170,8 +170,8 @@ def count_launches(modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPa
     return launches
 
 
-def test_two_launches_choose_two_more_cut_and_three_reject(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a captured step each costs a few microseconds, whatever it does."""
+def test_number_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches sample, two more filter, three reject. Each costs a few microseconds in a captured step."""
     launches = count_launches((logit_tiles, candidates, filters, sampling, rejection), monkeypatch)
     logits = logits_of("flat", 2, torch.float32)
     rows = real(0, 1), whole(3, 3), real(1, 0.9), whole(1, 2), whole(3, 4)
@@ -200,7 +200,7 @@ def test_a_whole_vocabulary_in_bfloat16(scale: float) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_compiles_when_requests_have_more_rows() -> None:
+def test_more_rows_per_request_compile_nothing() -> None:
     def run(num_repeats: int) -> None:
         logits = normal(2 * num_repeats, VOCAB, dtype=torch.bfloat16)
         positions = torch.arange(2 * num_repeats, device=DEVICE)

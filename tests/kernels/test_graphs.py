@@ -1,4 +1,4 @@
-"""Every launcher runs without waiting for the device, inside a CUDA graph that then serves other values."""
+"""Every launcher can be captured in a CUDA graph, never waits for the device, and replays with other values."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ Call = Callable[[Kernels, Inputs], tuple[Tensor, ...]]
 
 
 def inputs(seed: int) -> Inputs:
-    """Values for every function; the same shapes whatever the seed."""
+    """Return arguments of all functions. Their shapes do not depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -49,13 +49,13 @@ def inputs(seed: int) -> Inputs:
         "temperatures": draw(0, 3, R).double(), "top_ks": draw(0, 30, R), "top_ps": draw(1, 11, R).double() / 10,
         "done": torch.arange(R + 1, device=DEVICE) == R, "rows": torch.tensor([2, 0, R]).to(DEVICE),
         "seeds": draw(0, 2**40, R), "places": draw(0, 4000, R),
-        # Logits that are exact and differ, so that there is one choice; and a choice of two that differ.
+        # Exact and different logits, so that the choice is unique; and two different experts per row.
         "routed": torch.eye(D, dtype=BFLOAT, device=DEVICE)[draw(0, D, R * N)],
         "router": torch.stack([torch.randperm(E, generator=generator) for _ in range(D)], 1).to(DEVICE, BFLOAT) / 8,
         "gate_up": normal(E, 2 * F, D, dtype=BFLOAT, seed=seed), "down": normal(E, D, F, dtype=BFLOAT, seed=seed),
         "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
         "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
-        # Rows 2 and R are given, with two pages and with one; row 0 gains one.
+        # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
         "gained": draw(1, 90, 4), "ends": torch.tensor([2, 3, 9]).to(DEVICE) + seed,
@@ -98,7 +98,7 @@ def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
 
 
 def step_state(at: Inputs) -> RowState:
-    """A state of more rows than take part, the last of which is done."""
+    """Return a state with one more row than the step uses. The last row is done."""
     names = ("lens", "seeds", "remaining", "reserved", "most", "seeds", "stops", "table")
     return RowState(*(at["done"], *(torch.cat((at[name], at[name][:1])) for name in names)))
 
@@ -169,7 +169,7 @@ CALLS: dict[str, Call] = {
 
 
 def decided(num_accepted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Without the ids that may be anything."""
+    """Replace arbitrary ids after the sampled token by -1."""
     return num_accepted, torch.where(torch.arange(N, device=DEVICE) <= num_accepted[:, None], ids, -1)
 
 
@@ -180,7 +180,7 @@ def test_captured_once_and_replayed_with_other_values(name: str) -> None:
     static = inputs(0)
     torch.cuda.synchronize()
     with detecting_syncs():
-        call(kernels, static)  # compiled outside the capture
+        call(kernels, static)  # compile before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = call(kernels, static)

@@ -1,4 +1,4 @@
-"""Scattering keys and values into slots, for one layer and for all draft layers at once."""
+"""Storing keys and values in slots, for one layer and for all draft layers at once."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def pair(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def num_nan(cache: Tensor) -> int:
-    """In all the memory that a cache is a view of."""
+    """Return the number of NaN in all memory that a cache is a view of."""
     return int((cache if cache._base is None else cache._base).isnan().sum())
 
 
@@ -35,7 +35,7 @@ def num_nan(cache: Tensor) -> int:
 @pytest.mark.parametrize(("num_kv", "head_dim"), [(1, 8), (2, 24), (8, 128)])
 @pytest.mark.parametrize("page_size", [1, 4, 5, 20])
 @pytest.mark.parametrize("arrangement", ["alone", "between layers"])
-def test_rows_land_in_their_slots_and_nowhere_else(
+def test_rows_are_stored_in_their_slots_only(
     arrangement: str, page_size: int, num_kv: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     projected = normal(len(SLOTS), 3 + 2 * num_kv, head_dim, dtype=dtype)
@@ -53,7 +53,7 @@ def test_rows_land_in_their_slots_and_nowhere_else(
         assert num_nan(caches[0]) == num_before
 
 
-def test_slots_whose_rows_32_bits_cannot_count() -> None:
+def test_row_offsets_above_32_bits() -> None:
     empty = torch.zeros(3, 8, 2, 8, dtype=torch.float16, device=DEVICE)
     keys = normal(3, 4, 8, dtype=torch.float16)
     caches = far_apart(empty, empty)
@@ -62,7 +62,7 @@ def test_slots_whose_rows_32_bits_cannot_count() -> None:
         assert torch.equal(cache.flatten(0, 1)[[23, 0, 9]], rows)
 
 
-def test_all_pad_leaves_the_caches_alone() -> None:
+def test_rows_with_pad_slots_do_not_change_the_caches() -> None:
     keys = normal(3, 2, 8)
     caches = pair(normal(1, 4, 2, 8))
     before = caches[0].clone(), caches[1].clone()
@@ -75,7 +75,7 @@ def test_all_pad_leaves_the_caches_alone() -> None:
 
 
 def tables(num_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of cos and sin that a rope table might have, both halves filled."""
+    """Return rows of cos and sin, as in a rope table with two equal halves."""
     angles = normal(num_rows, head_dim // 2, seed=7) * 3
     angles = torch.cat((angles, angles), -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -112,17 +112,17 @@ def test_context_kv_of_every_layer(
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     keys, cache = normal(2, 2, 8), normal(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys[:, :1], keys, cache, cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys, keys, cache[0], cache[0], whole(1, 2))
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         kv_store(keys, keys, cache[:, :1], cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         kv_store(keys, keys, between_layers(cache, cache)[0], cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys.double(), keys, cache, cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^slots: "):
+    with pytest.raises(ValueError, match=r"^slots: "):
         kv_store(keys, keys, cache, cache, whole(1))
-    with pytest.raises(ValueError, match="^values: "):
+    with pytest.raises(ValueError, match=r"^values: "):
         kv_store(keys, keys[:1], cache, cache, whole(1, 2))

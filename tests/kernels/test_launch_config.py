@@ -1,4 +1,4 @@
-"""Launch parameters on GPUs with less shared memory: fewer tiles are on their way, and nothing else changes."""
+"""Launch parameters: less shared memory means fewer pipeline stages, and nothing else changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu")
 
 
 def shapes() -> dict[str, tuple[Any, int, int]]:
-    """Shape, and bytes of a stage and of what is kept beside, for a model of heads of 128 in 16 bits."""
+    """Return shape, bytes per stage and other bytes of kernels, for 16-bit models with a head size of 128."""
     attention = attention_shape(256, 64, 128, 2, DEVICE)
     product, gated = (product_shape(32, 4096, 4096, 2, DEVICE, is_gated=is_gated) for is_gated in (False, True))
     head = product_shape(32, 151_936, 4096, 2, DEVICE)
@@ -51,10 +51,10 @@ def test_tiles_fit_in_shared_memory(num_bytes: int, monkeypatch: pytest.MonkeyPa
     ("num_requests", "num_packed", "num_whole"),
     [(32, 64, 1), (48, 64, 0), (64, 64, 2), (24, 64, 0), (40, 4, 1), (256, 32, 8)],
 )
-def test_programs_have_whole_requests_where_that_fills_the_device(
+def test_programs_take_whole_requests_if_they_fill_the_device(
     num_requests: int, num_packed: int, num_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight KV heads on 132 multiprocessors, which is room for 33 programs of a head, or 49 light ones."""
+    """8 KV heads on 132 multiprocessors: room for 33 programs per head, or 49 light programs."""
     monkeypatch.setattr(launch_config, "num_multiprocessors", lambda device: 132)
     shape = balanced_shape(num_requests, 8, num_packed, 128, 2, DEVICE)
     assert shape is not None
@@ -62,8 +62,8 @@ def test_programs_have_whole_requests_where_that_fills_the_device(
 
 
 @pytest.mark.parametrize(("has_tile_loads", "rows"), [(True, 64), (False, 32)])
-def test_half_a_tile_of_rows(has_tile_loads: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's tensor cores want 64 rows; others multiply 32 as such. Single rows are packed into few anywhere."""
+def test_number_of_rows_per_tile(has_tile_loads: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's tensor cores need 64 rows. Other GPUs use 32. All GPUs use the smallest tile for few packed rows."""
     monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: has_tile_loads)
     assert attention_shape(64, 32, 128, 2, DEVICE).rows == rows
     assert attention_shape(64, 32, 128, 4, DEVICE).rows == 32

@@ -1,4 +1,4 @@
-"""One pass over logits: the argmax whatever the tile, and whether the row is finite."""
+"""Statistics of logits: the argmax for any tile size, and whether a row is finite."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ MODES: list[dict[str, Any]] = [{"is_greedy": True}, {"has_filters": False}, {}]
 
 
 def kinds_of_rows(dtype: torch.dtype) -> Tensor:
-    """Each kind of row that is not finite, and those that look like it and are; in the first tile or a later one."""
+    """Return rows that are not finite and similar finite rows. The special logit is in the first or a later tile."""
     nan, inf = torch.nan, torch.inf
     logits = normal(12, 2 * VOCAB_TILE + 15, dtype=dtype) * 3
     logits[1, 5] = logits[2, VOCAB_TILE + 5] = logits[3, -1] = logits[4, 6] = nan
@@ -31,7 +31,7 @@ def kinds_of_rows(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", range(len(MODES)))
-def test_a_row_is_finite_where_its_highest_logit_is(mode: int, dtype: torch.dtype) -> None:
+def test_a_row_is_finite_if_its_highest_logit_is(mode: int, dtype: torch.dtype) -> None:
     logits = kinds_of_rows(dtype)
     num_rows = len(logits)
     rows = torch.arange(num_rows, device=DEVICE)
@@ -49,10 +49,10 @@ def test_a_row_is_finite_where_its_highest_logit_is(mode: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [VocabShape(64, 1), VocabShape(VOCAB_TILE, 4), VocabShape(16_384, 16)])
-def test_the_argmax_is_the_references_whatever_the_tile(
+def test_the_argmax_equals_the_reference_for_any_tile_size(
     shape: VocabShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few distinct values: the highest stands in many tiles. NaN counts as -inf, so that there is always an id."""
+    """Few distinct values: many tiles have the highest one. NaN counts as -inf, so there is always a valid id."""
     monkeypatch.setattr(logit_tiles, "argmax_shape", lambda _: shape)
     logits = (normal(5, VOCAB_TILE + 77, dtype=dtype) * 2).round()
     logits[3, :-1] = float("-inf")

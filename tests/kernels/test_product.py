@@ -1,4 +1,4 @@
-"""Products of few rows: close to float64 whatever the shape, in parts or gated, and torch's own with many rows."""
+"""Products of few rows, whole, in parts and gated: close to float64. A library computes most products of many rows."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from dflash_kernels import launch_config
 from dflash_kernels import product as module
 from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
-from dflash_kernels.many_rows import gate_many_rows
+from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
 from dflash_kernels.product_config import (
     GATED_ROWS,
@@ -23,7 +23,9 @@ from dflash_kernels.product_config import (
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-"""What the kernel is for is bf16, in which the interpreter cannot multiply."""
+"""The kernel is made for bfloat16, which the interpreter cannot multiply."""
+
+needs_tile_loads = pytest.mark.skipif(not has_tile_loads(DEVICE), reason="the GPU has no unit that loads tiles")
 
 SHAPES = [(1, 1, 1), (3, 70, 40), (16, 64, 1024), (17, 200, 1000), (32, 129, 2048)]
 """Rows, columns and inner width."""
@@ -52,7 +54,7 @@ PLACES = num_multiprocessors(DEVICE)
 
 
 def launched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[ProductShape]:
-    """How products are cut from now on; those of a library are not there."""
+    """Record the cuts of all products from now on, except products of a library."""
     seen: list[ProductShape] = []
     launch = module._launch
 
@@ -64,13 +66,15 @@ def launched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[ProductShape]:
     return seen
 
 
-@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@needs_tile_loads
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "depth"),
     [(33, 64 * PLACES, 96), (64, 64 * PLACES - 32, 2048), (100, 64 * PLACES, 130 * 8), (128, 32 * PLACES, 1024 + 64)],
 )
-def test_products_of_more_rows(num_rows: int, num_columns: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part and in two, of which the last ends past the end; tiles stand out over rows, columns and depth."""
+def test_products_of_33_to_128_rows(
+    num_rows: int, num_columns: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one part or two. The last part and the tiles extend beyond rows, columns and depth."""
     seen = launched_shapes(monkeypatch)
     hidden = normal(num_rows, depth, dtype=DTYPE)
     weight = normal(num_columns, depth, dtype=DTYPE, seed=1) * depth**-0.5
@@ -86,7 +90,7 @@ def test_products_of_more_rows(num_rows: int, num_columns: int, depth: int, monk
 
 
 def cuts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> list[ManyRowsShape]:
-    """How gated products of many rows are cut from now on, where they take one launch."""
+    """Record the cuts of gated products of many rows from now on, if they take one launch."""
     seen: list[ManyRowsShape] = []
 
     def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ManyRowsShape) -> torch.Tensor:
@@ -97,7 +101,7 @@ def cuts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> list[ManyRowsShape]:
     return seen
 
 
-@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@needs_tile_loads
 @pytest.mark.parametrize(
     ("num_rows", "depth", "tiles_together"),
     [(GATED_ROWS, 64, 8), (GATED_ROWS + 126, 200, 9), (25 * 128, 72, 13), (51 * 128 - 5, 40, 17)],
@@ -105,7 +109,7 @@ def cuts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> list[ManyRowsShape]:
 def test_gated_products_of_many_rows(
     num_rows: int, depth: int, tiles_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one launch; tiles stand out over rows, columns and depth, and a last group has fewer than others or not."""
+    """In one launch. Tiles extend beyond rows, columns and depth. The last group may have fewer tiles."""
     seen = cuts_of_many_rows(monkeypatch)
     width = 128 * PLACES - 24
     hidden = normal(num_rows, depth, dtype=DTYPE)
@@ -115,40 +119,42 @@ def test_gated_products_of_many_rows(
     assert [shape.tiles_together for shape in seen] == [tiles_together]
 
 
-@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
-def test_many_rows_are_gated_by_a_launch_of_its_own_where_a_part_of_the_device_would_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+TWO_LAUNCHES = {
+    "too few rows": (GATED_ROWS - 1, 128 * PLACES, 40),
+    "padded rows": (GATED_ROWS + 1, 128 * PLACES, 40),
+    "a last round with few tiles": (GATED_ROWS + 128, 128 * (PLACES // 9 + 1), 40),
+    "inputs without descriptors": (GATED_ROWS, 128 * PLACES, 41),
+    "a result without a descriptor": (GATED_ROWS, 128 * PLACES - 1, 40),
+}
+"""Rows, width and depth of gated products for which one launch would be slower or impossible."""
+
+
+@needs_tile_loads
+def test_many_rows_take_one_launch_if_they_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def factors(num_rows: int, width: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = normal(num_rows, depth, dtype=DTYPE), normal(2 * width, depth, dtype=DTYPE, seed=1)
+        return hidden, weight * depth**-0.5
+
+    assert cut_of_many_rows(*factors(GATED_ROWS, 128 * PLACES, 40)) is not None
+    for name, sizes in TWO_LAUNCHES.items():
+        assert cut_of_many_rows(*factors(*sizes)) is None, name
     seen = cuts_of_many_rows(monkeypatch)
-    cases = {
-        "fills it": (GATED_ROWS, 128 * PLACES, 40),
-        "fewer rows": (GATED_ROWS - 1, 128 * PLACES, 40),
-        "rows that are not there": (GATED_ROWS + 1, 128 * PLACES, 40),
-        "a last round of few": (GATED_ROWS + 128, 128 * (PLACES // 9 + 1), 40),
-        "no descriptors": (GATED_ROWS, 128 * PLACES, 41),
-        "none of the result": (GATED_ROWS, 128 * PLACES - 1, 40),
-    }
-    in_one_launch = []
-    for name, (num_rows, width, depth) in cases.items():
-        hidden = normal(num_rows, depth, dtype=DTYPE)
-        weight = normal(2 * width, depth, dtype=DTYPE, seed=1) * depth**-0.5
-        wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
-        assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
-        in_one_launch += [name] * len(seen)
-        seen.clear()
-    assert in_one_launch == ["fills it"]
+    hidden, weight = factors(*TWO_LAUNCHES["a last round with few tiles"])
+    wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
+    assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
+    assert not seen
 
 
-@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@needs_tile_loads
 @pytest.mark.parametrize(("num_bytes", "is_cut"), [(227 * 1024, True), (99 * 1024, False)])
-def test_so_they_are_where_shared_memory_holds_few_tiles(
+def test_many_rows_take_two_launches_with_little_shared_memory(
     num_bytes: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: num_bytes)
     assert (many_rows_shape(GATED_ROWS, 128 * PLACES, 2, DEVICE) is not None) == is_cut
 
 
-def test_what_no_descriptor_can_be_made_of_is_loaded_by_pointers_or_a_librarys(
+def test_misaligned_rows_are_loaded_by_pointers_or_multiplied_by_a_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = launched_shapes(monkeypatch)
@@ -161,7 +167,7 @@ def test_what_no_descriptor_can_be_made_of_is_loaded_by_pointers_or_a_librarys(
     assert [shape.has_descriptors for shape in seen] == [False]
 
 
-def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
+def test_rows_may_be_views_of_a_wider_tensor() -> None:
     wide, weight = normal(5, 3, 64, dtype=DTYPE), normal(33, 64, dtype=DTYPE, seed=1)
     assert_rows_close(product(wide[:, 1], weight), wide[:, 1].double() @ weight.double().T, DTYPE)
 
@@ -182,10 +188,10 @@ def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
 
 
 @pytest.mark.parametrize("call", [product, product_parts, gated_product])
-def test_many_rows_are_a_librarys(
+def test_a_library_multiplies_many_rows(
     call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And more than a few where they do not fill the device."""
+    """Also 33 rows if their tiles would not fill the device."""
     seen = launched_shapes(monkeypatch)
     weight = normal(64, 128, dtype=DTYPE, seed=1)
     for num_rows in (MAX_PRODUCT_ROWS, MAX_PRODUCT_ROWS + 1):
@@ -196,11 +202,11 @@ def test_many_rows_are_a_librarys(
     assert len(seen) == 1
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     hidden, weight = normal(2, 8, dtype=DTYPE), normal(3, 8, dtype=DTYPE)
-    with pytest.raises(ValueError, match="^weight: "):
+    with pytest.raises(ValueError, match=r"^weight: "):
         product(hidden, weight[:, :7])
     with pytest.raises(TypeError, match="float16"):
         product(hidden, weight.half())
-    with pytest.raises(ValueError, match="^weight: "):
+    with pytest.raises(ValueError, match=r"^weight: "):
         gated_product(hidden, weight)

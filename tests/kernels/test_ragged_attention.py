@@ -1,4 +1,4 @@
-"""Attention of flat rows: the definition segment by segment, and the kernel against it in float64."""
+"""Ragged attention: the reference against block attention, and the kernel against the float64 reference."""
 
 from dataclasses import replace
 from itertools import product
@@ -14,6 +14,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.launch_config import (
     DESCRIBED_SHAPE,
     FEW_ROWS_SHAPE,
+    FLOATS,
     LONG_CONTEXT,
     LONG_SHAPE,
     LONG_SHAPE_BYTES,
@@ -39,6 +40,7 @@ from dflash_testing.tensors import (
     normal,
     random_pages,
     random_softmax,
+    sampled,
 )
 
 PAGE = 16
@@ -48,7 +50,7 @@ SHAPE = RaggedShape(rows=128, keys=64, num_warps=8, num_stages=2)
 
 
 def lay_out(rows: list[int], contexts: list[int]) -> tuple[Segment, ...]:
-    """Segments one after the other; their rows of the page table in reverse."""
+    """Return adjacent segments. Their rows of the page table are in reverse order."""
     firsts = [sum(rows[:index]) for index in range(len(rows))]
     table_rows = range(len(rows) - 1, -1, -1)
     return tuple(Segment(*values) for values in zip(firsts, rows, contexts, table_rows, strict=True))
@@ -62,7 +64,7 @@ def pages_of(
     segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE,
     arrangement: str = "between layers",
 ) -> Pages:  # fmt: skip
-    """Context of each segment in the pages of its row of the table; every other slot is NaN."""
+    """Return pages with a random context for each segment. Every other slot is NaN."""
     lens = [segment.context_len for segment in sorted(segments, key=lambda item: item.table_row)]
     longest = max(segment.context_len + segment.num_rows for segment in segments)
     spare = -(-longest // page_size) - -(-max(lens) // page_size)
@@ -94,8 +96,8 @@ def check(
 
 @pytest.mark.reference
 @pytest.mark.parametrize("window", [None, 9])
-def test_the_definition_is_that_of_blocks(window: int | None) -> None:
-    """Segments of one length are a batch of blocks, to the last bit."""
+def test_the_reference_equals_block_attention(window: int | None) -> None:
+    """Segments of one length equal a batch of blocks, and each segment equals its block to the last bit."""
     segments = lay_out([7, 7, 7], [0, 40, 5])
     pages = pages_of(segments, 2, 16, torch.float64)
     query, keys, values = (normal(21, heads, 16, dtype=torch.float64, seed=heads) for heads in (4, 2, 2))
@@ -124,7 +126,7 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 def test_every_length_after_every_context(window: int | None, dtype: torch.dtype) -> None:
-    """All in one launch."""
+    """One launch has all combinations."""
     pairs = list(product(ROWS, CONTEXTS))[:: 1 if window is None else 3]
     check(lay_out([rows for rows, _ in pairs], [context for _, context in pairs]), 2, 1, 16, dtype, window)
 
@@ -143,7 +145,7 @@ def test_page_sizes(arrangement: str, page_size: int, dtype: torch.dtype) -> Non
     check(segments, 4, 2, 16, dtype, pages=pages_of(segments, 2, 16, dtype, page_size, arrangement))
 
 
-def test_pages_whose_numbers_32_bits_cannot_count() -> None:
+def test_page_offsets_above_32_bits() -> None:
     segments = lay_out([3, 17], [40, 17])
     pages = pages_of(segments, 2, 16, torch.float16, arrangement="far apart")
     check(segments, 4, 2, 16, torch.float16, pages=pages)
@@ -155,17 +157,21 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 20])
+SINGLE, HALF = torch.float32, torch.float16
+PART_SHAPES = (RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2), RaggedShape(64, 32, 4, 2, has_descriptors=True))
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2), RaggedShape(64, 32, 4, 2, has_descriptors=True)],
-    ids=str,
+    ("dtype", "window", "shape"),
+    sampled(
+        product(FLOATS, (None, 20), PART_SHAPES),
+        [(dtype, window, shape) for dtype, window in ((SINGLE, None), (HALF, 20)) for shape in PART_SHAPES],
+    ),
 )
-def test_parts_of_long_segments_beside_short_ones(
+def test_long_segments_are_cut_into_parts(
     shape: RaggedShape, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a window most parts see nothing, and some rows of a part see nothing."""
+    """Short segments of the launch stay whole. With a window, most parts and some rows of a part see no key."""
     monkeypatch.setattr(module, "MIN_PART", 1)
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 8)
     plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
@@ -173,13 +179,17 @@ def test_parts_of_long_segments_beside_short_ones(
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", SOFTMAXES)
-@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 32)])
-def test_keys_that_are_loaded_by_descriptors(
+@pytest.mark.parametrize(
+    ("dtype", "kind", "rows", "keys"),
+    sampled(
+        ((dtype, kind, *tile) for dtype in FLOATS for kind in SOFTMAXES for tile in ((16, 16), (64, 32))),
+        [(SINGLE, "both", 16, 16), (HALF, "sinks", 64, 32), (HALF, "cap", 64, 32), (SINGLE, "wide cap", 64, 32)],
+    ),
+)
+def test_descriptors_load_the_segments_own_keys(
     rows: int, keys: int, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own keys of segments of any length, in parts too, at heads of two and of one side by side."""
+    """For segments of any length, whole and in parts, with two adjacent KV heads and with one."""
     monkeypatch.setattr(module, "MIN_PART", 1)
     described: list[Tensor] = []
 
@@ -196,7 +206,7 @@ def test_keys_that_are_loaded_by_descriptors(
 
 @pytest.mark.parametrize("has_descriptors", [False, True])
 def test_rows_of_the_next_segment_are_not_seen(has_descriptors: bool) -> None:
-    """Not even by a weight of zero: what is not a number there would be one nowhere."""
+    """They are not even multiplied by a weight of zero: NaN of one segment would reach the other."""
     shape, segments = RaggedShape(64, 32, 4, 2, has_descriptors=has_descriptors), lay_out([70, 33], [5, 0])
     query, keys, values = (normal(103, heads, 16, seed=heads) for heads in (4, 2, 2))
     pages, plan = pages_of(segments, 2, 16, torch.float32), plan_ragged(segments, 4, 2, shape, DEVICE)
@@ -208,7 +218,7 @@ def test_rows_of_the_next_segment_are_not_seen(has_descriptors: bool) -> None:
     assert after[70:].isnan().all()
 
 
-def test_rows_that_no_descriptor_can_have_are_read_by_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misaligned_rows_are_read_by_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "describe", None)
     shape, segments = RaggedShape(64, 32, 4, 2, has_descriptors=True), lay_out([70, 33], [5, 0])
     query, rows = normal(103, 4, 16), normal(103, 65, seed=1)[:, 1:]
@@ -223,11 +233,15 @@ def test_rows_that_no_descriptor_can_have_are_read_by_pointers(monkeypatch: pyte
     assert_rows_close(out, expected, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("kind", SOFTMAXES)
+@pytest.mark.parametrize(
+    ("dtype", "window", "kind"),
+    sampled(
+        product(FLOATS, (None, 20), SOFTMAXES),
+        [(dtype, window, kind) for dtype, window in ((SINGLE, 20), (HALF, None)) for kind in SOFTMAXES],
+    ),
+)
 def test_sinks_and_caps(kind: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and in parts of which the last may see nothing for some rows."""
+    """With whole tiles and with parts. Some rows may see no key of the last part."""
     monkeypatch.setattr(module, "MIN_PART", 1)
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 8)
     segments, softmax = lay_out([3, 70, 1, 17], [300, 2, 0, 16]), random_softmax(kind, 4, dtype)
@@ -236,7 +250,7 @@ def test_sinks_and_caps(kind: str, window: int | None, dtype: torch.dtype, monke
 
 
 def store(pages: Pages, segments: tuple[Segment, ...], keys: Tensor, values: Tensor) -> None:
-    """Keys and values of the segments' own rows where a model stores them, behind their contexts."""
+    """Store keys and values of the segments' own rows in their pages, after the contexts, as a model does."""
     page_size = pages.key_cache.shape[1]
     for segment in segments:
         for index in range(segment.num_rows):
@@ -246,16 +260,20 @@ def store(pages: Pages, segments: tuple[Segment, ...], keys: Tensor, values: Ten
             pages.value_cache[page, position % page_size] = values[segment.first_row + index]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+ROOMS = (("plain", None, 2), ("both", 40, 40), ("both", 9, 2), ("plain", 9, 40))
+
+
 @pytest.mark.parametrize(
-    ("kind", "window", "num_multiprocessors"), [("plain", None, 2), ("both", 40, 40), ("both", 9, 2), ("plain", 9, 40)]
+    ("dtype", "kind", "window", "num_multiprocessors"),
+    sampled(
+        ((dtype, *room) for dtype in FLOATS for room in ROOMS),
+        [(dtype, *room) for dtype, room in zip((SINGLE, HALF, HALF, SINGLE), ROOMS, strict=True)],
+    ),
 )
-def test_a_launch_with_room_for_more(
+def test_one_launch_serves_all_plans_that_fit(
     kind: str, num_multiprocessors: int, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch for plans of one, several and no segments, whose keys lie in pages: it is as theirs, and what they
-    leave free is not written.
-    """
+    """Plans of one, several and no segments, padded to one size, with all keys in pages. Unused rows stay unwritten."""
     monkeypatch.setattr(module, "MIN_PART", 1)
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
     shape, num_rows, softmax = RaggedShape(16, 16, 4, 2), 40, random_softmax(kind, 4, dtype)
@@ -281,17 +299,17 @@ def test_a_launch_with_room_for_more(
 
 
 @pytest.mark.reference
-def test_a_plan_without_room_is_refused() -> None:
+def test_a_plan_that_does_not_fit_is_refused() -> None:
     device = torch.device("cpu")  # few multiprocessors: a GPU with more of them leaves more room
     room = room_for_plans(40, 4, 4, 2, SHAPE, device)
     for segments, shape in ((lay_out([4000], [0]), SHAPE), (lay_out([1] * 40, [0] * 40), SHAPE), ((), FEW_ROWS_SHAPE)):
-        with pytest.raises(ValueError, match="^plan: "):
+        with pytest.raises(ValueError, match=r"^plan: "):
             plan_ragged(segments, 4, 2, shape, device).padded(room)
 
 
 @pytest.mark.reference
-def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
-    device = torch.device("cpu")  # as if 8 programs ran at once: here 8 of them for each of 2 KV heads
+def test_only_long_work_is_cut_into_equal_parts() -> None:
+    device = torch.device("cpu")  # counts 8 multiprocessors: 8 programs at once for each of 2 KV heads
     alone = plan_ragged(lay_out([16], [5000]), 8, 2, SHAPE, device)
     assert [tile[5:] for tile in alone.tiles] == [(part, 8, part) for part in range(8)]
     assert len(alone.sums) == 1
@@ -308,19 +326,19 @@ def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
     assert (longest.ints[5], longest.ints[6]) == (0, MAX_SPLITS)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="^query: "):
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^query: "):
         check(lay_out([3], [2]), 3, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match="^window: "):
+    with pytest.raises(ValueError, match=r"^window: "):
         check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
     query, cache = normal(4, 1, 16), normal(1, 4, 1, 16)
     plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
-    with pytest.raises(ValueError, match="^plan: "):
+    with pytest.raises(ValueError, match=r"^plan: "):
         ragged_attention(query, query, query, cache, cache, place(plan)[None], plan, place(plan), window=None)
 
 
 @pytest.mark.reference
-def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_use_long_tiles_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES)
     assert ragged_shape(128, 2, LONG_CONTEXT, device) == LONG_SHAPE
@@ -332,7 +350,7 @@ def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytes
 
 
 @pytest.mark.reference
-def test_descriptors_are_for_heads_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_are_used_for_measured_head_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: 99 * 1024)
     monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: True)

@@ -1,4 +1,4 @@
-"""The references that define the kernels, against definitions written out by loops or by transformers."""
+"""The references that define the kernels, compared with plain loops and with transformers."""
 
 import math
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.reference
 PAGE = 4
 
 
-def test_slots_follow_the_page_table_and_pad_everything_else() -> None:
+def test_slots_follow_the_page_table_and_are_pad_otherwise() -> None:
     table = torch.tensor([[3, 5, 0], [2, 0, 0]])
     positions = torch.tensor([[0, 3, 4, 7, 8, -1], [1, 3, 4, 11, 12, 99]])
     slots = slot_mapping_ref(table, positions, torch.tensor([8, 4]), PAGE)
     assert slots.tolist() == [[12, 15, 20, 23, PAD, PAD], [9, 11, PAD, PAD, PAD, PAD]]
 
 
-def test_positions_past_the_reservation_are_padded_even_inside_a_page() -> None:
+def test_positions_after_the_reservation_are_pad_even_inside_a_page() -> None:
     slots = slot_mapping_ref(torch.tensor([[1, 2]]), torch.tensor([[5, 6, 7]]), torch.tensor([6]), PAGE)
     assert slots.tolist() == [[9, PAD, PAD]]
 
@@ -90,7 +90,7 @@ def check_attention(num_rows: int, is_causal: bool, window: int | None, softmax:
 
 
 def poisoned(cache_k: Tensor, cache_v: Tensor, table: Tensor, lens: list[int]) -> tuple[Tensor, Tensor]:
-    """Copies with NaN in every slot that is no context."""
+    """Return copies with NaN in every slot outside the contexts."""
     is_context = torch.zeros(len(cache_k), dtype=torch.bool)
     for request, length in enumerate(lens):
         for place in range(length):
@@ -103,7 +103,7 @@ def attend_one(
     query: Tensor, keys: Tensor, values: Tensor, position: int, is_causal: bool, window: int | None,
     cap: float | None, sink: float,
 ) -> Tensor:  # fmt: skip
-    """One head of one row, written out."""
+    """Compute attention of one head of one row in plain Python."""
     weights, total = [], math.exp(sink)
     for place in range(len(keys)):
         distance = position - place
@@ -131,7 +131,7 @@ def test_norm_and_rope_equal_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(rope_ref(hidden, cos, sin), expected.transpose(1, 2))
 
 
-def test_filters_cut_what_they_say() -> None:
+def test_filters_keep_the_expected_probabilities() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
     logits = probs.log()
 
@@ -180,7 +180,7 @@ def test_uniforms_are_uniform_and_unrelated() -> None:
 
 
 def test_uniforms_are_the_published_generator() -> None:
-    """splitmix64 seeded with 1234567 starts 6457827717110365317: our two rounds are that function applied twice."""
+    """splitmix64 with the seed 1234567 starts with 6457827717110365317. `uniform_ref` applies splitmix64 twice."""
     mask = 2**64 - 1
 
     def splitmix(state: int) -> int:
@@ -196,7 +196,7 @@ def test_uniforms_are_the_published_generator() -> None:
         assert uniform_ref(torch.tensor([seed]), torch.tensor([position]), purpose).item() == expected
 
 
-def test_draws_never_pick_the_impossible() -> None:
+def test_tokens_with_a_probability_of_zero_are_never_sampled() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64).expand(4, -1)
     uniform = torch.tensor([0.0, 0.4999999, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert categorical_ref(probs, uniform).tolist() == [1, 1, 3, 3]

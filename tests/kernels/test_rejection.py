@@ -1,6 +1,7 @@
-"""Rejection sampling: the kernel equals the reference, and the reference has the distribution it should have."""
+"""Rejection sampling: the kernel equals the reference, and the reference follows the target's distribution."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_kernels.uniform import DRAFT, TARGET
 from dflash_testing.distributions import reject_probs, sample_probs_ref
-from dflash_testing.tensors import DEVICE, normal, real, whole
+from dflash_testing.tensors import DEVICE, normal, real, sampled, whole
 
 Reject = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -24,31 +25,39 @@ def reject_ref(*arguments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 BOTH = [pytest.param(reject_ref, marks=pytest.mark.reference), pytest.param(reject, marks=pytest.mark.gpu)]
-"""The distributions take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
-reference one by one instead."""
+"""Tests of distributions need tens of thousands of requests, too many for the interpreter. There the kernel is compared
+with the reference request by request."""
 
 P0 = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
 Q0 = torch.tensor([0.1, 0.3, 0.3, 0.0, 0.3], dtype=torch.float64)
 P1 = torch.stack([P0.roll(i).roll(i // 2) for i in range(5)])
 Q1 = torch.stack([Q0.roll(-i) for i in range(5)])
 CHI_SQUARE = {4: 18.47, 19: 43.82, 24: 51.18}
-"""0.999 quantiles by degrees of freedom."""
+"""0.999 quantiles, by degrees of freedom."""
 
 
 def distributions(*shape: int, seed: int) -> Tensor:
     return (normal(*shape, seed=seed).double() * 2).softmax(-1)
 
 
-@pytest.mark.parametrize("vocab_size", [3, 63, VOCAB_TILE + 7])
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_kernel_equals_the_reference(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> None:
+LARGE = VOCAB_TILE + 7
+DOUBLE, SINGLE = torch.float64, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_drafts", "vocab_size"),
+    sampled(
+        product((DOUBLE, SINGLE), (1, 3, 7), (3, 63, LARGE)),
+        [*product((DOUBLE,), (1, 3, 7), (3, 63)), (DOUBLE, 1, LARGE), (SINGLE, 3, LARGE), (DOUBLE, 7, LARGE)],
+    ),
+)
+def test_the_kernel_equals_the_reference(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> None:
     num_requests = 30
     generator = torch.Generator().manual_seed(vocab_size)
     target = distributions(num_requests, num_drafts + 1, vocab_size, seed=1)
     draft = (target[:, :-1] + 0.3 * distributions(num_requests, num_drafts, vocab_size, seed=2)) / 1.3
-    draft[::3] = target[::3, :-1]  # a third accept all
-    target[1::3, :, ::2] = 0  # and a third reject early, with zeros to step over
+    draft[::3] = target[::3, :-1]  # one third of the requests accepts all tokens
+    target[1::3, :, ::2] = 0  # one third rejects early and has zeros in p
     ids = torch.randint(vocab_size, (num_requests, num_drafts), generator=generator).to(DEVICE)
     ids[-1, 0], ids[-2, -1] = -1, -1
     seeds = torch.randint(2**40, (num_requests,), generator=generator).to(DEVICE)
@@ -67,7 +76,7 @@ def test_kernel_equals_the_reference(num_drafts: int, vocab_size: int, dtype: to
 
 def step(reject_block: Reject, first: Tensor, second: Tensor, first_q: Tensor, second_q: Tensor, seeds: Tensor,
          position: int, most: int = 2) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Draft two tokens, the second given the first, and verify them. Conditionals are [R, V] and [R, V given, V]."""
+    """Draft two tokens, the second given the first, and verify them. `second` and `second_q` are [R, V given, V]."""
     places = torch.full_like(seeds, position)
     one = sample_probs_ref(first_q, seeds, places, DRAFT)
     request = torch.arange(len(seeds), device=DEVICE)
@@ -86,8 +95,8 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 
 @pytest.mark.parametrize("reject_block", BOTH)
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_joint_distribution_of_two_tokens_is_the_targets(reject_block: Reject, most: int) -> None:
-    """Whatever was drafted and wherever it was cut off, two committed tokens follow p(x) p(y | x)."""
+def test_two_tokens_follow_the_targets_joint_distribution(reject_block: Reject, most: int) -> None:
+    """Two committed tokens follow p(x) p(y | x) for any draft tokens and any limit."""
     num = 40_000
     seeds = torch.arange(num, device=DEVICE) * 7919
     p0, q0 = (row.to(DEVICE).expand(num, 5) for row in (P0, Q0))
@@ -95,7 +104,7 @@ def test_joint_distribution_of_two_tokens_is_the_targets(reject_block: Reject, m
     num_accepted, ids = step(reject_block, p0, p1, q0, q1, seeds, 10, most)
     request = torch.arange(num, device=DEVICE)
     first = ids[:, 0]
-    # Where the step gave one token, the next step gives the second; its numbers are those of the next position.
+    # If the step commits one token, the next step gives the second, with the random numbers of the next position.
     given = p1[request, first]
     _, later = step(reject_block, given, p1, q1[request, first], q1, seeds, 11, most)
     second = torch.where(num_accepted > 0, ids[:, 1], later[:, 0])
@@ -109,7 +118,7 @@ def test_joint_distribution_of_two_tokens_is_the_targets(reject_block: Reject, m
 
 @pytest.mark.parametrize("reject_block", BOTH)
 def test_draws_after_a_rejection_follow_the_residual(reject_block: Reject) -> None:
-    """Among the rejected the draw is norm(max(p - q, 0)), whatever was drafted: the streams are independent."""
+    """After a rejection, samples follow norm(max(p - q, 0)) for every draft token: the streams are independent."""
     num = 60_000
     seeds = torch.arange(num, device=DEVICE)
     p0, q0 = (row.to(DEVICE).expand(num, 5) for row in (P0, Q0))
@@ -129,8 +138,8 @@ def test_draws_after_a_rejection_follow_the_residual(reject_block: Reject) -> No
 
 
 @pytest.mark.parametrize("reject_block", [pytest.param(reject_ref, marks=pytest.mark.reference), reject])
-def test_a_limit_is_no_rejection(reject_block: Reject) -> None:
-    """Cut off before the first draft, a step is plain sampling, number for number; so it is where none was drafted."""
+def test_a_limit_does_not_count_as_a_rejection(reject_block: Reject) -> None:
+    """With a limit of 0 or without draft tokens, a step equals plain sampling, number for number."""
     num = 40
     seeds = torch.arange(num, device=DEVICE)
     positions = seeds * 3
@@ -154,8 +163,8 @@ def test_one_hot_distributions_are_greedy_verification(reject_block: Reject) -> 
 
 
 @pytest.mark.parametrize("reject_block", [pytest.param(reject_ref, marks=pytest.mark.reference), reject])
-def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> None:
-    """p equals q, yet the id given could not have been drawn: nothing is left of p - q to draw from."""
+def test_an_empty_residual_gives_a_sample_of_the_target(reject_block: Reject) -> None:
+    """p equals q, but the draft token has the probability 0: the residual p - q is empty."""
     p = torch.tensor([[[0.0, 0.6, 0.4]]], dtype=torch.float64, device=DEVICE).expand(20, 2, 3)
     seeds = torch.arange(20, device=DEVICE)
     num_accepted, ids = reject_block(seeds[:, None] * 0, p, p[:, :1], seeds, seeds, seeds * 0 + 1)
@@ -172,20 +181,18 @@ def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> Non
         pytest.param(None, torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_kernels_make_probabilities_of_logits_as_the_reference_does(
-    draft_vocab: int | None, dtype: torch.dtype
-) -> None:
-    """Greedy, sampled and filtered requests, over the ids of both models; the draft is near the target."""
+def test_the_kernel_equals_the_reference_on_logits(draft_vocab: int | None, dtype: torch.dtype) -> None:
+    """Greedy, sampled and filtered requests with equal and different vocabularies. The draft is near the target."""
     num_requests, num_drafts, vocab_size = 12, 3, VOCAB_TILE + 7
     generator = torch.Generator().manual_seed(1)
     target_ids = torch.randperm(vocab_size, generator=generator)[: draft_vocab or vocab_size].sort().values.to(DEVICE)
     places = torch.full((vocab_size,), -1, device=DEVICE).index_copy(0, target_ids, whole(*range(len(target_ids))))
     p_logits = normal(num_requests * (num_drafts + 1), vocab_size) * 4
     p_logits[:, target_ids[:30]] += 14
-    p_logits[:, (places < 0).nonzero()[:9, 0]] += 15  # likely, and nothing the draft could say
+    p_logits[:, (places < 0).nonzero()[:9, 0]] += 15  # likely target ids without a draft id
     near = p_logits.view(num_requests, -1, vocab_size)[:, :-1].flatten(0, 1)
     q_logits = (near + normal(len(near), vocab_size, seed=1))[:, target_ids].contiguous()
-    q_logits[-18:, 0] += 12  # six requests whose first draft is hardly ever taken
+    q_logits[-18:, 0] += 12  # six requests that rarely accept their first draft token
     p_logits, q_logits = p_logits.to(dtype), q_logits.to(dtype)
     values = (
         real(*[(0.0, 0.8, 1.2)[i % 3] for i in range(num_requests)]),

@@ -1,4 +1,4 @@
-"""Rows that change between steps: what the kernels write is what the references do, and nothing else is touched."""
+"""Changes of rows between steps: the kernels equal the references and write nothing else."""
 
 import random
 
@@ -27,7 +27,7 @@ def ints(*shape: int, seed: int = 0, high: int = 2**40) -> Tensor:
 
 
 def held_rows(num_stops: int, num_columns: int) -> HeldRows:
-    """Rows in the middle of their lives."""
+    """Return rows with random fields."""
     generations, widths, top_ks, seeds, reserved = ints(5, NUM_ROWS).unbind()
     floats = ints(2, NUM_ROWS, seed=1).double()
     return HeldRows(
@@ -38,7 +38,7 @@ def held_rows(num_stops: int, num_columns: int) -> HeldRows:
 
 
 def random_changes(seed: int, num_stops: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Some rows, given or not, with pages anywhere in them or none."""
+    """Return changes of some rows. They may be assigned, and may gain pages from any column on."""
     rng = random.Random(seed)
     changes, pages = list[list[int]](), list[int]()
     for row in rng.sample(range(NUM_ROWS), rng.randint(1, NUM_ROWS)):
@@ -60,7 +60,7 @@ def copied(rows: HeldRows) -> HeldRows:
 
 
 @pytest.mark.parametrize(("num_stops", "num_columns"), [(16, 5), (3, 128), (1, 300)])
-def test_rows_change_as_by_the_reference(num_stops: int, num_columns: int) -> None:
+def test_changes_equal_the_reference(num_stops: int, num_columns: int) -> None:
     for seed in range(40):
         found = held_rows(num_stops, num_columns)
         expected = copied(found)
@@ -72,7 +72,7 @@ def test_rows_change_as_by_the_reference(num_stops: int, num_columns: int) -> No
 
 
 @pytest.mark.parametrize("change", [change_rows, pytest.param(change_rows_ref, marks=pytest.mark.reference)])
-def test_a_row_that_gains_pages_keeps_all_else(change: object) -> None:
+def test_a_row_that_gains_pages_keeps_its_other_fields(change: object) -> None:
     before = held_rows(3, 6)
     after = copied(before)
     changes = torch.zeros((2, NUM_CHANGE_FIELDS + 3), dtype=torch.int64, device=DEVICE)
@@ -85,7 +85,7 @@ def test_a_row_that_gains_pages_keeps_all_else(change: object) -> None:
         assert torch.equal(one, other)
 
 
-def test_no_change_is_no_launch() -> None:
+def test_empty_changes_do_nothing() -> None:
     rows = held_rows(3, 6)
     change_rows(rows, torch.empty((0, NUM_CHANGE_FIELDS + 3), dtype=torch.int64, device=DEVICE), ints(0), PAGE)
     assert not len(switch_on_rows(running_rows(), ReadyRows(*ints(4, 0).unbind()), ints(0), rows.done[:0]))
@@ -93,7 +93,7 @@ def test_no_change_is_no_launch() -> None:
 
 
 def running_rows() -> RowState:
-    """Rows that have been given and wait for their prompts."""
+    """Return assigned rows before their prompts have run."""
     kv_lens, anchors, remaining, reserved, widths, generations = ints(6, NUM_ROWS, seed=4).unbind()
     return RowState(
         done=torch.ones(NUM_ROWS, dtype=torch.bool, device=DEVICE), kv_lens=kv_lens, anchors=anchors,
@@ -110,8 +110,8 @@ def ready_rows(rows: list[int], num_fresh: int) -> ReadyRows:
 
 
 @pytest.mark.parametrize(("rows", "num_fresh"), [([3], 1), ([3], 0), ([8, 0, 5, 1], 3), (list(range(NUM_ROWS)), 9)])
-def test_rows_are_switched_on_as_by_the_reference(rows: list[int], num_fresh: int) -> None:
-    """First tokens of which some are stop ids, some the last that may be committed, and some of no finite logits."""
+def test_switching_on_equals_the_reference(rows: list[int], num_fresh: int) -> None:
+    """Some first tokens are stop ids, some reach the limit, and some have logits that are not finite."""
     ready = ready_rows(rows, num_fresh)
     for seed in range(20):
         chosen, is_finite = ints(num_fresh, seed=seed, high=5), ints(num_fresh, seed=seed + 1, high=3) == 1
@@ -123,7 +123,7 @@ def test_rows_are_switched_on_as_by_the_reference(rows: list[int], num_fresh: in
 
 
 @pytest.mark.parametrize("switch_on", [switch_on_rows, pytest.param(switch_on_rows_ref, marks=pytest.mark.reference)])
-def test_what_ends_with_its_first_token_stays_done(switch_on: object) -> None:
+def test_a_request_that_ends_with_its_first_token_stays_done(switch_on: object) -> None:
     state = running_rows()
     state.stop_ids[[2, 4, 6]] = torch.tensor([[7], [8], [-1]], device=DEVICE)
     ready = ReadyRows(*(torch.tensor(item, device=DEVICE) for item in ([4, 2, 6, 0], [9] * 4, [5, 5, 1, 3], [44])))
@@ -141,19 +141,19 @@ def test_what_ends_with_its_first_token_stays_done(switch_on: object) -> None:
     assert not state.done[0]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     rows = held_rows(3, 6)
-    with pytest.raises(ValueError, match="^changes: "):
+    with pytest.raises(ValueError, match=r"^changes: "):
         change_rows(rows, ints(2, NUM_CHANGE_FIELDS), ints(1), PAGE)
-    with pytest.raises(ValueError, match="^tensors: "):
+    with pytest.raises(ValueError, match=r"^tensors: "):
         change_rows(rows, ints(NUM_CHANGE_FIELDS + 3, 2).T, ints(1), PAGE)
-    with pytest.raises(ValueError, match="^chosen: "):
+    with pytest.raises(ValueError, match=r"^chosen: "):
         switch_on_rows(running_rows(), ready_rows([1, 2], 1), ints(2), rows.done[:2])
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1024], [1, 1023, 1025], [300] * 9])
-def test_flat_rows_are_located_as_by_the_reference(lengths: list[int]) -> None:
-    """Chunks of any length after any context, some of them without a page."""
+def test_positions_and_slots_of_flat_rows_equal_the_reference(lengths: list[int]) -> None:
+    """Chunks have any length after any context. Some positions lack a page."""
     rng = random.Random(len(lengths))
     table = ints(len(lengths) + 1, 200, high=2**40)
     table[:, ::7] = 0
@@ -168,7 +168,7 @@ def test_flat_rows_are_located_as_by_the_reference(lengths: list[int]) -> None:
     assert (found[1] == PAD).any() == (expected[0] // PAGE % 7 == 0).any()
 
 
-def test_no_rows_are_nowhere() -> None:
+def test_no_rows_give_empty_results() -> None:
     nothing = ints(0)
     for locate in (locate_rows, locate_rows_ref):
         assert [len(part) for part in locate(ints(2, 3), nothing, nothing, nothing, 0, PAGE)] == [0, 0]

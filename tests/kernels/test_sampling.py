@@ -1,4 +1,4 @@
-"""Draws from logits: kernels against the references token for token, and what no batch may change."""
+"""Sampling from logits: kernels equal the references token for token, and rows do not depend on their batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def sample_probs(probs: Tensor, *rows: Any) -> Tensor:
 
 
 def mixed(num_rows: int, seed: int = 0) -> Rows:
-    """Temperatures (some 0), top_ks, top_ps, seeds, positions: every mixture of filters in one batch."""
+    """Return temperatures (some 0), top_ks, top_ps, seeds and positions, with all mixtures of filters in one batch."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(*values: float) -> Tensor:
@@ -49,7 +49,7 @@ def mixed(num_rows: int, seed: int = 0) -> Rows:
 
 @jit  # type: ignore[untyped-decorator]
 def uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`uniform_tile` by itself; the kernels of the package use it inside of others."""
+    """Run `uniform_tile` alone. The kernels of the package call it inside other kernels."""
     row = tl.arange(0, TILE)
     seed = tl.load(seeds + row, mask=row < num_rows, other=0)
     position = tl.load(positions + row, mask=row < num_rows, other=0)
@@ -62,7 +62,7 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     return out
 
 
-def test_numbers_are_the_references() -> None:
+def test_random_numbers_equal_the_references() -> None:
     *_, seeds, positions = mixed(1500)
     seen = [uniform(seeds, positions, purpose) for purpose in (TARGET, DRAFT, ACCEPT, RESIDUAL)]
     for purpose, numbers in zip((TARGET, DRAFT, ACCEPT, RESIDUAL), seen, strict=True):
@@ -73,7 +73,7 @@ def test_numbers_are_the_references() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_tokens_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
+def test_tokens_equal_the_references(vocab_size: int, dtype: torch.dtype) -> None:
     logits = normal(6, vocab_size, dtype=dtype) * 3
     rows = mixed(6)
     expected = sample_ref(logits, *rows)
@@ -90,7 +90,7 @@ def test_tokens_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("has_filters", [True, False])
-def test_distributions_are_the_references(vocab_size: int, has_filters: bool) -> None:
+def test_distributions_equal_the_references(vocab_size: int, has_filters: bool) -> None:
     logits = normal(5, vocab_size) * 3
     rows = mixed(5, seed=1)[:3]
     probs = filtered_probs(logits, *rows, has_filters=has_filters)
@@ -101,8 +101,8 @@ def test_distributions_are_the_references(vocab_size: int, has_filters: bool) ->
     assert torch.equal(filtered_probs(logits, *rows, is_greedy=True), filtered_probs_ref(logits, *rows, is_greedy=True))
 
 
-def test_equal_logits_fall_to_the_lowest_ids() -> None:
-    """Ties are common in bf16, and 0.0 equals -0.0."""
+def test_equal_logits_prefer_the_lowest_ids() -> None:
+    """Ties are common in bfloat16, and 0.0 equals -0.0."""
     logits = torch.full((3, VOCAB_TILE + 9), -9.0, device=DEVICE)
     logits[0, [3, 8, VOCAB_TILE + 1]] = 2.0
     logits[1, [VOCAB_TILE - 1, VOCAB_TILE]] = 2.0
@@ -120,7 +120,7 @@ def test_equal_logits_fall_to_the_lowest_ids() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_p", [1.0, 0.7, 0.2])
 def test_ties_at_the_edge_of_a_cut(top_p: float, dtype: torch.dtype) -> None:
-    """Few distinct values, of both signs, in several tiles: every edge falls among equals."""
+    """Few distinct values of both signs in several tiles: each cut has equal logits on both sides."""
     logits = (normal(4, VOCAB_TILE + 3000) * 2).round().div(4).to(dtype)
     rows = real(*[1.0] * 4), whole(0, 50, 500, 4000), real(*[top_p] * 4)
     probs, expected = filtered_probs(logits, *rows), filtered_probs_ref(logits, *rows)
@@ -141,7 +141,7 @@ def test_temperatures_below_the_floor_are_greedy(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.3, 1.0])
 def test_rows_that_are_not_finite_give_ids_of_the_vocabulary(temperature: float) -> None:
-    """The references gave one past its end, which is no row of an embedding."""
+    """An id after the vocabulary would not be a row of the embedding."""
     logits = normal(5, 300)
     logits[0], logits[1, 7], logits[2], logits[3, 5] = torch.nan, torch.inf, float("-inf"), torch.nan
     rows = real(*[temperature] * 5), whole(*[0] * 5), real(*[1] * 5), whole(*range(5)), whole(*[0] * 5)
@@ -159,7 +159,7 @@ def test_rows_that_are_not_finite_give_ids_of_the_vocabulary(temperature: float)
 
 @pytest.mark.gpu
 def test_more_rows_than_a_grids_second_axis_has() -> None:
-    """4,096 requests of 16 rows."""
+    """About 4,096 requests with 16 rows each."""
     num_rows = 66_000
     logits = normal(num_rows, 40)
     rows = mixed(num_rows)
@@ -207,7 +207,7 @@ def test_rows_without_filters_are_not_renormalised_for_their_neighbours(choose: 
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_draws_from_distributions_are_the_references(vocab_size: int) -> None:
+def test_samples_of_given_distributions_equal_the_references(vocab_size: int) -> None:
     *_, seeds, positions = mixed(30)
     probs = normal(30, vocab_size).double().abs().pow(8)
     probs[:, 1::3] = 0
@@ -218,5 +218,5 @@ def test_draws_from_distributions_are_the_references(vocab_size: int) -> None:
 
 
 def test_logits_in_float64_are_refused() -> None:
-    with pytest.raises(TypeError, match="found torch.float64"):
+    with pytest.raises(TypeError, match="float64"):
         sample(normal(2, 9).double(), *mixed(2))

@@ -1,4 +1,4 @@
-"""Both ends of a step: what the kernels read, decide and write is what the references do, for any state."""
+"""Beginning and end of a step: the kernels equal the references for any state."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def draw(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 
 def random_state(num_rows: int, seed: int) -> RowState:
-    """Rows of any length up to the model's limit, some done, some short of pages."""
+    """Return rows of any length up to the model's limit. Some are done, and some lack pages."""
     table = draw(seed, 1, 400, num_rows, 20)
     table[:, 15:] = draw(seed + 1, 0, 2, num_rows, 5)
     return RowState(
@@ -56,8 +56,9 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 
 
 @pytest.mark.parametrize(("num_block", "num_verified"), [(1, 1), (2, 2), (8, 8), (8, 3), (8, 1), (16, 16), (5, 4)])
-def test_steps_are_opened_and_closed_as_the_references_do(num_block: int, num_verified: int) -> None:
-    for seed in range(0, 120, 20):
+@pytest.mark.parametrize("seeds", [(0, 20, 40), pytest.param((60, 80, 100), marks=pytest.mark.slow)])
+def test_both_ends_of_a_step_equal_the_references(seeds: tuple[int, ...], num_block: int, num_verified: int) -> None:
+    for seed in seeds:
         state = random_state(24, seed)
         rows = torch.randperm(24, generator=torch.Generator().manual_seed(seed))[:17].to(DEVICE)
         step = open_step(state, rows, num_block, num_verified, BOUNDS)
@@ -69,8 +70,8 @@ def test_steps_are_opened_and_closed_as_the_references_do(num_block: int, num_ve
         assert_same(mine, theirs)
 
 
-def test_a_row_that_is_done_and_given_often_stays_as_it_is() -> None:
-    """Graphs fill their batches with one."""
+def test_a_done_row_does_not_change_if_it_occurs_several_times() -> None:
+    """CUDA graphs pad their batches with a done row."""
     state = random_state(5, 3)
     state.done[4] = True
     before = copied(state)
@@ -86,7 +87,7 @@ def test_a_row_that_is_done_and_given_often_stays_as_it_is() -> None:
     assert bool((slots == PAD).all())
 
 
-def test_slots_of_high_pages_pass_32_bits() -> None:
+def test_slots_above_32_bits() -> None:
     state = random_state(1, 0)
     state.done.fill_(False)
     state.kv_lens.fill_(3)
@@ -97,10 +98,10 @@ def test_slots_of_high_pages_pass_32_bits() -> None:
     ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     state, rows = random_state(3, 0), torch.tensor([0, 1], device=DEVICE)
-    with pytest.raises(ValueError, match="^num_verified: "):
+    with pytest.raises(ValueError, match=r"^num_verified: "):
         open_step(state, rows, 4, 5, BOUNDS)
     step: StepRows = open_step(state, rows, 4, 4, BOUNDS)
-    with pytest.raises(ValueError, match="^draft_ids: "):
+    with pytest.raises(ValueError, match=r"^draft_ids: "):
         close_step(state, rows, step, step.slots, step.slots, step.max_accepted, step.slots > 0)

@@ -1,6 +1,7 @@
-"""The choice between kernels and references, and what happens where Triton cannot run."""
+"""The choice between kernels and references, and errors on machines that cannot run Triton."""
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_kernels import launch_config, suite
 from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
 from dflash_testing.paths import ROOT
 
@@ -18,7 +20,7 @@ FUNCTIONS = [field.name for field in fields(REFERENCE) if field.name != "name"]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_kernel_and_its_reference_are_called_alike(name: str) -> None:
+def test_a_kernel_and_its_reference_have_one_signature(name: str) -> None:
     kernel: Callable[..., Any] = getattr(triton_kernels(), name)
     reference: Callable[..., Any] = getattr(REFERENCE, name)
     assert kernel is not reference
@@ -29,7 +31,7 @@ def test_a_kernel_and_its_reference_are_called_alike(name: str) -> None:
     assert reference.__name__ in kernel.__doc__
 
 
-def test_auto_is_triton_on_cuda_where_it_takes_the_dtype() -> None:
+def test_auto_is_triton_on_cuda_if_it_supports_the_dtype() -> None:
     assert pick_kernels("auto", "cpu") is REFERENCE
     assert pick_kernels("reference", "cuda") is REFERENCE
     assert pick_kernels("auto", torch.device("cuda")).name == "triton"
@@ -39,46 +41,54 @@ def test_auto_is_triton_on_cuda_where_it_takes_the_dtype() -> None:
         pick_kernels("fast", "cuda")  # type: ignore[arg-type]
 
 
-def run(code: str, interpret: str = "0") -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(KERNELS), "TRITON_INTERPRET": interpret},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = sys.modules["triton.language"] = None
+import torch
+from dflash_kernels.launch_config import NOT_INSTALLED
+from dflash_kernels.rope_norm import _rms_norm_kernel, rms_norm
+from dflash_kernels import launch_config, suite
+from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
+
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+ones = torch.ones(2, 8), torch.ones(8), 1e-6
+assert pick_kernels("auto", "cpu") is pick_kernels("auto", "cuda") is REFERENCE
+assert REFERENCE.rms_norm(*ones).shape == (2, 8)
+assert error_of(pick_kernels, "triton", "cpu") == NOT_INSTALLED
+assert error_of(triton_kernels) == NOT_INSTALLED
+assert error_of(_rms_norm_kernel.__getitem__, (1,)) == NOT_INSTALLED
+assert error_of(rms_norm, *ones) == NOT_INSTALLED
+"""
 
 
 @pytest.mark.reference
-def test_without_triton_everything_imports_and_nothing_launches() -> None:
-    run(
-        "import sys; sys.modules['triton'] = sys.modules['triton.language'] = None\n"
-        "import torch\n"
-        "from dflash_kernels.suite import REFERENCE, pick_kernels\n"
-        "from dflash_kernels.rope_norm import _rms_norm_kernel, rms_norm\n"
-        "assert pick_kernels('auto', 'cpu') is REFERENCE\n"
-        "REFERENCE.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)\n"
-        "def fails(call, *arguments):\n"
-        "    try:\n        call(*arguments)\n"
-        "    except (RuntimeError, ValueError) as error:\n        return str(error)\n"
-        "    raise AssertionError(call)\n"
-        "assert 'not installed' in fails(pick_kernels, 'triton', 'cpu')\n"
-        "assert pick_kernels('auto', 'cuda') is REFERENCE\n"
-        "assert 'not installed' in fails(_rms_norm_kernel.__getitem__, (1,))\n"
-        "assert 'not installed' in fails(rms_norm, torch.ones(2, 8), torch.ones(8), 1e-6)\n"
+def test_without_triton_the_references_run_and_launches_fail() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], env={"PYTHONPATH": str(KERNELS)}, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
 
 
-def test_on_the_cpu_without_the_interpreter_a_launch_is_refused() -> None:
-    run(
-        "import torch\n"
-        "from dflash_kernels.suite import pick_kernels, triton_kernels\n"
-        "for call in (lambda: pick_kernels('triton', 'cpu'),\n"
-        "             lambda: triton_kernels().rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)):\n"
-        "    try:\n        call()\n"
-        "    except ValueError as error:\n        assert 'TRITON_INTERPRET' in str(error)\n"
-        "    else:\n        raise AssertionError(call)\n"
-    )
+@pytest.mark.interpreter
+def test_only_the_interpreter_runs_kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = torch.ones(2, 8), torch.ones(8), 1e-6
+    kernels = pick_kernels("triton", "cpu")
+    assert kernels.name == "triton"
+    assert kernels.rms_norm(*ones).shape == (2, 8)
+    for module in (suite, launch_config):
+        monkeypatch.setattr(module, "IS_INTERPRETED", False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        pick_kernels("triton", "cpu")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        triton_kernels().rms_norm(*ones)
 
 
-def test_with_the_interpreter_the_cpu_may_run_them() -> None:
-    run("from dflash_kernels.suite import pick_kernels; assert pick_kernels('triton', 'cpu').name == 'triton'", "1")
+def test_the_environment_chooses_the_interpreter() -> None:
+    """TRITON_INTERPRET counts when Triton is imported; `tests/conftest.py` sets it on a machine without a GPU."""
+    is_asked_for = os.environ.get("TRITON_INTERPRET") == "1"
+    assert is_asked_for == launch_config.IS_INTERPRETED

@@ -1,8 +1,8 @@
-"""What a dump holds, whoever wrote it, and the registry of its formats.
+"""The content of a dump, whichever program wrote it, and the registry of dump formats.
 
-A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Whatever its writer calls
-the tapped layers, here they are counted from 0: tap i is the output of decoder layer i, the residual stream after it,
-and after the last layer before the final norm.
+A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Here tapped layers are
+counted from 0, whatever the writing program does: tap i is the output of decoder layer i. The last layer's tap is taken
+before the final norm.
 
 Axis letters: T rows, L tapped layers, H hidden size.
 """
@@ -29,9 +29,9 @@ HIDDEN, TOKENS = "hidden_states", "token_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedText:
-    """One answer of a target: `token_ids` are the prompt, the answer, and what the target would have said next.
+    """One answer of a target. `token_ids` are the prompt, the answer, and the target's further tokens.
 
-    `read` gives the hidden states of the first `num_rows` tokens, [T, L, H].
+    `read` loads the hidden states of the first `num_rows` tokens, [T, L, H].
     """
 
     row: PromptRow
@@ -47,7 +47,7 @@ class DumpedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Texts of one target with the outputs of its layers `taps`. What the files do not say is None."""
+    """Texts of one target with the outputs of its layers `taps`. Facts that the files do not state are None."""
 
     path: Path
     format: str
@@ -64,7 +64,7 @@ class Dump:
 
     @property
     def target_name(self) -> str:
-        """What messages call the target that it was made with."""
+        """The name of the dump's target in messages."""
         if self.target is None:
             return "a target it does not name"
         commit = f"@{self.target.commit[:12]}" if self.target.commit else ""
@@ -72,7 +72,7 @@ class Dump:
 
     @property
     def facts(self) -> DumpSource:
-        """What a result states of the dump that it was measured on."""
+        """Facts about the dump for the result of a replay."""
         return DumpSource(
             name=self.path.name,
             format=self.format,
@@ -84,18 +84,18 @@ class Dump:
 
 
 class DumpFormat(Protocol):
-    """A way in which a program writes a target's text and hidden states."""
+    """The form in which one program writes a target's text and hidden states."""
 
     def matches(self, path: Path) -> bool:
-        """Whether a folder or file looks like one of this format."""
+        """Return whether a folder or file has this format."""
         ...
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """Read all but the hidden states; `layer_ids` are the tapped layers as that program was given them.
+        """Read everything except the hidden states. `layer_ids` are the tapped layers in that program's numbering.
 
         Raises:
-            CheckpointError: a file that is cut off, or holds something else than it must.
-            UsageError: the files do not say which layers they hold, and `layer_ids` is not given.
+            CheckpointError: a file is cut off or malformed.
+            UsageError: the files do not state their layers, and `layer_ids` is None.
         """
         ...
 
@@ -105,38 +105,38 @@ DUMP_FORMATS: Registry[Callable[[], DumpFormat]] = Registry("dump format")
 
 @cache
 def dump_formats() -> Registry[Callable[[], DumpFormat]]:
-    """The registry with every format of this package in it."""
+    """Return the registry with every format of this package."""
     DUMP_FORMATS.discover("dflash_cli.acceptance.dumps")
     return DUMP_FORMATS
 
 
 def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
-    """The dump at a path, in whichever format it is.
+    """Open the dump at a path, in any registered format.
 
     Raises:
-        CheckpointNotFound: nothing is there.
-        UnknownFormat: nothing there looks like a dump.
-        CheckpointError, UsageError: see `DumpFormat.open`; a dump without a text.
+        CheckpointNotFound: the path does not exist.
+        UnknownFormat: no format matches.
+        CheckpointError, UsageError: see `DumpFormat.open`; the dump is empty.
     """
     if not path.exists():
-        raise CheckpointNotFound(f"{path}: no such dump", hint="dflash dump TARGET --output DIR writes one")
+        raise CheckpointNotFound("no such dump", path=path, hint="write one with dflash dump TARGET --output DIR")
     formats = dump_formats()
     for name in formats:
         format = formats[name]()
         if format.matches(path):
             dump = format.open(path, layer_ids)
             if not dump.texts:
-                raise CheckpointError("holds no text, expected one at least", path=path)
+                raise CheckpointError("the dump is empty, expected at least one text", id="empty-dump", path=path)
             return dump
-    raise UnknownFormat(f"{path}: no dump of a known format ({', '.join(formats)})")
+    raise UnknownFormat(f"not a dump in a known format ({', '.join(formats)})", path=path)
 
 
 def check_ids_within(text: Sequence[int], vocab_size: int, file: Path) -> None:
-    """Refuse token ids that the vocabulary does not have.
+    """Refuse token ids outside the vocabulary.
 
     Raises:
-        CheckpointError: naming the first.
+        CheckpointError: naming the first such id.
     """
     wrong = next((token for token in text if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise CheckpointError(f"{TOKENS}: found {wrong}, expected ids in [0, {vocab_size})", path=file)
+        raise CheckpointError(path=file, field=TOKENS, found=wrong, expected=f"ids in [0, {vocab_size})")

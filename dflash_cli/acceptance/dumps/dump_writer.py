@@ -1,7 +1,7 @@
 """Write a dump: answer prompts with a target alone, and keep its text and the outputs of tapped layers.
 
-A few prompts at a time are answered, continued a little, and read once more for their hidden states; each answer is a
-file that is whole when it has its name. So a dump that was interrupted goes on from the files that are there.
+Prompts are answered in batches. Each answer is continued by a few tokens, then read again for its hidden states. Its
+file is renamed into place when it is complete, so an interrupted dump continues after the files that exist.
 """
 
 import json
@@ -22,7 +22,7 @@ from dflash_cli.acceptance.dumps.own_dump import (
 )
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
-from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
+from dflash_cli.generation.answers import Answer, Event, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
@@ -35,14 +35,14 @@ from dflash_runtime.scheduling.request import SamplingParams
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
 FILES = "[0-9]*-[0-9]*.safetensors"
 BATCHES = 4
-"""Rows that are answered before any of them is written, in batches of the engine."""
+"""Number of engine batches that are answered before their rows are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpPlan:
-    """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
+    """The rows to answer, the layers `taps` to keep, and the folder to write to.
 
-    `source` says where the rows come from, for whoever replays on them.
+    The target continues each answer by `num_overhang` tokens. `source` describes the rows for a later replay.
     """
 
     rows: Sequence[PromptRow]
@@ -58,7 +58,7 @@ class DumpPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DumpSummary(Shown):
-    """What became of a dump."""
+    """Result of a dump."""
 
     manifest: DumpManifest
     num_written: int
@@ -77,19 +77,30 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     """Refuse a folder before anything is loaded.
 
     Raises:
-        UsageError: it cannot be made, holds something else, or a dump and neither `resume` nor `force` is given.
+        UsageError: the folder cannot be created, holds other files, or holds a dump and neither `resume` nor `force` is
+            true.
     """
     check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):
-        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --output")
+        raise UsageError(
+            "the folder exists and does not hold a dump",
+            id="output-not-a-dump",
+            path=folder,
+            hint="name a new folder with --output",
+        )
     if not (resume or force):
-        raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
+        raise UsageError(
+            "exists already",
+            id="output-exists",
+            path=folder,
+            hint="pass --resume to continue the dump, or --force to replace it",
+        )
 
 
 def _is_dump(folder: Path) -> bool:
-    """Whether a folder is one that may be written to again: other programs have manifests of that name too."""
+    """Return whether the folder holds one of our dumps. Other programs write a `manifest.json` too."""
     try:
         return read_json(folder / MANIFEST).get("kind") == DumpManifest.KIND
     except CheckpointError:
@@ -97,11 +108,11 @@ def _is_dump(folder: Path) -> bool:
 
 
 def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
-    """Dump what is not in the folder yet. `sink` hears of everything that is generated.
+    """Dump the answers that the folder does not hold yet. `sink` receives every event of the generation.
 
     Raises:
-        UsageError: the folder holds a dump made under other settings, which are named; see `check_folder`.
-        OSError: a file cannot be written; those before it stay.
+        UsageError: the folder holds a dump with other settings, or see `check_folder`.
+        OSError: a file cannot be written; earlier files stay.
     """
     params = request.params.with_stops(session.stop_token_ids)
     manifest = _describe(session, request, params)
@@ -125,7 +136,7 @@ def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], 
 
 
 def _describe(session: PairSession, request: DumpPlan, params: SamplingParams) -> DumpManifest:
-    """The manifest before the first answer."""
+    """Return the manifest as it is before the first answer."""
     target = session.llm.pair.target
     settings, digests = session.run_settings(params, chat=request.chat), text_digests(session.target.checkpoint)
     return DumpManifest(
@@ -145,7 +156,7 @@ def _describe(session: PairSession, request: DumpPlan, params: SamplingParams) -
 
 
 def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
-    """Make the folder one of a dump with these settings, or find that it is."""
+    """Create the folder with its manifest, or check that it holds a dump with these settings."""
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
     if request.resume and (folder / MANIFEST).is_file():
@@ -154,7 +165,12 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
             was, is_now = stored.settings.get(key), manifest.settings.get(key)
             if was != is_now:
                 raise UsageError(
-                    f"{folder}: made with {key} {was!r}, but this run has {is_now!r}",
+                    f"made with {key} {was!r}, but this run has {is_now!r}",
+                    id="settings-differ",
+                    path=folder,
+                    field=key,
+                    found=was,
+                    expected=repr(is_now),
                     hint="give the same target and options again, or name another folder with --output",
                 )
     folder.mkdir(exist_ok=True)
@@ -167,7 +183,7 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
 
 
 def _known_files(request: DumpPlan, manifest: DumpManifest) -> dict[tuple[str, int, int], DumpedText]:
-    """The answers that are there, by what was asked; one that cannot be read is asked again."""
+    """Return the stored answers by prompt and turn. An unreadable file is skipped, so its prompt is asked again."""
     known = {}
     for file in sorted(request.folder.glob("*.safetensors")):
         try:
@@ -186,7 +202,7 @@ def _answer(
     sink: Callable[[Event], None],
 ) -> list[Answer]:
     answers = []
-    for event in answer_rows(session, rows, lambda row: params, chat=request.chat):
+    for event in session.answer(rows, params, chat=request.chat):
         sink(event)
         if event.answer is not None:
             answers.append(event.answer)
@@ -194,7 +210,7 @@ def _answer(
 
 
 def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
-    """Rows that failed, at the first of their turns that did."""
+    """Yield one failure per failed row, from its first failed turn."""
     known = set()
     for answer in answers:
         row, output = answer.row, answer.output
@@ -206,9 +222,9 @@ def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
 def _overhangs(
     session: PairSession, params: SamplingParams, answers: Sequence[Answer], num_tokens: int
 ) -> list[tuple[int, ...]]:
-    """What the target says after each answer, stop tokens or not; nothing where the model reads no more.
+    """Return the target's further tokens after each answer, ignoring stop tokens; none at the model's length limit.
 
-    A sampled token depends on its position and its request's seed alone, so this is what a longer answer would hold.
+    A sampled token depends only on its position and its request's seed, so a longer answer would hold the same tokens.
     """
     if not num_tokens:
         return [() for _ in answers]

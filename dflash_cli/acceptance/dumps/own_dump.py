@@ -1,12 +1,11 @@
-"""Our own format: a folder with `manifest.json` and a safetensors file for each answer.
+"""Our own dump format: a folder with `manifest.json` and a safetensors file for each answer.
 
-    manifest.json           what was dumped: target, taps, dtype, digests, settings; at the end how many tokens each has
-    00012-0.safetensors     turn 0 of prompt row 12: `token_ids`, `hidden_states`, and in its metadata what it is
+    manifest.json           target, taps, dtype, digests and settings; after the end of a run also each answer's length
+    00012-0.safetensors     turn 0 of prompt row 12: `token_ids`, `hidden_states`, and facts about it in its metadata
 
-`token_ids` are the prompt, the answer, and `num_overhang` more that the target goes on with whatever it says, so that
-the last blocks of an answer can be judged to their ends. `hidden_states` has the rows of prompt and answer but for the
-last token, which was never read. A file is there with all of its bytes or not at all, so a folder whose writer was
-killed is a dump of what was finished.
+`token_ids` are the prompt, the answer, and `num_overhang` further tokens of the target, so that the last blocks of an
+answer can be judged completely. `hidden_states` has the rows of prompt and answer except for the last token, which the
+target never read. Files appear complete or not at all, so the folder of a killed run is a valid dump of its answers.
 """
 
 import json
@@ -31,7 +30,7 @@ from dflash_runtime.scheduling.request import FinishReason
 
 MANIFEST = "manifest.json"
 METADATA = "dflash"
-"""Where a file's metadata says what it is."""
+"""Key of a file's metadata that holds its facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class DumpManifest:
     hidden_size: Annotated[int, Limits(least=1)]
     vocab_size: Annotated[int, Limits(least=1)]
     target: Identity
-    ends_digest: Annotated[str | None, "of rows of the target's embedding and head"] = None
+    ends_digest: Annotated[str | None, "hash of some rows of the target's embedding and head"] = None
     tokenizer_digest: str | None = None
     template_digest: str | None = None
     settings: Annotated[Mapping[str, Any], "everything that decides a text; --resume compares it"]
@@ -87,7 +86,7 @@ class TextFacts:
 
 @DUMP_FORMATS.register("dflash")
 class OwnDump:
-    """What `dflash dump` writes."""
+    """The format of `dflash dump`."""
 
     def matches(self, path: Path) -> bool:
         """See `dump_format.DumpFormat`."""
@@ -96,12 +95,19 @@ class OwnDump:
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
         """See `dump_format.DumpFormat`."""
         if layer_ids is not None:
-            raise UsageError(f"{path}: says itself which layers it holds; leave out --dump-layer-ids")
+            raise UsageError(
+                f"{path}: the dump states its layers; leave out --dump-layer-ids",
+                id="dump-layer-ids-stated",
+                field="--dump-layer-ids",
+                found=layer_ids,
+            )
         manifest = read_manifest(path)
         files = sorted(path.glob("*.safetensors"))
         missing = sorted({item.file for item in manifest.requests or ()} - {file.name for file in files})
         if missing:
-            raise CheckpointError(f"{MANIFEST} lists {missing[0]}, which is not there", id="missing-file", path=path)
+            raise CheckpointError(
+                f"{MANIFEST} lists {missing[0]}, but the file is missing", id="missing-file", path=path
+            )
         shape = len(manifest.taps), manifest.hidden_size
         return Dump(
             path=path,
@@ -119,20 +125,20 @@ class OwnDump:
 
 
 def read_manifest(path: Path) -> DumpManifest:
-    """The manifest of a dump of ours.
+    """Return the manifest of one of our dumps.
 
     Raises:
         CheckpointError: a key is missing, unknown or holds a wrong value.
-        UnsupportedError: a later version than this release reads.
+        UnsupportedError: the manifest has a later version than this release reads.
     """
     return from_json(DumpManifest, read_json(path / MANIFEST), path=path / MANIFEST, error=CheckpointError)
 
 
 def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText:
-    """One answer; `shape` is that of one row's hidden states.
+    """Return one answer. `shape` is the shape of one row of hidden states, (L, H).
 
     Raises:
-        CheckpointError: the file is cut off, or is not what its metadata says.
+        CheckpointError: the file is cut off, or differs from its metadata.
     """
     infos = read_shapes(file)
     token_ids, metadata = read_tokens(file)
@@ -158,7 +164,7 @@ def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText
 
 
 def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """Digests of a target's tokenizer and of its chat template, None where it has none."""
+    """Return digests of a target's tokenizer and chat template, None for each that is absent."""
 
     def digest(data: bytes | None) -> str | None:
         return None if data is None else digest_text(data)

@@ -1,7 +1,7 @@
-"""Responses of an engine as JSON Lines, one object a line, read with the line's number in every message.
+"""Read the JSON Lines file with an engine's responses. Every error names the line.
 
-They are parsed by Python's own reader: a line may hold millions of numbers, and strictness about each would take
-minutes. What is not finite is found where the numbers are used.
+Python's json module parses the lines: a line may hold millions of numbers, and the strict reader would take minutes.
+Numbers that are not finite are found where the numbers are used.
 """
 
 import json
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import MISSING, CheckpointError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.scheduling.request import FinishReason
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and content of each line that is not blank.
+    """Yield number and content of each line that is not blank.
 
     Raises:
-        CheckpointError: the file cannot be read, or a line is no object.
+        CheckpointError: the file cannot be read, or a line is not a JSON object.
     """
     try:
         with file.open("rb") as stream:
@@ -30,32 +30,34 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """One response.
+    """Return one response.
 
     Raises:
-        CheckpointError: it is no object, as where a file was cut off.
+        CheckpointError: the line is not a JSON object, for example because the file was cut off.
     """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON: {error}", path=where) from error
+        raise CheckpointError(f"not valid JSON: {error}", id="invalid-json", path=where) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"found a JSON {type(value).__name__}, expected an object", path=where)
+        raise CheckpointError(
+            f"found a JSON {type(value).__name__}, expected an object", id="not-an-object", path=where, found=value
+        )
     return value
 
 
 def token_list(value: object, name: str, where: str) -> tuple[int, ...]:
-    """Token ids of a response.
+    """Return the token ids of a response.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the value is not a list of integers.
     """
     if not isinstance(value, list) or not all(is_int(item) for item in value):
-        found = "missing" if value is None else f"found {str(value)[:40]}"
-        raise CheckpointError(f"{name}: {found}, expected a list of token ids", path=where)
+        found = MISSING if value is None else value
+        raise CheckpointError(path=where, field=name, found=found, expected="a list of token ids")
     return tuple(value)
 
 
 def finish_reason_of(value: object) -> FinishReason:
-    """An engine's word for why an answer ended."""
+    """Translate an engine's finish reason."""
     return FinishReason.STOP if value == "stop" else FinishReason.LENGTH

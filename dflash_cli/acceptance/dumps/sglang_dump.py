@@ -1,11 +1,11 @@
-"""What SGLang answers with `--enable-return-aux-hidden-states`: responses of /generate, kept as JSON Lines.
+"""Dumps of SGLang with `--enable-return-aux-hidden-states`: responses of /generate, stored as JSON Lines.
 
-A line is the response of one request with `return_hidden_states` and `return_prompt_token_ids`. In its `meta_info`,
-`hidden_states` is a list of the prompt's rows, one list for each chunk of prefill, then a row for every decoded token
-but the last; a row has the outputs of the layers asked for, side by side in the order of the layers. Ids of the DFLASH
-and DSPARK conventions, and those of EAGLE3 where they are stated, are of layers counted from 0, as taps are: the
-server captures what goes into layer i + 1. Rows that the server had in its prefix cache are not there, nor are those
-past as many entries as the answer has tokens.
+A line is the response to one request with `return_hidden_states` and `return_prompt_token_ids`. In its `meta_info`,
+`hidden_states` starts with one list per prefill chunk, which holds the rows of the prompt's tokens. One row for each
+decoded token follows, except for the last token. A row concatenates the outputs of the requested layers in layer order.
+
+SGLang counts layers from 0, as taps do, for DFLASH, DSPARK and stated EAGLE3 ids: it captures the input of layer i + 1.
+The server leaves out rows found in its prefix cache, and entries beyond the number of the answer's tokens.
 Sources: SGLang 0.5.23 scheduler_components/batch_result_processor.py (_append_prefill_hidden_states,
 _append_decode_hidden_states), output_streamer.py (the cut), models/qwen3.py (set_dflash_layers_to_capture).
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.acceptance.dumps.dump_format import DUMP_FORMATS, Dump, DumpedText
 from dflash_cli.acceptance.dumps.response_lines import finish_reason_of, parse_line, read_lines, token_list
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.errors import CheckpointError, UsageError
+from dflash_runtime.errors import MISSING, CheckpointError, UsageError
 from dflash_runtime.json_values import as_object
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ class SglangDump:
         """See `dump_format.DumpFormat`."""
         if layer_ids is None:
             raise UsageError(
-                f"{path}: responses of SGLang, which do not say which layers they hold",
+                f"{path}: SGLang's responses do not state their layers",
+                id="dump-layer-ids-missing",
+                field="--dump-layer-ids",
+                found=MISSING,
                 hint="pass the server's --return-aux-hidden-state-layer-ids, such as --dump-layer-ids 1,9,17",
             )
         taps = tuple(sorted(set(layer_ids)))
@@ -46,7 +49,7 @@ class SglangDump:
 
 
 def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_taps: int) -> DumpedText:
-    """One response. Its hidden states are parsed again when they are wanted: as numbers they are large."""
+    """Return one response. Its hidden states are large as numbers, so they are parsed again when they are needed."""
     where = f"{file}:{number}"
     prompt = token_list(line.get("prompt_token_ids"), "prompt_token_ids", where)
     answer = token_list(line.get("output_ids"), "output_ids", where)
@@ -54,16 +57,20 @@ def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_ta
     num_rows = len(_rows(info, where))
     if info.get("cached_tokens"):
         raise CheckpointError(
-            f"meta_info.cached_tokens: found {info['cached_tokens']}, expected 0: hidden states of those are missing",
             path=where,
+            field="meta_info.cached_tokens",
+            found=info["cached_tokens"],
+            expected="0, since cached tokens have no hidden states",
             hint="start the server with --disable-radix-cache",
         )
     most = len(prompt) + len(answer) - 1
     if not prompt or not len(prompt) <= num_rows <= most:
         raise CheckpointError(
-            f"meta_info.hidden_states has {num_rows} rows, expected {len(prompt)} of the prompt to {most} with the "
-            "answer",
+            f"meta_info.hidden_states: found {num_rows} rows, expected {len(prompt)} (prompt) to {most} (with answer)",
+            id="wrong-number-of-rows",
             path=where,
+            field="meta_info.hidden_states",
+            found=num_rows,
         )
     return DumpedText(
         row=PromptRow(index=index, kind="prompt_token_ids", value=list(prompt), id=info.get("id"), where=where),
@@ -78,17 +85,19 @@ def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_ta
 
 
 def _rows(info: Mapping[str, Any], where: str) -> list[list[float]]:
-    """The rows, chunks of prefill taken apart.
+    """Return all rows, with the prefill chunks flattened.
 
     Raises:
-        CheckpointError: they are no rows of one width.
+        CheckpointError: the rows are missing or differ in width.
     """
     entries = info.get("hidden_states")
     if not isinstance(entries, list) or not entries:
         raise CheckpointError(
-            "meta_info.hidden_states: missing, expected a list",
             path=where,
-            hint="ask for it: return_hidden_states, of a server started with --enable-return-aux-hidden-states",
+            field="meta_info.hidden_states",
+            found=MISSING,
+            expected="a list of rows",
+            hint="start the server with --enable-return-aux-hidden-states, and request return_hidden_states",
         )
     rows: list[list[float]] = []
     for entry in entries:
@@ -97,7 +106,13 @@ def _rows(info: Mapping[str, Any], where: str) -> list[list[float]]:
     width = len(rows[0]) if isinstance(rows[0], list) else 0
     for place, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != width or not width:
-            raise CheckpointError(f"meta_info.hidden_states: row {place} is not {width} numbers", path=where)
+            raise CheckpointError(
+                f"meta_info.hidden_states: row {place} does not hold {width} numbers",
+                id="ragged-rows",
+                path=where,
+                field="meta_info.hidden_states",
+                found=row,
+            )
     return rows
 
 
@@ -110,11 +125,14 @@ def _tensor(file: Path, number: int, num_taps: int) -> "torch.Tensor":
     try:
         rows = torch.tensor(_rows(as_object(parse_line(text, where).get("meta_info")), where), dtype=torch.float32)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta_info.hidden_states: {error}", path=where) from error
+        raise CheckpointError(
+            f"meta_info.hidden_states: {error}", id="not-numbers", path=where, field="meta_info.hidden_states"
+        ) from error
     if rows.shape[1] % num_taps:
         raise CheckpointError(
-            f"meta_info.hidden_states has rows of {rows.shape[1]}, expected a multiple of the {num_taps} layers of "
-            "--dump-layer-ids",
             path=where,
+            field="meta_info.hidden_states",
+            found=rows.shape[1],
+            expected=f"a width that is a multiple of the {num_taps} layers of --dump-layer-ids",
         )
     return rows.view(len(rows), num_taps, -1)

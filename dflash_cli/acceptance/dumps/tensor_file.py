@@ -1,4 +1,4 @@
-"""One safetensors file of a dump: `hidden_states` [T, L, H] and `token_ids` [N], checked by its header."""
+"""One safetensors file of a dump, with `hidden_states` [T, L, H] and `token_ids` [N]. Shapes come from its header."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS
 from dflash_runtime.checkpoint.files import TensorInfo, read_header, refuse_escape
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import MISSING, CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -15,37 +15,47 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def read_shapes(file: Path) -> dict[str, TensorInfo]:
-    """The two tensors' headers.
+    """Return the headers of the two tensors.
 
     Raises:
-        CheckpointError: the file is cut off, lacks one of them, or has one of another kind.
+        CheckpointError: the file is cut off, lacks a tensor, or has a tensor of another dtype or number of axes.
     """
     refuse_escape(file.parent, file)
     infos = read_header(file)
     for name, num_axes, dtypes in ((HIDDEN, 3, FLOATS), (TOKENS, 1, ("I64", "I32"))):
         info = infos.get(name)
         if info is None:
-            raise CheckpointError(f"has no tensor {name} (it has {', '.join(infos) or 'none'})", path=file)
+            raise CheckpointError(
+                f"lacks the tensor {name}; found {', '.join(infos) or 'an empty file'}",
+                id="missing-tensor",
+                path=file,
+                field=name,
+                found=MISSING,
+            )
         if info.dtype not in dtypes or len(info.shape) != num_axes:
             raise CheckpointError(
-                f"{name} is {info.dtype} {list(info.shape)}, expected {num_axes} axes of {' or '.join(dtypes)}",
                 path=file,
+                field=name,
+                found=f"{info.dtype} {list(info.shape)}",
+                expected=f"{num_axes} axes of {' or '.join(dtypes)}",
             )
     return infos
 
 
 def expect_shape(info: TensorInfo, expected: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape than the dump says.
+    """Refuse a tensor whose shape differs from the dump's.
 
     Raises:
         CheckpointError: naming file and tensor.
     """
     if info.shape != expected:
-        raise CheckpointError(f"{info.name} is {list(info.shape)}, expected {list(expected)}", path=info.file)
+        raise CheckpointError(
+            id="wrong-shape", path=info.file, field=info.name, found=list(info.shape), expected=str(list(expected))
+        )
 
 
 def read_tokens(file: Path) -> tuple[tuple[int, ...], Mapping[str, str]]:
-    """The token ids, and the header's metadata."""
+    """Return the token ids and the header's metadata."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as reader:
@@ -54,7 +64,7 @@ def read_tokens(file: Path) -> tuple[tuple[int, ...], Mapping[str, str]]:
 
 
 def rows_reader(file: Path) -> "Callable[[], torch.Tensor]":
-    """What reads the hidden states, when they are wanted."""
+    """Return a function that loads the hidden states when it is called."""
 
     def read() -> "torch.Tensor":
         from safetensors import safe_open

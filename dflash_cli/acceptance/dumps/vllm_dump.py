@@ -1,10 +1,11 @@
-"""What vLLM's ExampleHiddenStatesConnector writes: a folder of safetensors files, one a request.
+"""Dumps of vLLM's ExampleHiddenStatesConnector: a folder with one safetensors file per request.
 
-`hidden_states` [T, L, H] are the outputs of the layers asked for, in the order of the layers, and `token_ids` [T] the
-tokens they are of: all but the last of prompt and answer where the request had `include_output_tokens`, otherwise the
-prompt. Ids count the embedding as 0, so that tap i is id i + 1. The files say neither which layers they hold nor where
-the prompt ends; a `responses.jsonl` beside them, with each request's response as the server gave it
-(`return_token_ids` asked for), says the latter, and the last token.
+`hidden_states` [T, L, H] are the outputs of the requested layers, in layer order. `token_ids` [T] are their tokens. If
+the request had `include_output_tokens`, these are prompt and answer without the last token; otherwise the prompt.
+
+vLLM counts the embedding as layer 0, so tap i is vLLM's id i + 1. The files state neither the layers nor the end of
+the prompt. `responses.jsonl` in the same folder has the server's response to each request (`return_token_ids` set).
+It gives the end of the prompt and the last token.
 Sources: vLLM 0.24.0 to 0.33.0 example_hidden_states_connector.py (request_finished, _submit_async_write),
 v1/spec_decode/extract_hidden_states.py, models/interfaces.py (_maybe_add_hidden_state, called with idx + 1).
 """
@@ -19,15 +20,16 @@ from dflash_cli.acceptance.dumps.own_dump import MANIFEST
 from dflash_cli.acceptance.dumps.response_lines import finish_reason_of, read_lines, token_list
 from dflash_cli.acceptance.dumps.tensor_file import expect_shape, read_shapes, read_tokens, rows_reader
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.errors import CheckpointError, UsageError
+from dflash_runtime.errors import MISSING, CheckpointError, UsageError
 from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 RESPONSES = "responses.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """What a response says of its file."""
+    """The response that belongs to one file."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -51,23 +53,25 @@ class VllmDump:
         texts = tuple(_read_text(index, file, (len(taps), size), responses) for index, file in enumerate(files))
         note = None
         if responses is None:
-            note = (
-                f"{path}: no {RESPONSES} says where prompts end, so prompts are judged as if the target had said them"
-            )
+            text = f"{path}: {RESPONSES} is missing, so the draft is judged on prompts as well as answers"
+            note = Notice(text, id="prompts-judged")
         return Dump(path=path, format="vllm", taps=taps, hidden_size=size, texts=texts, note=note)
 
 
 def _taps(path: Path, layer_ids: Sequence[int] | None) -> tuple[int, ...]:
     if layer_ids is None:
         raise UsageError(
-            f"{path}: files of vLLM, which do not say which layers they hold",
+            f"{path}: vLLM's files do not state their layers",
+            id="dump-layer-ids-missing",
+            field="--dump-layer-ids",
+            found=MISSING,
             hint="pass the server's eagle_aux_hidden_state_layer_ids, such as --dump-layer-ids 2,10,18",
         )
     return tuple(sorted({layer - 1 for layer in layer_ids}))
 
 
 def _read_responses(file: Path) -> dict[str, _Response]:
-    """What was answered, by the name of the file with its hidden states."""
+    """Return the responses by the name of the file with their hidden states."""
     found = {}
     for number, line in read_lines(file):
         where = f"{file}:{number}"
@@ -75,7 +79,11 @@ def _read_responses(file: Path) -> dict[str, _Response]:
         choices = line.get("choices")
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         if not isinstance(path, str) or not isinstance(choice, dict):
-            raise CheckpointError("expected kv_transfer_params.hidden_states_path, and one of choices", path=where)
+            raise CheckpointError(
+                "expected kv_transfer_params.hidden_states_path, and exactly one of choices",
+                id="not-a-response",
+                path=where,
+            )
         prompt = choice.get("prompt_token_ids") or line.get("prompt_token_ids")
         found[Path(path).name] = _Response(
             token_list(prompt, "prompt_token_ids", where),
@@ -90,15 +98,17 @@ def _read_text(index: int, file: Path, shape: tuple[int, int], responses: Mappin
     stored, _ = read_tokens(file)
     expect_shape(infos[HIDDEN], (len(stored), *shape))
     if not stored:
-        raise CheckpointError(f"{TOKENS} is empty, expected a prompt", path=file)
+        raise CheckpointError(path=file, field=TOKENS, found=[], expected="a prompt")
     response = _Response(stored[:1], stored[1:], None)
     if responses is not None:
         if file.name not in responses:
-            raise CheckpointError(f"{RESPONSES} has no response with this file", path=file)
+            raise CheckpointError(f"{RESPONSES} lacks the response to this request", id="missing-response", path=file)
         response = responses[file.name]
     text = (*response.prompt, *response.answer)
     if text[: len(stored)] != stored:
-        raise CheckpointError(f"{TOKENS} is not what its response in {RESPONSES} says", path=file)
+        raise CheckpointError(
+            f"{TOKENS} differ from the response in {RESPONSES}", id="response-differs", path=file, field=TOKENS
+        )
     row: dict[str, Any] = {"index": index, "id": file.stem, "where": file.name}
     return DumpedText(
         row=PromptRow(kind="prompt_token_ids", value=list(response.prompt), **row),

@@ -1,15 +1,15 @@
-"""How far two acceptance lengths are apart, and how sure that is.
+"""The difference of two acceptance lengths, with its standard error, interval and p-values.
 
-An acceptance length is a ratio of sums, tokens over steps. The difference of two is linearised, so that each
-conversation adds one number to it, and Student's t is taken over those numbers: over the pairs where both lengths come
-from the same conversations, else over each side by itself with the degrees of freedom of Welch.
+An acceptance length is a ratio of sums: tokens over steps. The difference of two lengths is linearised, so each
+conversation contributes one number. Student's t is computed over these numbers. If both lengths come from the same
+conversations, the numbers belong to pairs. Otherwise each side is computed alone, with Welch's degrees of freedom.
 
-Which form holds was found by simulation, as in the tests. A long conversation pulls the length its way on both sides of
-its pair, so a pair's number is taken with the length of all the others; without that 8 of 100 tests at 5% find a
-difference that is none. Between independent sides that would be too careful, 2 of 100. A bootstrap has the fault of
-the plain form, and costs more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
+Simulations, repeated in the tests, decided the form. A long conversation pulls both lengths of its pair, so a pair's
+number uses the lengths of all other conversations. Without this, 8 of 100 tests at 5% find a difference that does not
+exist. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the plain form and costs
+more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
 
-numpy is imported where it is used, so that other commands need none. Axis letters: ... worlds of a simulation, N
+numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N
 conversations, 2 tokens and steps.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 MIN_COMPARED = 12
-"""With fewer conversations a kind of prompt that is one in four is missing too often, and nothing drawn shows it."""
+"""With fewer conversations, a kind of prompt that is one in four is missing too often, and nothing shows it."""
 TokenCounts = Sequence[tuple[float, int]]
-"""For each conversation: tokens that its steps gave, and how many steps there were."""
+"""For each conversation: number of tokens its steps committed, and number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceDifference:
-    """By how much one acceptance length is above another, with its standard error and degrees of freedom."""
+    """One acceptance length minus another, with its standard error and degrees of freedom."""
 
     value: float
     error: float
@@ -47,11 +47,11 @@ class AcceptanceDifference:
 
     @property
     def p_value(self) -> float:
-        """Probability of a difference as large, either way, if there were none."""
+        """Two-sided p-value: probability of a difference this large if the true difference is zero."""
         return min(1.0, 2 * student_tail(abs(_ratio(self.value, self.error)), self.freedom))
 
     def equivalence_p_value(self, tolerance: float) -> float:
-        """Probability of a difference as small if the true one were `tolerance` or more: two one-sided tests.
+        """Return the probability of a difference this small if the true one is `tolerance`: two one-sided tests.
 
         Source: Schuirmann 1987.
         """
@@ -59,20 +59,20 @@ class AcceptanceDifference:
 
     @property
     def lower_bound(self) -> float:
-        """The end of a one-sided interval of the same confidence."""
+        """Lower end of the one-sided interval of the same confidence."""
         return self.value - student_quantile(self.confidence, self.freedom) * self.error
 
 
 def tokens_per_step(counts: TokenCounts) -> float | None:
-    """The acceptance length over these conversations; None without steps."""
+    """Return the acceptance length over these conversations, or None if they have no steps."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else None
 
 
 def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
-    """How far `other` is above `base`, on the same conversations; None for too few of them.
+    """Return `other` minus `base` over the same conversations, or None if there are too few.
 
-    Conversations without steps on either side say nothing, and are left out.
+    Conversations without steps on both sides are left out.
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] or pair[1][1]]
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
@@ -85,7 +85,7 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
 
 
 def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
-    """How far `other` is above `base`, on conversations of its own; None for too few on either side."""
+    """Return `other` minus `base` over different conversations, or None if there are too few on either side."""
     sides = [[item for item in side if item[1]] for side in (base, other)]
     if min(len(side) for side in sides) < MIN_COMPARED:
         return None
@@ -96,7 +96,7 @@ def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float
 
 
 def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any]]":
-    """[..., N, 2] twice -> the difference and its standard error, [...] each."""
+    """Return the difference and its standard error, [...] each, from two arrays [..., N, 2]."""
     import numpy as np
 
     before, after = _ratio_of_sums(base), _ratio_of_sums(other)
@@ -105,7 +105,7 @@ def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArra
 
 
 def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
-    """[..., N, 2] twice -> the difference, its standard error and its degrees of freedom rounded down, [...] each."""
+    """Return the difference, its standard error and its degrees of freedom, rounded down, [...] each."""
     import numpy as np
 
     ratios = [_ratio_of_sums(side) for side in (base, other)]
@@ -122,27 +122,27 @@ def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDAr
 
 
 def _ratio_of_sums(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Tokens over steps, [..., N, 2] -> [...]."""
+    """Return tokens over steps, [..., N, 2] -> [...]."""
     sums = counts.sum(axis=-2)
     ratio: NDArray[Any] = sums[..., 0] / sums[..., 1]
     return ratio
 
 
 def _linearise(counts: "NDArray[Any]", ratio: "NDArray[Any]") -> "NDArray[Any]":
-    """What each conversation adds to the error of the ratio, [..., N]."""
+    """Return each conversation's contribution to the error of the ratio, [..., N]."""
     tokens, steps = counts[..., 0], counts[..., 1]
     parts: NDArray[Any] = (tokens - ratio[..., None] * steps) / steps.sum(axis=-1, keepdims=True)
     return parts
 
 
 def _shares(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Each conversation's share of all steps, [..., N]."""
+    """Return each conversation's share of all steps, [..., N]."""
     shares: NDArray[Any] = counts[..., 1] / counts[..., 1].sum(axis=-1, keepdims=True)
     return shares
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for being several, so that one false finding among them all is as rare as said.
+    """Return p-values corrected for multiple tests: the chance of any false finding stays at the stated level.
 
     Source: Holm 1979.
     """
@@ -155,7 +155,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _ratio(value: float, error: float) -> float:
-    """`value / error`, as large as can be where the error is nothing."""
+    """Return `value / error`; for error 0, plus or minus infinity, or 0 if the value is 0."""
     if error > 0:
         return value / error
     return math.copysign(math.inf, value) if value else 0.0

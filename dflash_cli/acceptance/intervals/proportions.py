@@ -1,4 +1,4 @@
-"""Shares of prompts, and the difference of two shares of the same prompts."""
+"""Intervals of proportions of prompts, and of the difference of two proportions over the same prompts."""
 
 import math
 from statistics import NormalDist
@@ -7,7 +7,7 @@ from dflash_cli.acceptance.intervals.statistics import Interval
 
 
 def wilson_interval(count: int, total: int, confidence: float) -> Interval | None:
-    """Interval of a share; None of nothing. Source: Wilson 1927."""
+    """Return the interval of a proportion, or None if `total` is 0. Source: Wilson 1927."""
     if not total:
         return None
     low, high = _wilson_ends(count, total, confidence)
@@ -15,9 +15,10 @@ def wilson_interval(count: int, total: int, confidence: float) -> Interval | Non
 
 
 def paired_share_interval(both: int, only_first: int, only_second: int, total: int, confidence: float) -> Interval:
-    """Interval of the second share minus the first, of `total` prompts, at least one.
+    """Return the interval of the second proportion minus the first, over the same `total` (1 or more) prompts.
 
-    `both` of them have it in both, `only_first` and `only_second` in one alone. Source: Newcombe 1998, method 10.
+    `both` counts successes on both sides, `only_first` and `only_second` on one side alone. Source: Newcombe 1998,
+    method 10.
     """
     first, second = both + only_first, both + only_second
     shares = [count / total for count in (first, second)]
@@ -31,7 +32,7 @@ def paired_share_interval(both: int, only_first: int, only_second: int, total: i
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """Probability of prompts that changed as unevenly, either way, if neither way were likelier.
+    """Return the two-sided p-value of a split this uneven, if a change in either direction is equally likely.
 
     Source: McNemar 1947, with the exact binomial distribution.
     """
@@ -49,7 +50,7 @@ def _wilson_ends(count: int, total: int, confidence: float) -> tuple[float, floa
 
 
 def _correlation(both: int, only_first: int, only_second: int, neither: int) -> float:
-    """Of the two, over the prompts; made smaller by Newcombe's correction where it is positive."""
+    """Return the correlation of the two sides over prompts. Newcombe's correction reduces positive values."""
     margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
     if not margins:
         return 0.0

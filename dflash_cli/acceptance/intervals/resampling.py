@@ -1,19 +1,17 @@
-"""Confidence intervals of ratios of sums, such as tokens per step, when few units of unequal size were drawn.
+"""Confidence intervals of ratios of sums, such as tokens per step, from few units of unequal size.
 
-What was drawn are whole conversations, so they are resampled, never their turns or steps. A percentile bootstrap of few
-units is too narrow, for three reasons, each of which widens it here:
+A unit is a whole conversation, so conversations are resampled, never turns or steps. A percentile bootstrap of few
+units is too narrow. Three corrections widen the interval:
 
-- the bootstrap divides by n instead of n - 1, where n is what the units are worth beside equal ones: the number of
-  Kish (1965), by their steps;
-- the spread is itself an estimate, so its tails are those of Student's t (Hesterberg 2015, "What Teachers Should Know
-  about the Bootstrap", the expanded percentile interval);
-- how good that estimate is depends on what the spread comes from: the degrees of freedom are those of a variance with
-  the fourth moment that was seen (Satterthwaite 1946). Where a few units make up most of the spread they are few; where
-  units are of two kinds they are many.
+- The bootstrap divides by n instead of n - 1. Here n is the effective number of units by their steps (Kish 1965).
+- The spread is itself an estimate, so the tails are those of Student's t. This is the expanded percentile interval of
+  Hesterberg 2015, "What Teachers Should Know about the Bootstrap".
+- The precision of that estimate depends on how the spread is distributed. The degrees of freedom come from the observed
+  fourth moment (Satterthwaite 1946): few if a few units cause most of the spread.
 
-Chosen among ten methods by how often they cover the truth: docs/explanation/statistics.md.
+This method was chosen among ten by coverage: docs/explanation/statistics.md.
 
-numpy is imported where an interval is taken, so that reading headers needs none.
+numpy is imported inside functions, so reading headers does not load it.
 """
 
 from statistics import NormalDist
@@ -27,20 +25,21 @@ if TYPE_CHECKING:
     Floats = NDArray[Any]
 
 MIN_UNITS = 12
-"""With fewer an interval misses the truth more often than it says, by whatever method: a kind of prompt that is one in
-four is missing from one draw of 8 units in ten, and nothing that was drawn shows it; of 12 it is one in thirty."""
+"""With fewer units, no method reaches its stated coverage. A kind of prompt that is one in four is missing from one
+draw of 8 units in ten, and nothing in the draw shows it. With 12 units it is missing from one draw in thirty.
+"""
 MIN_FREEDOM = 4
-"""A variance of that many units is not known worse than one of five equal ones; without it intervals are too wide."""
+"""Lower limit of the degrees of freedom, as for five equal units. Without the limit, intervals are too wide."""
 MAX_DRAWN = 4_000_000
-"""Indices drawn at a time, which bounds the memory of a bootstrap."""
+"""Number of indices drawn at one time. It bounds the memory of a bootstrap."""
 
 
 def resampled_bounds(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> "Floats":
-    """Lower and upper ends `[W, 2]` of W intervals over the same units.
+    """Return lower and upper ends `[W, 2]` of W intervals over the same units.
 
-    `units` is `[W, sides, U, 2]`: of each unit numerator and denominator, which may be 0 for some of many. With one
-    side the quantity is the ratio of the sums, with two it is how much larger that of the second side is. Each resample
-    draws the same units for all.
+    `units` is `[W, sides, U, 2]`: numerator and denominator of each unit. Some denominators may be 0. With one side the
+    quantity is the ratio of the sums. With two sides it is the second ratio minus the first. Each resample draws the
+    same units for all quantities and sides.
     """
     import numpy as np
 
@@ -50,7 +49,7 @@ def resampled_bounds(units: "Floats", *, confidence: float, num_resamples: int, 
 
 
 def linear_bounds(units: "Floats", *, confidence: float) -> "Floats":
-    """What `resampled_bounds` comes to where there are many units, at the cost of a sum: the delta method."""
+    """Return the bounds by the delta method: cheap, and close to `resampled_bounds` if there are many units."""
     import numpy as np
 
     centre = _estimate(units.sum(axis=2))
@@ -59,7 +58,7 @@ def linear_bounds(units: "Floats", *, confidence: float) -> "Floats":
 
 
 def tail_widths(units: "Floats", confidence: float) -> "Floats":
-    """How many standard errors of a bootstrap an interval takes to either side: `[W]`."""
+    """Return the half-width of each interval in standard errors of the bootstrap: `[W]`."""
     import numpy as np
 
     worth = _worth(units)
@@ -69,7 +68,7 @@ def tail_widths(units: "Floats", confidence: float) -> "Floats":
 
 
 def _worth(units: "Floats") -> "Floats":
-    """How many units of equal denominators these are worth, on the side where that is less: `[W]`."""
+    """Return the effective number of units of equal denominators, the smaller of the two sides: `[W]`."""
     import numpy as np
 
     sizes = units[..., 1]
@@ -78,11 +77,11 @@ def _worth(units: "Floats") -> "Floats":
 
 
 def _freedom(units: "Floats") -> "Floats":
-    """Degrees of freedom of the variance that was estimated, by its fourth moment: `[W]`."""
+    """Return the degrees of freedom of the estimated variance, from its fourth moment: `[W]`."""
     import numpy as np
 
     num_units = units.shape[2]
-    # Left out, a unit moves the ratio by more than its residual says: it has drawn the ratio to itself.
+    # A unit pulls the ratio towards itself, so leaving it out moves the ratio by more than its residual.
     shares = units[..., 1] / units[..., 1].sum(axis=-1, keepdims=True)
     squares = np.square(_influence(units, leverage=1 - shares))
     total, fourth = squares.sum(axis=-1), np.square(squares).sum(axis=-1)
@@ -94,25 +93,25 @@ def _freedom(units: "Floats") -> "Floats":
 
 
 def _influence(units: "Floats", leverage: "Floats | float" = 1.0) -> "Floats":
-    """What each unit contributes to the error of the estimate, to first order: `[W, U]`."""
+    """Return the first-order contribution of each unit to the error of the estimate: `[W, U]`."""
     sums = units.sum(axis=2, keepdims=True)
     residuals = units[..., 0] - sums[..., 0] / sums[..., 1] * units[..., 1]
     return _between(residuals / leverage / sums[..., 1], axis=1)
 
 
 def _estimate(sums: "Floats") -> "Floats":
-    """The quantity from sums `[..., sides, 2]`."""
+    """Return the quantity from sums `[..., sides, 2]`."""
     return _between(sums[..., 0] / sums[..., 1], axis=-1)
 
 
 def _between(values: "Floats", axis: int) -> "Floats":
-    """The second of two sides minus the first; the only one where there is one."""
+    """Return the second side minus the first, or the only side."""
     last: Floats = values.take(-1, axis)
     return last - values.take(0, axis) if values.shape[axis] == 2 else last
 
 
 def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
-    """The quantity in each resample: `[num_resamples, W]`."""
+    """Return the quantity in each resample: `[num_resamples, W]`."""
     import numpy as np
 
     num_worlds, num_sides, num_units, _ = units.shape
@@ -130,7 +129,7 @@ def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
 
 
 def _quantiles(ordered: "Floats", shares: "Floats") -> "Floats":
-    """Of each column the quantile of its own share, between the two values next to it."""
+    """Return each column's quantile at its own share, interpolated linearly."""
     import numpy as np
 
     places = shares * (len(ordered) - 1)

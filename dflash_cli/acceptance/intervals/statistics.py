@@ -1,8 +1,8 @@
 """Acceptance length and its uncertainty, from the verify steps of a set of requests.
 
-Conversations are resampled, not turns or steps: steps of one text resemble each other, as do the turns of one
-conversation, so an interval over them would be too narrow. Source: clusters as in Cameron, Gelbach and Miller 2008; how
-an interval is taken is in `resampling.py`.
+Conversations are resampled, not turns or steps. Steps of one text resemble each other, as do turns of one conversation,
+so intervals over them would be too narrow. Source: cluster bootstrap, Cameron, Gelbach and Miller 2008;
+`resampling.py` computes the intervals.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dflash_cli.acceptance.intervals.resampling import Floats
 
 StepCounts = Sequence[tuple[int, int]]
-"""For each request: tokens its verify steps committed, and how many steps there were."""
+"""For each request: number of tokens its verify steps committed, and number of steps."""
 
 MIN_FOR_POSITIONS = 32
-"""With fewer conversations the share of a position, which few of them may decide, has no interval that covers."""
+"""With fewer conversations, few of them decide a position's rate, and its interval misses its stated coverage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Summary:
     counts: Annotated[AcceptanceCounts, INLINE]
     acceptance_len_interval: Annotated[Interval | None, "over resampled conversations"]
     acceptance_len_no_interval: Annotated[str | None, "why there is no interval"]
-    per_pos_intervals: Annotated[tuple[Interval | None, ...], "of per_pos_acceptance_rates"]
+    per_pos_intervals: Annotated[tuple[Interval | None, ...], "intervals of per_pos_acceptance_rates"]
     per_pos_conditional_intervals: Annotated[
         tuple[Interval | None, ...],
         NOT_REQUIRED,
-        "of per_pos_conditional_rates, for positions that enough conversations reached",
+        "intervals of per_pos_conditional_rates, for positions that enough conversations reached",
     ] = ()
     histogram: Annotated[tuple[int, ...], "number of steps that committed 1, 2, ... K + 1 tokens"]
     num_requests: int
@@ -88,7 +88,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchors:
-    """Acceptance over every anchor of a text. It differs from a run's: a run passes over anchors inside its blocks."""
+    """Acceptance over every anchor of a text. A run differs: it skips anchors inside accepted blocks."""
 
     num_anchors: int
     mean_over_anchors: float | None
@@ -98,7 +98,7 @@ class Anchors:
 
     @classmethod
     def of(cls, summary: Summary) -> "Anchors":
-        """The summary of blocks drafted from anchors."""
+        """Return the anchors' result from the summary of their blocks."""
         return cls(
             num_anchors=summary.counts.num_drafts,
             mean_over_anchors=summary.counts.acceptance_len,
@@ -116,10 +116,10 @@ DEFINITIONS = {
     "committed": "tokens / steps, not counting past the answer's end",
     "mlx_ratio": "accepted / generated tokens, a ratio (dflash-mlx)",
 }
-"""How each project defines acceptance, in words that fit beside the figure; the keys are those of the JSON output.
+"""Each project's definition of acceptance, short enough for a table. The keys are the keys of the JSON output.
 
-A mean over prompts is of their tokens / steps. With whole blocks, what stops and limits cut off counts as well; with
-the prompt's token, the one that comes with the prompt, which no step gave.
+"Mean over prompts" is the mean of each prompt's tokens / steps. "Whole blocks" counts tokens cut off by stops and
+limits. "The prompt's token" is the first token, which prefill gives and no verify step.
 """
 
 
@@ -132,9 +132,9 @@ def summarise(
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> Summary:
-    """Pool requests into counts, an interval and every definition.
+    """Pool requests into counts, intervals and every definition.
 
-    `conversations` says for each request to which conversation it belongs; without it each is one of its own.
+    `conversations` has each request's conversation. Without it, each request is its own conversation.
     """
     names = range(len(outputs)) if conversations is None else conversations
     counts = count_acceptance(outputs, num_speculative_tokens)
@@ -177,7 +177,7 @@ def bootstrap_interval(
     num_resamples: int,
     seed: int,
 ) -> Interval | None:
-    """Interval of the pooled acceptance length over resampled conversations; None for fewer than MIN_UNITS."""
+    """Return the interval of the pooled acceptance length over conversations, or None for fewer than MIN_UNITS."""
     sample = _pool_conversations(count_steps(outputs), conversations or range(len(outputs)))
     if _why_none(len(sample), num_resamples) is not None:
         return None
@@ -185,7 +185,7 @@ def bootstrap_interval(
 
 
 def running_interval(sample: StepCounts) -> tuple[float, float] | None:
-    """Ends of the 95% interval while a run goes on, at the cost of a sum; `sample` is by conversation."""
+    """Return the ends of the 95% interval by a cheap formula, for progress. `sample` has one item per conversation."""
     if _why_none(len(sample)) is not None:
         return None
     low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
@@ -195,9 +195,9 @@ def running_interval(sample: StepCounts) -> tuple[float, float] | None:
 def paired_interval(
     base: StepCounts, other: StepCounts, *, confidence: float, num_resamples: int, seed: int
 ) -> Interval | None:
-    """Interval of how much longer the pooled acceptance length of `other` is, on the same requests as `base`.
+    """Return the interval of `other` minus `base`, both pooled acceptance lengths over the same requests.
 
-    Each resample draws the same requests on both sides. None for fewer than MIN_UNITS that have steps on both.
+    Each resample draws the same requests on both sides. None if fewer than MIN_UNITS requests have steps on both sides.
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
     if _why_none(len(pairs), num_resamples) is not None:
@@ -207,12 +207,12 @@ def paired_interval(
 
 
 def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
-    """Why no interval is taken of so many conversations."""
+    """Return why there is no interval over this many conversations, or None if there is one."""
     if not num_units:
         return "no verify steps"
     if num_units < MIN_UNITS:
-        return f"{plural(num_units, 'prompt')}, and an interval takes {MIN_UNITS} or more"
-    return None if num_resamples else "no bootstrap was asked for"
+        return f"{plural(num_units, 'prompt')}, and an interval needs {MIN_UNITS} or more"
+    return None if num_resamples else "no bootstrap was requested"
 
 
 def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval | None]:
@@ -228,18 +228,18 @@ def _as_units(sides: Sequence[StepCounts]) -> "Floats":
 
 
 def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
-    """For each request: tokens its verify steps committed, and how many steps there were."""
+    """Return for each request the number of tokens its verify steps committed, and the number of steps."""
     return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
 
 
 def pooled_acceptance_len(counts: StepCounts) -> float:
-    """Tokens per step over these requests; without any step 1, the value for no accepted token."""
+    """Return tokens per step over these requests, or 1 (no accepted token) if they have no steps."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
 
 
 def _pool_conversations(counts: StepCounts, conversations: Sequence[Hashable]) -> StepCounts:
-    """Tokens and steps of each conversation that has steps."""
+    """Return tokens and steps of each conversation with steps."""
     pooled: dict[Hashable, tuple[int, int]] = {}
     for (tokens, steps), name in zip(counts, conversations, strict=True):
         before = pooled.get(name, (0, 0))
@@ -250,7 +250,7 @@ def _pool_conversations(counts: StepCounts, conversations: Sequence[Hashable]) -
 def _lengths_by_conversation(
     outputs: Sequence[RequestOutput], conversations: Sequence[Hashable], num_speculative_tokens: int
 ) -> list[list[int]]:
-    """For each conversation that has steps: how many of them committed 1 to K + 1 tokens."""
+    """Return for each conversation with steps how many of its steps committed 1 to K + 1 tokens."""
     found: dict[Hashable, list[int]] = {}
     for output, name in zip(outputs, conversations, strict=True):
         if output.acceptance_lengths:
@@ -261,8 +261,7 @@ def _lengths_by_conversation(
 
 
 def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
-    """Units `[2K + 1, 1, U, 2]` of tokens per step, then of the share of steps that accepted each position, then of
-    the share of those that accepted the position before."""
+    """Return units `[2K + 1, 1, U, 2]`: tokens per step, acceptance rates and conditional rates of the positions."""
     import numpy as np
 
     counts = np.array(lengths, dtype=np.float64)
@@ -275,13 +274,13 @@ def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
 
 
 def _enough_for_interval(units: "Floats") -> list[int]:
-    """The quantities that enough conversations speak of: positions take more of them than all steps together."""
+    """Return the quantities with enough conversations. Positions need more conversations than all steps together."""
     num_speaking = (units[:, 0, :, 1] > 0).sum(axis=1).tolist()
     return [place for place, count in enumerate(num_speaking) if place == 0 or count >= MIN_FOR_POSITIONS]
 
 
 def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:
-    """Each project's own figure, on the same steps."""
+    """Return each project's figure for the same steps."""
     stepped = [output for output in outputs if output.acceptance_lengths]
     if not stepped:
         return dict.fromkeys(DEFINITIONS)

@@ -1,6 +1,6 @@
-"""Student's t, with degrees of freedom that need not be a whole number.
+"""Student's t distribution for any positive number of degrees of freedom.
 
-Its tail is half of a regularised incomplete beta function, which is summed as a continued fraction.
+Half of a regularised incomplete beta function gives its tail. A continued fraction computes the beta function.
 Sources: Abramowitz and Stegun, 26.5.8 and 26.7.1; Lentz 1976.
 """
 
@@ -9,13 +9,13 @@ from functools import lru_cache
 from statistics import NormalDist
 
 PRECISION = 1e-15
-"""Of the last factor of a continued fraction."""
+"""The continued fraction stops when a factor differs from 1 by less."""
 MOST_TERMS = 10_000
-"""Some fifty are enough up to a million degrees of freedom; what is no number would never end."""
+"""About fifty terms are enough up to a million degrees of freedom. The limit ends the loop for NaN."""
 
 
 def student_tail(value: float, freedom: float) -> float:
-    """Probability that Student's t is above `value`."""
+    """Return the probability that Student's t is above `value`."""
     if math.isinf(value):
         return 0.0 if value > 0 else 1.0
     half = _incomplete_beta(freedom, value * value) / 2
@@ -24,9 +24,9 @@ def student_tail(value: float, freedom: float) -> float:
 
 @lru_cache(maxsize=4096)
 def student_quantile(share: float, freedom: float) -> float:
-    """The value that Student's t is below with probability `share`, for a share from a half on.
+    """Return the value that Student's t stays below with probability `share`, for a share of at least 0.5.
 
-    By Newton's method from the normal distribution's, which is the smaller one: from there it never steps too far.
+    Newton's method starts at the normal quantile. This start is too small, so no step overshoots.
     """
     value = NormalDist().inv_cdf(share)
     while True:
@@ -42,7 +42,7 @@ def _density(value: float, freedom: float) -> float:
 
 
 def _incomplete_beta(freedom: float, square: float) -> float:
-    """I_x(freedom / 2, 1 / 2) for x = freedom / (freedom + square), by the side where the fraction converges fast."""
+    """Return I_x(freedom / 2, 1 / 2) for x = freedom / (freedom + square), in the form that converges fast."""
     a, b = freedom / 2, 0.5
     x, rest = freedom / (freedom + square), square / (freedom + square)
     if rest == 0:
@@ -54,7 +54,7 @@ def _incomplete_beta(freedom: float, square: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction 1 / (1 + d1 / (1 + d2 / ...)) of I_x(a, b), by Lentz's method."""
+    """Return the continued fraction 1 / (1 + d1 / (1 + d2 / ...)) of I_x(a, b), by Lentz's method."""
     lower = total = 1 / (1 - (a + b) * x / (a + 1))
     upper = 1.0
     for half in range(1, MOST_TERMS):

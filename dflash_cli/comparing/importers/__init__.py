@@ -1,1 +1,1 @@
-"""Files of results, one format a file."""
+"""Importers of result files, one format per file."""

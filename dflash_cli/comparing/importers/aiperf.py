@@ -1,4 +1,4 @@
-"""What AIPerf writes: a record for each request (`profile_export.jsonl`), or totals (`profile_export_aiperf.json`)."""
+"""AIPerf's results: a record per request (`profile_export.jsonl`), or totals (`profile_export_aiperf.json`)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ STEPS, ACCEPTED = "total_spec_decode_steps", "total_accepted_draft_tokens"
 
 @RESULT_FORMATS.register("aiperf-records")
 class AiperfRecords(ResultFormat):
-    """Requests of one conversation of the data set are one unit; its name and prompt length tell it from others.
+    """All requests of one conversation of the data set form one unit, identified by name and prompt length.
 
     Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` and `MetricRecordMetadata`.
     """
@@ -28,8 +28,9 @@ class AiperfRecords(ResultFormat):
         rows = [row for row in file.rows if row.get(RECORD) and row["metadata"]["benchmark_phase"] == "profiling"]
         if not rows:
             raise file.refuse(
-                "AIPerf found no acceptance of single requests",
+                "AIPerf recorded no acceptance by request",
                 "start vLLM with --per-request-spec-decode-metrics summary, and profile with --export-level records",
+                id="no-acceptance",
             )
         records = [row[RECORD] for row in rows]
         counts = _counts([record["acceptance_histogram"] for record in records], records[0].get("num_spec_tokens"))
@@ -67,7 +68,7 @@ class AiperfTotals(ResultFormat):
 
 
 def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) -> AcceptanceCounts:
-    """Counts by position of steps by how many drafts they accepted; buckets of no step may be left out."""
+    """Return counts by position from the number of steps by accepted draft tokens. Empty buckets may be missing."""
     pooled: Counter[int] = Counter()
     for histogram in histograms:
         pooled.update({int(accepted): num_steps for accepted, num_steps in histogram.items()})
@@ -83,7 +84,7 @@ def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) ->
 
 
 def _conversations(rows: Sequence[Mapping[str, Any]]) -> tuple[ConversationCounts, ...]:
-    """Requests by conversation, in the order in which these begin."""
+    """Return requests by conversation, in order of first appearance."""
     requests: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         requests.setdefault(str(row["metadata"]["conversation_id"]), []).append(row)

@@ -11,7 +11,7 @@ from dflash_runtime.documents import to_json
 
 @RESULT_FORMATS.register("eval-acceptance")
 class EvaluationDocument(ResultFormat):
-    """What `dflash eval-acceptance --json` prints."""
+    """The output of `dflash eval-acceptance --json`."""
 
     title: ClassVar[str] = "dflash eval-acceptance --json"
 
@@ -22,20 +22,18 @@ class EvaluationDocument(ResultFormat):
         evaluation = read_evaluation(file)
         counts, conversations = evaluation.total.counts, evaluation.conversations
         if counts.acceptance_len is None:
-            raise file.refuse("has no steps, so there is no acceptance to compare")
+            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
         return MeasuredResult(
             name=str(file.path),
             source=self.title,
             acceptance_len=counts.acceptance_len,
             conversations=pool_conditions(conversations),
-            why_no_rows=None
-            if conversations
-            else "it was written by a release that kept no rows of prompts; measure again",
+            why_no_rows=None if conversations else "an older release wrote it without rows of prompts; measure again",
             counts=counts,
             facts={**evaluation.settings, **_plain(to_json(evaluation.measured))},
         )
 
 
 def _plain(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts that are one value each; nested facts repeat settings, or are the draft's."""
+    """Return facts with a single value. Nested facts repeat settings or belong to the draft."""
     return {name: value for name, value in measured.items() if not isinstance(value, (Mapping, list))}

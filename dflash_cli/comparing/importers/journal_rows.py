@@ -13,7 +13,7 @@ from dflash_runtime.metrics import AcceptanceCounts
 
 @RESULT_FORMATS.register("rows")
 class JournalRows(ResultFormat):
-    """What `dflash eval-acceptance --output` writes. A later line about a turn overrules an earlier one."""
+    """The output of `dflash eval-acceptance --output`. A later line about a turn replaces an earlier one."""
 
     title: ClassVar[str] = "dflash eval-acceptance --output"
 
@@ -35,7 +35,7 @@ class JournalRows(ResultFormat):
             for length, width in zip(row.acceptance_lengths, widths, strict=True):
                 counts.add(length - 1, width - 1)
         if counts.acceptance_len is None:
-            raise file.refuse("has no steps, so there is no acceptance to compare")
+            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
         return MeasuredResult(
             name=str(file.path),
             source=self.title,

@@ -1,4 +1,4 @@
-"""What specdec_bench of Model-Optimizer writes: `acceptance_rate.json`, a list with an entry for each run."""
+"""Results of Model-Optimizer's specdec_bench: `acceptance_rate.json`, a list with an entry for each run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -9,9 +9,9 @@ from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult,
 
 @RESULT_FORMATS.register("specdec_bench")
 class SpecdecBench(ResultFormat):
-    """Each request has the mean of its turns, without their steps; the total is the mean of those, as it is there.
+    """Each request has the mean of its turns, without their steps. The total is the mean over requests, as in the file.
 
-    Requests are told by their number or id, which says the same only of the same data set. Source: the metrics of
+    Numbers or ids identify requests, so results are comparable only on the same data set. Source: the metrics of
     `examples/specdec_bench` of Model-Optimizer, 2026-08-21.
     """
 
@@ -24,7 +24,8 @@ class SpecdecBench(ResultFormat):
         runs = _runs(file.document)
         assert runs is not None
         if len(runs) != 1:
-            raise file.refuse(f"holds {len(runs)} runs, expected one", "give each run a --save_dir of its own")
+            hint = "give each run its own --save_dir"
+            raise file.refuse(f"found {len(runs)} runs, expected one", hint, id="several-runs")
         return MeasuredResult(
             name=str(file.path),
             source=self.title,
@@ -35,7 +36,7 @@ class SpecdecBench(ResultFormat):
 
 
 def _runs(document: Any) -> list[Any] | None:
-    """The runs of a file; None where it is no such file."""
+    """Return the runs of a file, or None if the file has another format."""
     runs = document if isinstance(document, list) else [document]
     is_known = bool(runs) and all(isinstance(run, dict) and {"Request_AL", "Average_AL"} <= run.keys() for run in runs)
     return runs if is_known else None

@@ -1,4 +1,4 @@
-"""What `specforge benchmark --output-json` writes: totals of one data set."""
+"""Results of `specforge benchmark --output-json`: totals of one data set."""
 
 from typing import ClassVar
 
@@ -20,7 +20,9 @@ class SpecForgeBenchmark(ResultFormat):
         length = file.document["average_acceptance_length"]
         if length is None:
             raise file.refuse(
-                "SGLang told specforge benchmark of no acceptance", "was the server started with a draft?"
+                "SGLang reported no acceptance to specforge benchmark",
+                "check that the server was started with a draft",
+                id="no-acceptance",
             )
         return MeasuredResult(
             name=str(file.path),

@@ -1,4 +1,4 @@
-"""What speculators' `scripts/evaluate` writes: `acceptance.csv`, a row for each subset, beside GuideLLM's own files."""
+"""Results of speculators' `scripts/evaluate`: `acceptance.csv`, one row per subset, next to GuideLLM's files."""
 
 import csv
 from typing import ClassVar
@@ -33,7 +33,7 @@ class SpeculatorsEvaluation(ResultFormat):
             ],
         )
         if counts.acceptance_len is None:
-            raise file.refuse("has no steps, so there is no acceptance to compare")
+            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
         return MeasuredResult(
             name=str(file.path),
             source=self.title,
@@ -46,7 +46,7 @@ class SpeculatorsEvaluation(ResultFormat):
 
 @RESULT_FORMATS.register("guidellm")
 class GuideLlm(ResultFormat):
-    """GuideLLM's report of a run, which knows latencies and no acceptance."""
+    """GuideLLM's report of a run, which has latencies but not acceptance."""
 
     title: ClassVar[str] = "GuideLLM's JSON"
 
@@ -55,5 +55,7 @@ class GuideLlm(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         raise file.refuse(
-            "GuideLLM's JSON has no acceptance", "give acceptance.csv, which speculators' evaluation writes beside it"
+            "GuideLLM's JSON does not contain acceptance",
+            "pass acceptance.csv, which speculators' evaluation writes to the same folder",
+            id="no-acceptance",
         )

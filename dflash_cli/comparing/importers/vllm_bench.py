@@ -1,4 +1,4 @@
-"""What `vllm bench serve --save-result` writes: totals that it reads from the server's counters before and after."""
+"""Results of `vllm bench serve --save-result`: differences of the server's counters over the run."""
 
 from typing import ClassVar
 
@@ -20,7 +20,8 @@ class VllmBench(ResultFormat):
         if "spec_decode_acceptance_length" not in document:
             raise file.refuse(
                 "vllm bench serve found no speculative counters",
-                "was the server started with a draft, and /metrics on?",
+                "check that the server was started with a draft, and with /metrics enabled",
+                id="no-acceptance",
             )
         num_drafts = document["spec_decode_num_drafts"]
         rates = document["spec_decode_per_position_acceptance_rates"]

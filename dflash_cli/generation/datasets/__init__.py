@@ -1,1 +1,1 @@
-"""One file a dataset of prompts: where it is, which columns it has, and how projects make prompts of its rows."""
+"""One file per dataset of prompts: its repository, its columns, and how projects format its rows as prompts."""

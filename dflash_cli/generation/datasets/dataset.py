@@ -1,7 +1,7 @@
-"""What a dataset of prompts is, and how `--dataset` names one.
+"""The base class of datasets of prompts, and the syntax of `--dataset`.
 
-No dataset comes with this package: it is read from a folder, or downloaded from the hub into its cache. What a project
-makes of a row differs, so that numbers on one dataset are those of one format; the format is part of every result.
+This package contains no dataset. Rows are read from a folder, or downloaded from the hub into its cache. Projects
+format rows differently, so figures compare only within one format. Every result states the format.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dflash_cli.generation.datasets.table_files import Record
-from dflash_runtime.errors import RequestError, UsageError
+from dflash_runtime.errors import MISSING, RequestError, UsageError
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.generation.datasets"
@@ -20,7 +20,7 @@ SPELLING = re.compile(r"^(?P<name>[\w.-]+)(/(?P<subset>[\w.-]+))?(=(?P<place>.+?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSpec:
-    """What `--dataset NAME[/SUBSET][=PLACE][:N]` asks for; PLACE is a folder, a file, or a hub repository."""
+    """The parts of `--dataset NAME[/SUBSET][=PLACE][:N]`. PLACE is a folder, a file, or a hub repository."""
 
     name: str
     subset: str | None = None
@@ -29,19 +29,22 @@ class DatasetSpec:
 
 
 def parse_spec(text: str) -> DatasetSpec:
-    """Read `gsm8k`, `gsm8k:100`, `speed-bench/throughput_1k=./data:50`.
+    """Parse `gsm8k`, `gsm8k:100`, `speed-bench/throughput_1k=./data:50`.
 
     Raises:
-        UsageError: it is none, or names no known dataset.
+        UsageError: the text is malformed, or the dataset is unknown.
     """
     found = SPELLING.match(text)
     if found is None or found["count"] == "0":
-        raise UsageError(f"--dataset {text}: expected NAME[/SUBSET][=PLACE][:N], such as gsm8k=./gsm8k:100")
+        raise UsageError(field="--dataset", found=text, expected="NAME[/SUBSET][=PLACE][:N], such as gsm8k=./gsm8k:100")
     name, count = found["name"].lower(), found["count"]
     if name not in datasets():
         raise UsageError(
             f"--dataset {name}: no such dataset (known: {', '.join(sorted(datasets()))})",
-            hint="prompts of your own are given with --prompts FILE",
+            id="no-such-dataset",
+            field="--dataset",
+            found=name,
+            hint="pass your own prompts with --prompts FILE",
         )
     return DatasetSpec(
         name=name, subset=found["subset"], place=found["place"], count=int(count) if count is not None else None
@@ -49,17 +52,17 @@ def parse_spec(text: str) -> DatasetSpec:
 
 
 Fields = dict[str, Any]
-"""A row of prompts as in a file of them: `prompt`, `turns` or `messages`, and what else is known of it."""
+"""A row as in a file of prompts: `prompt`, `turns` or `messages`, and other keys."""
 Formats = Mapping[str, Callable[[Sequence[Record]], list[Fields]]]
-"""Project -> what it makes of all rows."""
+"""Maps a project to the function that formats all rows."""
 
 
 class Dataset(ABC):
     """A published set of prompts.
 
-    `repo` is where the named projects load it from, `subset` the folder or file in it, `split` the part that is
-    measured; `columns` have to be in every row. `formats` are the projects whose prompts are made, the default first:
-    each takes all rows, because some put rows in front of others as examples.
+    Projects load it from `repo`; `subset` is the folder or file in it, and `split` the measured part. Every row must
+    have `columns`. `formats` are the projects' prompt formats, the default first. A format receives all rows, because
+    some formats use rows as examples in front of others.
     """
 
     title: ClassVar[str]
@@ -70,20 +73,21 @@ class Dataset(ABC):
     formats: ClassVar[Formats]
 
     def choose_format(self, name: str | None) -> str:
-        """The project whose prompts are made; without a name, the first.
+        """Return the named format, or the default.
 
         Raises:
-            UsageError: nobody of that name is known to use this dataset.
+            UsageError: the dataset lacks this format.
         """
         if name is not None and name not in self.formats:
-            raise UsageError(f"--dataset-format {name}: {self.title} is formatted as {' or '.join(self.formats)} do")
+            expected = f"a format of {self.title}: {' or '.join(self.formats)}"
+            raise UsageError(field="--dataset-format", found=name, expected=expected)
         return name or next(iter(self.formats))
 
     def make_rows(self, records: Sequence[Record], format_name: str) -> list[tuple[str, Fields]]:
-        """Where each row is from, and the row.
+        """Return file and line of each row, and the formatted row.
 
         Raises:
-            RequestError: a row lacks a column, or holds no prompt.
+            RequestError: a row lacks a column or a prompt.
         """
         for record in records:
             self.check(record)
@@ -92,7 +96,7 @@ class Dataset(ABC):
         return list(zip(places[len(places) - len(made) :], made, strict=True))
 
     def check(self, record: Record) -> None:
-        """Refuse a row that is not of this dataset.
+        """Refuse a row of another dataset.
 
         Raises:
             RequestError: naming file, row and columns.
@@ -101,7 +105,10 @@ class Dataset(ABC):
         if missing:
             found = ", ".join(map(str, record.values)) or "nothing"
             raise RequestError(
-                f"{record.where}: no column {missing[0]}, which {self.title} has; found {found}",
+                f"{record.where}: the column {missing[0]} of {self.title} is missing; found {found}",
+                id="missing-column",
+                field=missing[0],
+                found=MISSING,
                 hint="name the dataset's own folder or repository: --dataset NAME=PLACE",
             )
 
@@ -110,6 +117,6 @@ DATASETS: Registry[type[Dataset]] = Registry("dataset")
 
 
 def datasets() -> Registry[type[Dataset]]:
-    """All datasets, by name."""
+    """Return all datasets by name."""
     DATASETS.discover(PACKAGE)
     return DATASETS

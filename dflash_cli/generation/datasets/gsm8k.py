@@ -7,12 +7,12 @@ from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Fo
 from dflash_cli.generation.datasets.table_files import Record
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-"""What z-lab's benchmark puts behind a mathematical question. Source: dflash 0.1.0, benchmark.py."""
+"""Suffix of mathematical questions in z-lab's benchmark. Source: dflash 0.1.0, benchmark.py."""
 NUM_SHOTS = 5
 
 
 def _reference(record: Record) -> str:
-    """The number behind `####`, where solutions end."""
+    """Return the number after `####`, with which solutions end."""
     return str(record.values["answer"]).rpartition("####")[2].strip()
 
 
@@ -25,7 +25,7 @@ def _as_vllm(records: Sequence[Record]) -> list[Fields]:
 
 
 def _as_specforge(records: Sequence[Record]) -> list[Fields]:
-    """The first rows, answered, as a conversation before each of the others. Source: SpecForge's benchmarker."""
+    """Put the first rows with their answers in front of each other row. Source: SpecForge's benchmarker."""
     shots = [
         {"role": role, "content": item.values[column]}
         for item in records[:NUM_SHOTS]

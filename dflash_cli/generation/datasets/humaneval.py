@@ -20,7 +20,7 @@ def _as_vllm(records: Sequence[Record]) -> list[Fields]:
 
 @DATASETS.register("humaneval")
 class HumanEval(Dataset):
-    """vLLM's bench sends the function's head alone."""
+    """vLLM's bench sends only the head of the function."""
 
     title: ClassVar[str] = "HumanEval"
     repo: ClassVar[str] = "openai/openai_humaneval"

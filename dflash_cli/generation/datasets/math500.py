@@ -21,7 +21,7 @@ def _rows(records: Sequence[Record], suffix: str) -> list[Fields]:
 
 @DATASETS.register("math500")
 class Math500(Dataset):
-    """Categories are the subjects."""
+    """The subjects are the categories."""
 
     title: ClassVar[str] = "MATH-500"
     repo: ClassVar[str] = "HuggingFaceH4/MATH-500"

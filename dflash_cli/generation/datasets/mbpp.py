@@ -10,7 +10,7 @@ PAPER = (
     "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}\n\n"
     "[BEGIN]\n"
 )
-"""Source: Austin et al. 2021, as SpecForge's benchmarker has it."""
+"""Source: Austin et al. 2021, as in SpecForge's benchmarker."""
 
 
 def _as_zlab(records: Sequence[Record]) -> list[Fields]:

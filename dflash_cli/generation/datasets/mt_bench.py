@@ -8,7 +8,7 @@ from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
 TURNS = ("prompt", "turns")
-"""What the list of questions is called: on the hub, and in FastChat's own file."""
+"""The column with the list of questions: its name on the hub, and its name in FastChat's own file."""
 
 
 def _turns(record: Record) -> list[str]:
@@ -28,7 +28,7 @@ def _rows(records: Sequence[Record], num_turns: int | None) -> list[Fields]:
 
 @DATASETS.register("mt-bench")
 class MtBench(Dataset):
-    """z-lab's benchmark asks both questions of a conversation, vLLM's the first."""
+    """z-lab's benchmark asks both questions of a conversation; vLLM's bench asks the first."""
 
     title: ClassVar[str] = "MT-Bench"
     repo: ClassVar[str] = "HuggingFaceH4/mt_bench_prompts"
@@ -43,4 +43,8 @@ class MtBench(Dataset):
         """Refuse a row without a list of questions."""
         if not any(isinstance(record.values.get(name), list) for name in TURNS):
             found = ", ".join(record.values) or "nothing"
-            raise RequestError(f"{record.where}: no column turns or prompt with a list of questions; found {found}")
+            raise RequestError(
+                f"{record.where}: expected a column turns or prompt with a list of questions; found {found}",
+                id="missing-column",
+                field="turns",
+            )

@@ -1,4 +1,4 @@
-"""Which files of a folder or of a hub repository hold the rows that are asked for."""
+"""Find the files with the requested rows in a folder or a hub repository."""
 
 import glob
 import re
@@ -15,12 +15,12 @@ from dflash_runtime.checkpoint.digests import hash_files
 from dflash_runtime.errors import CheckpointNotFound
 
 NO_ROWS = frozenset(("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json", "config.json"))
-"""Files beside the rows that are JSON as well."""
+"""JSON files that hold metadata instead of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFiles:
-    """The files that were chosen, and of a repository the commit they are of."""
+    """The chosen files, and the commit if they are from a repository."""
 
     paths: tuple[Path, ...]
     names: tuple[str, ...]
@@ -28,15 +28,15 @@ class FoundFiles:
 
     @property
     def sha256(self) -> str:
-        """A hash of all their bytes, in order."""
+        """Hash of the bytes of all files, in order."""
         return hash_files(self.paths)
 
 
 def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: bool) -> FoundFiles:
-    """The files of a folder, a file, or `org/repo[@revision]` on the hub.
+    """Return the files of a folder, a file, or `org/repo[@revision]` on the hub.
 
     Raises:
-        CheckpointNotFound: nothing there, or the hub says no; or no file is of the subset that was asked for.
+        CheckpointNotFound: the location does not exist, the hub refuses access, or the requested subset has no files.
     """
     path = Path(place).expanduser()
     if not path.exists() and HUB_ID.match(place):
@@ -45,7 +45,10 @@ def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: b
         return FoundFiles(paths=(path,), names=(path.name,))
     if not path.is_dir():
         raise CheckpointNotFound(
-            f"{place}: no folder, no file of rows ({', '.join(READERS)}), and not a hub repository",
+            f"{place}: found neither a folder, a file of rows ({', '.join(READERS)}) nor a hub repository",
+            id="no-such-dataset-location",
+            field="--dataset",
+            found=place,
             hint="--dataset NAME=PLACE takes a folder, a file, or org/repo[@revision]",
         )
     names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
@@ -56,19 +59,22 @@ def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: b
 def choose_files(
     names: Sequence[str], place: str, *, subset: str | None, split: str, is_subset_asked: bool
 ) -> tuple[str, ...]:
-    """Those that a subset and a split are kept in, as far as names say, all shards of one kind of file.
+    """Return the files of a subset and a split, judged by their names. All have the same suffix.
 
     Raises:
-        CheckpointNotFound: no file of rows, or none of a subset that was asked for.
+        CheckpointNotFound: there are no files of rows, or none of the requested subset.
     """
     found = [name for name in names if Path(name).suffix in READERS and Path(name).name not in NO_ROWS]
     if not found:
-        raise CheckpointNotFound(f"{place}: holds no file of rows ({', '.join(READERS)})")
+        raise CheckpointNotFound(
+            f"{place}: found no file of rows ({', '.join(READERS)})", id="no-row-files", found=place
+        )
     if subset is not None:
         alone = [name for name in found if Path(name).stem == subset]
         of_subset = alone or [name for name in found if subset in _words(name)]
         if is_subset_asked and not of_subset:
-            raise CheckpointNotFound(f"{place}: no file of {subset}; found {', '.join(found[:8])}")
+            text = f"{place}: no file of {subset}; found {', '.join(found[:8])}"
+            raise CheckpointNotFound(text, id="no-such-subset", field="--dataset", found=subset)
         found = of_subset or found
     found = [name for name in found if split in _words(name)] or found
     kind = min((Path(name).suffix for name in found), key=list(READERS).index)
@@ -76,18 +82,18 @@ def choose_files(
 
 
 def _words(name: str) -> set[str]:
-    """`main/test-00000-of-00001.parquet` -> main, test, ..."""
+    """Return the words of a name: `main/test-00000-of-00001.parquet` -> main, test, ..."""
     return set(re.split(r"[^\w]+", name))
 
 
 def _from_hub(place: str, subset: str | None, split: str, *, is_subset_asked: bool) -> FoundFiles:
-    """List a repository, choose, and download what was chosen; where the hub is not reached, look in its cache."""
+    """List a repository, choose files and download them. If the hub is unreachable, use its cache."""
     repo, _, revision = place.partition("@")
     wanted: dict[str, Any] = {"subset": subset, "split": split, "is_subset_asked": is_subset_asked}
     try:
         chosen = choose_files(_list_repo(repo, revision or None), place, **wanted)
         patterns = [glob.escape(name) for name in chosen]
-        # Not by the listed commit: the cache would not know then which commit a branch is at.
+        # Download by revision, not by commit, so that the cache records the branch's commit.
         with explained(repo, revision or None):
             folder = download_snapshot(repo, revision or None, patterns, repo_type="dataset")
     except HubUnreachable as error:
@@ -100,7 +106,7 @@ def _from_hub(place: str, subset: str | None, split: str, *, is_subset_asked: bo
 
 
 def _list_repo(repo: str, revision: str | None) -> list[str]:
-    """The names of a repository's files."""
+    """Return the names of a repository's files."""
     from huggingface_hub import HfApi
 
     with explained(repo, revision):
@@ -109,10 +115,10 @@ def _list_repo(repo: str, revision: str | None) -> list[str]:
 
 
 def _cached(repo: str, revision: str | None, patterns: list[str], error: HubUnreachable) -> Path:
-    """The copy in the hub's cache, which has to have all files of these patterns, as far as the cache knows them."""
+    """Return the cached copy, if the cache has all files of these patterns that it knows of."""
     try:
         with explained(repo, revision):
             return download_snapshot(repo, revision, patterns, repo_type="dataset", is_local=True)
     except CheckpointNotFound:
-        hint = f"{error.hint}; or give a folder that holds it: --dataset NAME=DIR"
+        hint = f"{error.hint}; or give a folder with the dataset: --dataset NAME=DIR"
         raise HubUnreachable(error.message, hint=hint) from error

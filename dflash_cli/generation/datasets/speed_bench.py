@@ -1,7 +1,7 @@
 """SPEED-Bench: 880 conversations in eleven categories (qualitative), and prompts of 1k to 32k tokens (throughput).
 
-Its rows may not be passed on, and most of those on the hub are placeholders: a script of its makers fetches them from
-where they come from. The folder that the script writes is what is read here.
+Its rows may not be redistributed, and most rows on the hub are placeholders. Its authors' script fetches them from
+their sources into a folder, which this reader expects.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
 PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
-"""In the text of a row that was not fetched."""
+"""Part of the text of a row that was not fetched."""
 
 
 def _turns(record: Record) -> list[str]:
-    """The questions: `turns` on the hub, those of the user in `messages` where the script wrote them."""
+    """Return the questions: `turns` on the hub, user `messages` in the script's files."""
     turns = record.values.get("turns")
     if isinstance(turns, list):
         return [str(turn["content"] if isinstance(turn, dict) else turn) for turn in turns]
@@ -39,7 +39,7 @@ def _rows(records: Sequence[Record], num_turns: int | None) -> list[Fields]:
 
 @DATASETS.register("speed-bench")
 class SpeedBench(Dataset):
-    """Model-Optimizer's specdec_bench asks all questions of a conversation, vLLM's bench and SGLang's the first."""
+    """specdec_bench of Model-Optimizer asks all questions; the benches of vLLM and SGLang ask the first."""
 
     title: ClassVar[str] = "SPEED-Bench"
     repo: ClassVar[str] = "nvidia/SPEED-Bench"
@@ -51,13 +51,18 @@ class SpeedBench(Dataset):
     }
 
     def check(self, record: Record) -> None:
-        """Refuse a row without questions, or with placeholders for them."""
+        """Refuse a row without questions, or with placeholders instead."""
         turns = _turns(record)
         if not turns:
             found = ", ".join(record.values) or "nothing"
-            raise RequestError(f"{record.where}: no column turns or messages with questions; found {found}")
+            raise RequestError(
+                f"{record.where}: expected a column turns or messages with questions; found {found}",
+                id="missing-column",
+                field="turns",
+            )
         if any(PLACEHOLDER in turn for turn in turns):
             raise RequestError(
-                f"{record.where}: a placeholder, not a prompt: the rows have to be fetched from their sources first",
-                hint="run the dataset's own prepare script, then --dataset speed-bench=FOLDER",
+                f"{record.where}: found a placeholder, expected a prompt fetched from its source",
+                id="placeholder-prompt",
+                hint="run the dataset's own prepare script, then pass --dataset speed-bench=FOLDER",
             )

@@ -13,31 +13,36 @@ from dflash_runtime.errors import RequestError, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file, and where it stands: `test.jsonl:3`."""
+    """A row of a file, with its file and line, such as `test.jsonl:3`."""
 
     where: str
     values: Mapping[str, Any]
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """The rows of all files, in order.
+    """Return the rows of all files, in order.
 
     Raises:
-        RequestError: a file that cannot be read, a row that is no object, or no rows at all.
-        UnsupportedError: Parquet without pyarrow.
+        RequestError: a file cannot be read, a row is not an object, or there are no rows.
+        UnsupportedError: a Parquet file, but pyarrow is not installed.
     """
     records: list[Record] = []
     for path in paths:
         try:
             rows = list(READERS[path.suffix](path))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise RequestError(f"{path}: cannot be read: {error}") from error
+            raise RequestError(f"cannot be read: {error}", id="cannot-be-read", path=path) from error
         for number, row in rows:
             if not isinstance(row, dict):
-                raise RequestError(f"{path}:{number}: found a row that is no object, expected one with named columns")
+                raise RequestError(
+                    f"found a row of type {type(row).__name__}, expected an object with named columns",
+                    id="row-not-an-object",
+                    path=f"{path}:{number}",
+                    found=row,
+                )
             records.append(Record(f"{path}:{number}", row))
     if not records:
-        raise RequestError(f"{', '.join(map(str, paths))}: no rows")
+        raise RequestError(f"{', '.join(map(str, paths))}: found no rows", id="no-rows")
     return records
 
 
@@ -53,7 +58,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
     document = _parse(path.read_text(encoding="utf-8"), str(path))
     lists = [item for item in document.values() if isinstance(item, list)] if isinstance(document, dict) else [document]
     if len(lists) != 1 or not isinstance(lists[0], list):
-        raise RequestError(f"{path}: found no list of rows, expected one")
+        raise RequestError("expected exactly one list of rows", id="no-list-of-rows", path=path)
     yield from enumerate(lists[0], start=1)
 
 
@@ -65,21 +70,26 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     if find_spec("pyarrow") is None:
         raise UnsupportedError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed", hint="pip install 'dflash-cli[datasets]'"
+            "Parquet files need pyarrow, which is not installed",
+            id="missing-package",
+            path=path,
+            found="pyarrow",
+            hint="pip install 'dflash-cli[datasets]'",
         )
     from pyarrow import ArrowException, parquet
 
     try:
         yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
     except ArrowException as error:
-        raise RequestError(f"{path}: no Parquet file that can be read: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise RequestError(f"not a readable Parquet file: {reason}", id="cannot-be-read", path=path) from error
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise RequestError(f"{where}: not valid JSON: {error}") from error
+        raise RequestError(f"not valid JSON: {error}", id="invalid-json", path=where) from error
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -88,4 +98,4 @@ READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
-"""By the end of a file's name; of several kinds of one content the first is read."""
+"""Readers by suffix. If the same rows exist with several suffixes, the first suffix here is read."""

@@ -1,1 +1,1 @@
-"""How each engine is asked, one file an engine."""
+"""The protocol of each engine's server, one file per engine."""

@@ -1,10 +1,12 @@
 """llama.cpp's server. Sources: `tools/server/server-task.cpp` and `tools/server/README.md` of llama.cpp, pull requests
 24536 and 26389.
 
-An answer's `timings` have how many tokens were drafted and accepted, and neither steps nor positions. With `--metrics`
-the server counts both over all requests, and each answer's own are what the counters rise by while requests come one at
-a time. Without it the number of steps is known from below: there are no fewer than tokens that no draft gave, but for
-the first, which is the prompt's; and no fewer than it takes to draft so many tokens. So the length is one from above.
+An answer's `timings` have the numbers of drafted and accepted tokens, but neither steps nor positions. With `--metrics`
+the server counts steps and positions over all requests. If requests come one at a time, the rise of the counters
+belongs to one answer.
+
+Without `--metrics` only a lower bound of the number of steps is known. Each step adds one token that was not drafted,
+and drafts at most K tokens. The length is therefore an upper bound.
 """
 
 import math
@@ -27,7 +29,7 @@ NO_DRAFT = ("", "none")
 
 @SERVERS.register("llama.cpp")
 class LlamaCppServer(InferenceServer):
-    """Its counters are there with and without a draft, so whether one is configured is read from `/props`."""
+    """Reads from `/props` whether a draft is configured, because the counters exist with and without a draft."""
 
     name: ClassVar[str] = "llama.cpp"
     title: ClassVar[str] = "llama.cpp"

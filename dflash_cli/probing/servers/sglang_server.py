@@ -1,7 +1,7 @@
 """SGLang's server. Sources: `srt/managers/tokenizer_manager.py`, `srt/entrypoints/http_server.py` of SGLang 0.5.23.
 
-Each answer brings its steps by itself. Its own length, `spec_accept_length`, is answer tokens over steps, the token
-after the prompt included, and its gauges of Prometheus are of the last moments only, so neither is taken.
+Each answer reports its steps. Two other sources are not used. `spec_accept_length` counts the token after the prompt
+too, and the Prometheus gauges cover only the last moments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from dflash_cli.probing.server_counters import CounterNames
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
-"""Steps by accepted drafts. Here and below the first name is that of 0.5.23, the others are of earlier 0.5 releases."""
+"""Numbers of steps by accepted draft tokens. Here and below, 0.5.23 has the first name, earlier releases the others."""
 ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 
 
 @SERVERS.register("sglang")
 class SglangServer(InferenceServer):
-    """It drafts where it names an algorithm of speculation; what it calls draft tokens counts the anchor: K + 1."""
+    """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1."""
 
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
@@ -105,5 +105,5 @@ class SglangServer(InferenceServer):
 
 
 def _first(meta: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of these names that is there; releases differ in them."""
+    """The value of the first of these names that exists. Names differ between releases."""
     return next((meta[name] for name in names if meta.get(name) is not None), None)

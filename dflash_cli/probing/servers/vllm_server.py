@@ -1,8 +1,8 @@
 """vLLM's server. Sources: `vllm/entrypoints/openai/completion/serving.py`, `vllm/v1/metrics/stats.py` and
 `docs/features/speculative_decoding/acceptance_metrics.md` of vLLM 0.33.
 
-From release 0.29 on each answer brings its steps, if the server was started to report them: `summary` has how many
-accepted so many drafts, `detailed` each step in order. Before that there are counters only.
+From release 0.29 on, each answer reports its steps if the server was started with this option. `summary` counts the
+steps by accepted draft tokens. `detailed` lists each step in order. Earlier releases have counters only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ ID_PREFIX = "token_id:"
 
 @SERVERS.register("vllm")
 class VllmServer(InferenceServer):
-    """Speculative counters are there exactly where a draft is configured, and have one position a drafted token."""
+    """Has speculative counters if and only if a draft is configured, with one position per drafted token."""
 
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
@@ -112,7 +112,7 @@ def _acceptance(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _steps(document: Mapping[str, Any]) -> ServedSteps | None:
-    """The steps in order; without order but by how many drafts they had; or by accepted drafts alone."""
+    """The steps from the most detailed field: in order, by draft length, or by accepted draft tokens only."""
     found = _acceptance(document)
     if not found:
         return None

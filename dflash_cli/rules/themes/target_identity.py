@@ -9,6 +9,7 @@ from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.documents import from_json
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import as_object
 
@@ -160,12 +161,10 @@ def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
     if MANIFEST not in subject.files or subject.target_source is None or subject.checkpoint is None:
         return
     stated = as_object(as_object(_read(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
-    known = TargetFingerprint.from_json(stated)
-    if known is None:
-        return
     try:
+        known = from_json(TargetFingerprint, stated)
         found = target_fingerprint(subject.target_source)
-    except CheckpointError:
+    except CheckpointError:  # InvalidConfig included: the manifest is of another tool
         return
     difference = known.difference(found)
     if difference is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.acceptance.journal import Journal
+from dflash_cli.acceptance.journal import HINTS, Journal
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import MISSING, UsageError
@@ -145,10 +145,10 @@ def test_a_malformed_answer_is_refused_with_its_line_and_field(
 def test_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [], ROWS)
-    with pytest.raises(UsageError, match="made with draft_digest 'a', but this run has 'b'") as raised:
+    with refuses(UsageError, "settings-differ", path=path, field="draft_digest", found="a", expected="'b'") as raised:
         Journal(path, SETTINGS | {"draft_digest": "b"}, ROWS, resume=True)
-    assert "the checkpoint is another one" in str(raised.value.hint)
-    with pytest.raises(UsageError, match="made with kernels None, but this run has 'triton'"):
+    assert raised.value.hint == HINTS["draft_digest"]
+    with refuses(UsageError, "settings-differ", field="kernels", found=None, expected="'triton'"):
         Journal(path, SETTINGS | {"kernels": "triton"}, ROWS, resume=True)
 
 
@@ -183,7 +183,7 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with (
         Journal(path, SETTINGS, ROWS, resume=True),
-        pytest.raises(UsageError, match="another run is writing to it"),
+        refuses(UsageError, "file-in-use", path=path),
         Journal(path, SETTINGS, ROWS, resume=True),
     ):
         pass

@@ -10,7 +10,6 @@ import pytest
 
 from dflash_cli.acceptance.replay import replay
 from dflash_cli.checkpoints.references import TINY
-from dflash_cli.generation.answers import answer_rows
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.documents import to_json
@@ -21,7 +20,7 @@ from dflash_testing.paths import GOLDEN
 
 def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[RequestOutput]:
     session = open_session(name, TINY, EXACT)
-    answers = [item.answer for item in answer_rows(session, rows, lambda row: params) if item.answer is not None]
+    answers = [item.answer for item in session.answer(rows, params) if item.answer is not None]
     return [item.output for item in sorted(answers, key=lambda item: item.row.index)]
 
 

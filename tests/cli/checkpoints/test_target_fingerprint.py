@@ -6,7 +6,10 @@ import numpy as np
 
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.errors import InvalidConfig
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 
 def fingerprint(path: Path) -> TargetFingerprint:
@@ -44,5 +47,6 @@ def test_headers_alone_are_compared_where_one_side_has_no_more(tmp_path: Path) -
 
 def test_there_and_back_as_json(tmp_path: Path) -> None:
     whole = fingerprint(support.make_target(tmp_path / "one"))
-    assert TargetFingerprint.from_json(whole.to_json()) == whole
-    assert TargetFingerprint.from_json(None) is TargetFingerprint.from_json({"headers": 1}) is None
+    assert from_json(TargetFingerprint, to_json(whole)) == whole
+    with refuses(InvalidConfig, "wrong-value", field="headers", found=1):
+        from_json(TargetFingerprint, {"headers": 1, "rows": None})

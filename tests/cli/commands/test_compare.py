@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
+from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
+from dflash_testing.evaluations import drawn_evaluation
 
 CATEGORIES = ("code", "mathematics", "a category with a long name")
 
 
 def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) -> dict[str, Any]:
     """A document of eval-acceptance: the same prompts in each, and a draft that is better by `gain`."""
-    generator = random.Random(name)
+    generator, whole = random.Random(name), to_json(drawn_evaluation(count=12))
     rows: list[dict[str, Any]] = []
     for index in range(count):
         steps = 20 + 5 * (index % 7)
         length = 2.5 + (index % 3) + gain + 0.1 * generator.gauss(0, 1)
         rows.append(
-            {
+            whole["conversations"][0]
+            | {
                 "digest": f"digest {index}",
                 "name": f"row-{index}",
                 "category": CATEGORIES[index % 3],
@@ -29,7 +32,8 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
             }
         )
     tokens, steps = (sum(row[field] for row in rows) for field in ("num_tokens", "num_steps"))
-    return {
+    found: dict[str, Any] = whole | {
+        "schema_version": 1,
         "kind": "eval-acceptance",
         "acceptance_len": tokens / steps,
         "num_drafts": steps,
@@ -44,8 +48,9 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
             "num_speculative_tokens": 7,
             **settings,
         },
-        "measured": {"device_name": "cpu", "draft": {"name": name}, "date": name},
+        "measured": whole["measured"] | {"draft": whole["measured"]["draft"] | {"name": name}, "date": name},
     }
+    return found
 
 
 def write(folder: Path, name: str, content: dict[str, Any]) -> str:
@@ -98,7 +103,8 @@ def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
 def test_unlike_prompts_are_refused_by_name(files: Path) -> None:
     outcome = support.run_main("compare", "old.json", "few.json")
     assert outcome.code == 2
-    assert "few.json: not the prompts of old.json: 6 only in old.json (row-30, row-31, row-32, ...)" in outcome.err
+    assert outcome.error_id == "different-prompts"
+    assert "6 only in old.json (row-30, row-31, row-32, ...)" in outcome.err
     assert "--unpaired" in outcome.err
     unpaired = support.run_main("compare", "old.json", "few.json", "--unpaired", "--json")
     (found,) = json.loads(unpaired.out)["comparisons"]
@@ -128,10 +134,8 @@ def test_what_was_measured_otherwise_is_named(files: Path) -> None:
     """Another draft and another date are no such thing; nor is a target of another name with the same digest."""
     write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3))
     outcome = support.run_main("compare", "old.json", "hot.json")
-    assert outcome.err == (
-        "warning: hot.json was measured otherwise than old.json: "
-        "num_speculative_tokens 7 -> 3, temperature 0.0 -> 0.7\n"
-    )
+    assert outcome.notices == ("measured-otherwise",)
+    assert outcome.err.endswith(": num_speculative_tokens 7 -> 3, temperature 0.0 -> 0.7\n")
     for name, digest in (("one", "d1"), ("two", "d1"), ("three", "d2")):
         write(files, f"{name}.json", document(name, target=name, target_digest=digest))
     assert support.run_main("compare", "one.json", "two.json").err == ""
@@ -140,7 +144,9 @@ def test_what_was_measured_otherwise_is_named(files: Path) -> None:
 
 def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Path) -> None:
     for name in ("one", "two"):
-        write(files, f"{name}.json", document(name, rendered_prompts_digest=name))
+        whole = document(name)
+        whole["measured"] |= {"rendered_prompts_digest": name}
+        write(files, f"{name}.json", whole)
     assert "rendered_prompts_digest one -> two" in support.run_main("compare", "one.json", "two.json").err
     assert support.run_main("compare", "one.json", "two.json", "--unpaired").err == ""
 
@@ -157,12 +163,8 @@ def test_a_shape_of_either_curve_is_named(files: Path) -> None:
     del low["conversations"]
     write(files, "low.json", low | counts | {"acceptance_len": 1.05})
     outcome = support.run_main("compare", "old.json", "low.json")
-    assert outcome.out.endswith(
-        "\nB shape: flat and low (5% of steps accept the first position)\n"
-        "    likely: other tapped layers, mask token, rope base or target than in\n"
-        "      training; in an engine, also its dtype\n"
-        "    test: dflash diagnose low --target org/target\n"
-    )
+    assert "B shape: flat and low (5% of steps accept the first position)" in outcome.out
+    assert outcome.out.endswith("test: dflash diagnose low --target org/target\n")
     (_, found) = json.loads(support.run_main("compare", "old.json", "low.json", "--json").out)["results"]
     assert [shape["name"] for shape in found["shapes"]] == ["flat and low"]
 
@@ -192,7 +194,7 @@ def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
     for options, code in (((), 0), (("--tolerance", "0.2"), 0), (("--tolerance", little), 3)):
         outcome = support.run_main("compare", "old.json", "again.json", "--gate", "no-regression", *options)
         assert outcome.code == code, options
-    assert "is not ruled out" in outcome.err
+    assert outcome.error_id == "drop-possible"
     equal = support.run_main("compare", "old.json", "again.json", "--tolerance", "0.2", "--json")
     assert json.loads(equal.out)["comparisons"][0]["verdict"] == "equivalent"
 
@@ -202,8 +204,8 @@ def test_too_few_prompts_are_no_verdict_and_no_passed_gate(files: Path) -> None:
         write(files, f"{name}.json", document(name, count=11))
     outcome = support.run_main("compare", "a.json", "b.json", "--gate", "no-regression")
     assert outcome.code == 3
-    assert "no interval: an interval takes 12 prompts or more" in outcome.out
-    assert "b.json: cannot be judged" in outcome.err
+    assert "12 prompts" in outcome.out
+    assert outcome.error_id == "cannot-be-judged"
 
 
 def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
@@ -212,27 +214,33 @@ def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
     write(files, "older.json", older)
     outcome = support.run_main("compare", "old.json", "older.json")
     assert outcome.code == 0
-    assert "no interval: older.json: it was written by a release that kept no rows of prompts" in outcome.out
+    assert "no interval: older.json" in outcome.out
+    found = json.loads(support.run_main("compare", "old.json", "older.json", "--json").out)
+    assert found["comparisons"][0]["interval"] is None
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (("old.json",), 2, "RESULT: found ['old.json']"),
-    (("old.json", "none.json"), 4, "none.json: no such file"),
-    (("old.json", "other.json"), 2, "other.json: holds no acceptance that can be compared"),
-    (("old.json", "binary.json"), 2, "binary.json: not UTF-8"),
-    (("old.json", "broken.json"), 2, "broken.json: is no dflash eval-acceptance --json as expected: KeyError"),
-    (("old.json", "empty.json"), 2, "empty.json: has no steps"),
-    (("old.json", "new.json", "--tolerance", "0"), 2, "--tolerance: found 0.0"),
-    (("old.json", "new.json", "--confidence", "95"), 2, "--confidence: found 95.0"),
+@pytest.mark.parametrize(("arguments", "code", "error_id", "place"), [
+    (("old.json",), 2, None, "RESULT"),
+    (("old.json", "none.json"), 4, "checkpoint-not-found", "none.json"),
+    (("old.json", "other.json"), 2, "unknown-result-format", "other.json"),
+    (("old.json", "binary.json"), 2, "not-utf-8", "binary.json"),
+    (("old.json", "broken.json"), 2, "missing-key", "schema_version"),
+    (("old.json", "empty.json"), 2, "no-steps", "empty.json"),
+    (("old.json", "new.json", "--tolerance", "0"), 2, None, "--tolerance"),
+    (("old.json", "new.json", "--confidence", "95"), 2, None, "--confidence"),
 ])  # fmt: skip
-def test_bad_input_is_one_line(files: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_bad_input_is_one_line(
+    files: Path, arguments: tuple[str, ...], code: int, error_id: str | None, place: str
+) -> None:
     write(files, "other.json", {"kind": "inspect"})
     write(files, "broken.json", {"kind": "eval-acceptance", "acceptance_len": 1.0})
-    write(files, "empty.json", document("empty") | {"acceptance_len": None})
+    write(files, "empty.json", document("empty") | {"acceptance_len": None, "num_drafts": 0})
     (files / "binary.json").write_bytes(b"\xff\xfe")
     outcome = support.run_main("compare", *arguments)
     assert outcome.code == code
-    assert message in outcome.err
+    assert outcome.error is not None
+    assert error_id is None or outcome.error_id == error_id
+    assert place in (outcome.error.field, str(outcome.error.path))
     assert len(outcome.err.splitlines()) <= 2
 
 

@@ -1,4 +1,4 @@
-"""`dflash diagnose`: one sentence with the cause and the next step, and exit 3 where there is one."""
+"""`dflash diagnose`: one sentence with the cause and the next step, and exit 3 if it finds a cause."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.main import app
 from dflash_runtime.errors import UsageError
+from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
 SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
@@ -53,7 +54,7 @@ def test_nothing_is_found_in_a_sound_draft(monkeypatch: pytest.MonkeyPatch) -> N
     document = json.loads(result.stdout)
     assert result.exit_code == 0
     assert document["has_cause"] is False
-    assert document["sentence"].startswith("nothing found: no rule is broken, and none of ")
+    assert document["rule"] is None
     assert document["next"] == "dflash eval-acceptance tiny --target tiny --prompts FILE.jsonl"
     assert document["report"]["num_errors"] == 0
 
@@ -62,8 +63,7 @@ def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) 
     draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
-    assert "fc.weight: found [192, 768], expected [100, 400]" in result.stdout
-    assert "; next: " in result.stdout
+    assert all(text in result.stdout for text in ("fc.weight", "[192, 768]", "[100, 400]"))
 
 
 def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
 
 def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
     draft = falsify(tmp_path / "draft", lambda config: None)
-    with pytest.raises(UsageError, match="does not name its target"):
+    with refuses(UsageError, "target-not-named"):
         run(draft, *SMALL)
 
 

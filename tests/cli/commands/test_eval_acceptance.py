@@ -89,7 +89,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert "expected at least 7.9" in done.err
-    with pytest.raises(GateFailed, match="1 prompt measured, expected 12 or more"):
+    with refuses(GateFailed, "too-few-prompts", field="num_prompts", found=1, expected="12 or more"):
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import dflash_cli
-from dflash_cli.acceptance.disaggregated import Disaggregation, SideBySide
+from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation, SideBySide
 from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import PairSession
@@ -128,12 +128,12 @@ def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out()
     forced = support.run_main(*FEW, "-n", "24", "--prefill-draft", "none", "--force-mismatch")
     assert forced.code == 3
     assert "\nthe hand-off does not hold: acceptance fell: acceptance length " in forced.out
-    assert "\nwhat does not fit: it has no rows of the draft's context KV\n" in forced.out
+    assert "it has no rows of the draft's context KV\n" in forced.out
     assert "\nerror: the hand-off does not hold: acceptance fell: " in forced.err
     (row,) = (line for line in forced.out.splitlines() if line.startswith("share at position 1"))
     one, two = map(float, row.split()[4:6])
     assert two < one - 0.1
-    assert max(map(len, forced.out.partition("prefill and decode apart")[2].partition("\n\n")[0].splitlines())) <= 80
+    assert max(map(len, forced.out.partition(TITLE)[2].partition("\n\n")[0].splitlines())) <= 80
 
 
 @pytest.mark.usefixtures("in_thread")
@@ -261,10 +261,13 @@ def found_with(**changes: Any) -> Disaggregation:
     [
         ({}, None),
         ({"num_same_traces": 12}, None),
-        ({"num_same_traces": 19, "dtype": "float32"}, "1 of 20 traces differ, which rounding does not do in float32"),
+        (
+            {"num_same_traces": 19, "dtype": "float32"},
+            "1 of 20 traces differ, and rounding in float32 does not explain this",
+        ),
         ({"num_same_texts": 18, "num_same_traces": 18, "num_rounded": 2, "dtype": "float32"}, None),
         ({"num_same_texts": 18, "num_rounded": 1}, "1 text of 20 differ by more than rounding"),
-        ({"num_handed": 0, "why_prefilled_here": "gone"}, "nothing was handed over: gone"),
+        ({"num_handed": 0, "why_prefilled_here": "gone"}, "no KV was handed over: gone"),
     ],
 )
 def test_what_is_a_fault_and_what_is_rounding(changes: dict[str, Any], fault: str | None) -> None:

@@ -69,10 +69,10 @@ def test_without_a_template_the_mix_is_asked_as_text_and_that_is_said(other: Pat
     (base / "chat_template.jinja").unlink()
     asked = ["--target", base, "--num-prompts", "2", "--sample", "head", "-n", "4"]
     done = run(*asked, "--json")
-    assert "warning: the questions of mix-64 are asked as plain text" in done.err
+    assert "questions-as-text" in done.notices
     found = json.loads(done.out)
     assert found["settings"]["chat"] is False
-    assert found["prompts"]["warning"].startswith("the questions of mix-64 are asked as plain text")
+    assert "mix-64" in found["prompts"]["warning"]
 
 
 def test_the_bundled_target_keeps_its_own_prompts(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_contexts_are_filled_up_and_prompts_that_are_longer_are_left_out(tmp_pat
     assert 190 <= short["prompt_len"] <= 256
     assert 440 <= long["prompt_len"] <= 512
     done = run("--prompts", prompts, "-n", "4", "--context-lengths", "256")
-    assert "\n1 prompt left out: longer than the shortest context asked for\n" in done.out
+    assert "\n1 prompt left out: " in done.out
 
 
 def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path: Path) -> None:
@@ -175,21 +175,20 @@ def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "id", "field"),
     [
-        (["--thinking", "on,off"], "--thinking: no prompt goes through a chat template"),
-        (["--thinking", "on,off", "--chat"], "--thinking on,off: the target's chat template makes the same prompt"),
-        (["--thinking", "on,"], "--thinking: found 'on,'"),
-        (["--context-lengths", "1x"], "--context-lengths: found '1x'"),
-        (["--context-lengths", "3"], "--context-lengths 3: every prompt is longer"),
-        (["--exact-match", "both"], "--exact-match both: no prompt has a reference number"),
-        (["--dataset", "gsm8k"], "prompts are given both by --prompts and by --dataset"),
+        (["--thinking", "on,off"], "thinking-without-template", "--thinking"),
+        (["--thinking", "on,off", "--chat"], "thinking-ignored", "--thinking"),
+        (["--thinking", "on,"], "usage-error", "--thinking"),
+        (["--context-lengths", "1x"], "usage-error", "--context-lengths"),
+        (["--context-lengths", "3"], "prompts-too-long", "--context-lengths"),
+        (["--exact-match", "both"], "no-reference-numbers", "--exact-match"),
+        (["--dataset", "gsm8k"], "two-prompt-sources", None),
     ],
 )
-def test_conditions_that_cannot_be_are_refused(options: list[str], message: str, prompts: Path) -> None:
+def test_impossible_conditions_are_refused(options: list[str], id: str, field: str | None, prompts: Path) -> None:
     done = run("--prompts", prompts, "-n", "4", *options)
-    assert done.code == 2
-    assert f"\nerror: {message}" in f"\n{done.err}"
+    assert (done.code, done.error_id, done.field) == (2, id, field)
 
 
 def test_a_row_of_token_ids_takes_no_filler(tmp_path: Path) -> None:
@@ -197,7 +196,8 @@ def test_a_row_of_token_ids_takes_no_filler(tmp_path: Path) -> None:
     prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
     done = run("--prompts", prompts, "--context-lengths", "256")
     assert done.code == 2
-    assert f"error: {prompts}:1: --context-lengths needs text, and this row has prompt_token_ids" in done.err
+    assert (done.error_id, done.field) == ("padding-needs-text", "--context-lengths")
+    assert f"error: {prompts}:1: " in done.err
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_the_final_number_is_scored_with_the_draft_and_without(gsm8k: Path, tmp_
     assert alone["exact_match"][0]["plain"] is None
     text = run(*asked, "--exact-match", "both", "--resume").out
     assert "\nexact match " in text
-    assert "\n  the same text with and without: 8 of 8\n" in text
+    assert ": 8 of 8\n" in text
     assert document(*asked, "--exact-match", "none", "--resume")["exact_match"] == []
     compared = support.run_main("compare", rows, rows)
     assert compared.code == 0

@@ -16,7 +16,10 @@ def test_json_and_rows_on_stdout_exclude_each_other() -> None:
 
 def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
-    for text, hint in (('[{"prompt": "x"}]', "jq -c '.[]' makes them"), ('{"question": "x"}', "call the field that")):
+    for text, hint in (
+        ('[{"prompt": "x"}]', "jq -c '.[]'"),
+        ('{"question": "x"}', "name the field with the text prompt"),
+    ):
         prompts.write_text(text)
         done = support.run_main("generate", "--prompts", prompts)
         assert done.code == 2
@@ -77,9 +80,9 @@ def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verify-width", "9"], "--verify-width 9: expected at most 8, the block in use"),
-        (["--verify-width", "4", "-k", "2"], "--verify-width 4: expected at most 3"),
-        (["--stop-token-id", "99999"], "--stop-token-id 99999: expected an id in [0, 2048)"),
+        (["--verify-width", "9"], "--verify-width: found 9, expected at most 8"),
+        (["--verify-width", "4", "-k", "2"], "--verify-width: found 4, expected at most 3"),
+        (["--stop-token-id", "99999"], "--stop-token-id: found 99999, expected an id in [0, 2048)"),
         (["--stop-token-id", "-1"], "--stop-token-id: found -1"),
         (["--seed", "-1"], "--seed: found -1"),
         (["--seed", str(2**63)], "--seed: found 9223372036854775808"),

@@ -10,8 +10,9 @@ import pytest
 from dflash_cli.checkpoints.lock import read_lock
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.checkpoints.remote_headers import RemoteRepo
-from dflash_runtime.errors import CheckpointNotFound, GateFailed, UsageError
+from dflash_runtime.errors import MISSING, CheckpointNotFound, GateFailed, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 EVALUATE = ["eval-acceptance", "mine", "--target", "tiny", "--num-prompts", "1", "-n", "8"]
 VALIDATE = ["validate", "mine", "--target", "tiny"]
@@ -91,20 +92,40 @@ def test_a_result_names_its_lock() -> None:
     assert json.loads(support.run_main(*EVALUATE, "--json").out)["measured"]["lock_sha256"] is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "mine",
-        "[]",
-        '{"kind": "env"}',
-        '{"kind": "lock", "draft": {"name": 1}}',
-        '{"kind": "lock", "draft": []}',
-        '{"kind": "lock", "draft": {"name": "a", "commit": null, "sha256": []}}',
-    ],
-)
-def test_what_is_no_lock_is_refused(text: str) -> None:
-    Path("x.lock").write_text(text)
-    with pytest.raises(UsageError, match=r"x\.lock: "):
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another kind": ({"kind": "env"}, "wrong-value", "kind"),
+    "no target": ({"target": MISSING}, "missing-key", "target"),
+    "a list": ({"draft": []}, "wrong-value", "draft"),
+    "no commit": ({"draft": {"name": "a", "sha256": {}}}, "missing-key", "draft.commit"),
+    "a number": ({"draft": {"name": 1, "commit": None, "sha256": {}}}, "wrong-value", "draft.name"),
+    "no hashes": ({"draft": {"name": "a", "commit": None, "sha256": []}}, "wrong-value", "draft.sha256"),
+    "a wrong hash": ({"draft": {"name": "a", "commit": None, "sha256": {"f": 1}}}, "wrong-value", "draft.sha256.f"),
+    "an unknown key": ({"draft_model": "a"}, "unknown-key", "draft_model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_malformed_lock_is_refused_with_the_field(name: str, locked: dict[str, Any]) -> None:
+    changes, id, field = WRONG[name]
+    document = {key: value for key, value in (locked | changes).items() if value is not MISSING}
+    Path("x.lock").write_text(json.dumps(document))
+    with refuses(UsageError, id, path="x.lock", field=field):
         read_lock(Path("x.lock"))
+
+
+def test_a_lock_of_a_later_release_is_unsupported(locked: dict[str, Any]) -> None:
+    Path("x.lock").write_text(json.dumps(locked | {"schema_version": 2}))
+    with refuses(UnsupportedError, "later-version", path="x.lock", found=2):
+        read_lock(Path("x.lock"))
+
+
+@pytest.mark.parametrize("text", ["mine", "[]", '{"date": NaN}', '{"kind": "lock", "kind": "lock"}', "[" * 100_000])
+def test_a_file_that_is_not_a_lock_is_refused(text: str) -> None:
+    Path("x.lock").write_text(text)
+    with refuses(UsageError, path="x.lock", field=None):
+        read_lock(Path("x.lock"))
+
+
+def test_an_absent_lock_is_not_found() -> None:
     with pytest.raises(CheckpointNotFound, match=r"absent\.lock: no such file"):
         read_lock(Path("absent.lock"))

@@ -82,7 +82,7 @@ def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
     assert [line.split()[0] for line in listed] == kinds()
     printed = json.loads(support.run_main("schema", "eval-acceptance").out)
     assert printed == read_schema("eval-acceptance")
-    assert {"summary", "interval", "measured", "identity"} <= set(printed["$defs"])
+    assert {"Interval", "EvaluationRun", "Identity", "ConversationCounts"} <= set(printed["$defs"])
     wrong = support.run_main("schema", "evaluation")
     assert wrong.code == 2
     assert "error: KIND: found 'evaluation', expected one of answers, bench" in wrong.err

@@ -27,7 +27,7 @@ class TestCommand:
         outcome = support.invoke("validate", draft)
         assert outcome.code == 3
         assert "C12 error   config.json:dflash_config.mask_token_id: null" in outcome.out
-        assert "no --target given" in outcome.err
+        assert "--target" in outcome.err
 
     def test_strict(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", num_target_layers=support.REMOVED)
@@ -46,7 +46,7 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("args", "named"),
-        [(["--engine", "vlm"], "'vllm'"), (["--engine", "vllm@new"], "'new'"), (["--ignore", "X99"], "X99")],
+        [(["--engine", "vlm"], "'vllm'"), (["--engine", "vllm@new"], "vllm@new"), (["--ignore", "X99"], "X99")],
     )
     def test_usage(self, args: list[str], named: str) -> None:
         outcome = support.invoke("validate", "tiny", *args)
@@ -194,7 +194,7 @@ class TestFixOut:
         draft = support.make_native(tmp_path / "draft", block_size=support.REMOVED)
         outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")
         assert outcome.code == 3
-        assert "only whoever trained the draft can correct this" in outcome.err
+        assert "block_size" in outcome.err
         assert not (tmp_path / "out").exists()
 
     def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:

@@ -153,22 +153,23 @@ def test_speculators_is_totals_of_all_subsets(tmp_path: Path) -> None:
     assert result.counts.per_pos_accepted == [260, 100]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ({"model_id": "a", "request_throughput": 1.0}, "vllm bench serve found no speculative counters"),
-    (GUIDELLM, "GuideLLM's JSON has no acceptance"),
-    (lines({"metadata": {}, "metrics": {}}), "AIPerf found no acceptance of single requests"),
-    (SPECFORGE | {"average_acceptance_length": None}, "told specforge benchmark of no acceptance"),
-    (specdec_bench(1.0) * 2, "holds 2 runs, expected one"),
-    (SPECULATORS.splitlines()[0] + "\n", "is no speculators' acceptance.csv as expected"),
-    (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "is no AIPerf profile_export_aiperf.json as expected"),
-    ("", "holds no acceptance that can be compared"),
-    (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "result:2: found '{broken', expected a JSON object"),
-    ([], "holds no acceptance that can be compared"),
-    ("1\n2\n", "holds no acceptance that can be compared"),
+@pytest.mark.parametrize(("content", "id", "name"), [
+    ({"model_id": "a", "request_throughput": 1.0}, "no-acceptance", "vllm bench serve"),
+    (GUIDELLM, "no-acceptance", "GuideLLM"),
+    (lines({"metadata": {}, "metrics": {}}), "no-acceptance", "AIPerf"),
+    (SPECFORGE | {"average_acceptance_length": None}, "no-acceptance", "specforge benchmark"),
+    (specdec_bench(1.0) * 2, "several-runs", "2"),
+    (SPECULATORS.splitlines()[0] + "\n", "malformed-result", "speculators' acceptance.csv"),
+    (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "malformed-result", "AIPerf profile_export_aiperf.json"),
+    ("", "unknown-result-format", ""),
+    (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "not-an-object", "result:2: "),
+    ([], "unknown-result-format", ""),
+    ("1\n2\n", "unknown-result-format", ""),
 ])  # fmt: skip
-def test_what_lacks_acceptance_is_refused_in_a_line(tmp_path: Path, content: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
+def test_a_file_without_acceptance_is_refused_in_one_line(tmp_path: Path, content: Any, id: str, name: str) -> None:
+    with refuses(UsageError, id) as caught:
         read(tmp_path, content)
+    assert name in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -160,7 +160,7 @@ def test_a_document_of_a_later_release_is_refused_as_such(tmp_path: Path) -> Non
 def test_a_result_without_steps_with_drafts_is_refused(tmp_path: Path) -> None:
     empty: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [0] * 4, "per_pos_verified": [0] * 4}
     path = write_evaluation(tmp_path / "plain.json", drawn_evaluation(), **empty)
-    with pytest.raises(UsageError, match="has no steps with drafts"):
+    with refuses(UsageError, "no-steps", path=path):
         read_evaluations([path])
     with pytest.raises(CheckpointNotFound):
         read_evaluations([tmp_path / "absent.json"])
@@ -170,5 +170,5 @@ def test_a_capped_result_is_refused_where_all_positions_are_needed(tmp_path: Pat
     evaluation = drawn_evaluation()
     verified = [evaluation.total.counts.num_drafts] * 3 + [0]
     (stored,) = read_evaluations([write_evaluation(tmp_path / "c.json", evaluation, per_pos_verified=verified)])
-    with pytest.raises(UsageError, match=r"c: steps verified 3.0 of 4 drafted tokens, expected all"):
+    with refuses(UsageError, "capped-result", found=3.0, expected="4"):
         refuse_capped(stored)

@@ -8,7 +8,9 @@ import pytest
 
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.conversion.manifest import Origin
 from dflash_cli.conversion.origin import name_of, without_paths
+from dflash_runtime.documents import from_json
 from dflash_testing import checkpoints as support
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,7 +28,7 @@ def test_a_local_source_and_its_target(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
     assert str(tmp_path) not in (out / "config.json").read_text()
     assert found["source"] == {"name": "draft", "repo": None, "commit": None}
-    assert TargetFingerprint.from_json(found["target"]["fingerprint"]) == target_fingerprint(open_target(target))
+    assert from_json(TargetFingerprint, found["target"]["fingerprint"]) == target_fingerprint(open_target(target))
     assert found["argv"][:3] == ["dflash", "convert", "draft"]
     assert "--target=target" in found["argv"]
     assert abs((datetime.now(UTC) - datetime.fromisoformat(found["date"])).total_seconds()) < 600
@@ -39,7 +41,7 @@ def test_a_source_in_the_hubs_cache(name: str, tmp_path: Path) -> None:
     home = tmp_path / f"models--{name.replace('/', '--')}"
     snapshot = support.make_native(home / "snapshots" / COMMIT)
     (snapshot / "README.md").write_text("# A draft\n")
-    assert name_of(snapshot) == {"name": name, "repo": name, "commit": COMMIT}
+    assert name_of(snapshot) == Origin(name, name, COMMIT)
     manifest = support.convert(snapshot, tmp_path / "out", "native")
     assert manifest["source"] == {"name": name, "repo": name, "commit": COMMIT}
     assert manifest["target"] is None

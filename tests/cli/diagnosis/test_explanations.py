@@ -1,4 +1,4 @@
-"""Which reading explains a draft, and what the rules say then: by figures alone, no model runs."""
+"""The reading that explains a draft, and the rules that report it, from numbers alone. No model runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from dflash_testing.pairs import bundled_draft
 
 
 def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
-    """Severity and message of what one rule finds in a draft with blocks of 8."""
+    """(severity, message) of each finding of one rule on a draft with blocks of 8."""
     rule = next(rule for rule in all_rules() if rule.id == rule_id)
     subject = run_subject(open_subject(fetch_directory(TINY, Role.DRAFT)), search)
     return [(item.severity, item.message) for item in rule.findings(subject)]
@@ -39,7 +39,7 @@ def result(own: float, length: float, low: float, factor: str = "rope", **change
 
 
 def test_a_scaled_embedding_is_tried_both_ways() -> None:
-    """As the target multiplies it and raw, whatever the draft states; and a rule reports what explains it."""
+    """The embedding is tried scaled and unscaled, and rule R10 reports the reading that explains the draft."""
     gemma, config = (
         replace(open_target(fetch_directory(TINY, Role.TARGET)).config, model_type="gemma3_text"),
         bundled_draft().config,
@@ -58,7 +58,7 @@ def test_a_scaled_embedding_is_tried_both_ways() -> None:
 
 
 def test_every_factor_has_a_rule() -> None:
-    """A reading that no rule looks at would explain a draft in silence."""
+    """Without a rule, a reading would explain a draft and nobody would be told."""
     target = open_target(fetch_directory(TINY, Role.TARGET))
     space = ReadingSpace(config=bundled_draft().config, target=target.config, rare_ids=(9,), text_len=100)
     factors = {reading.factor for family in alternatives.FAMILIES for reading in family(space)}
@@ -72,7 +72,7 @@ def test_every_factor_has_a_rule() -> None:
 def test_anchor_first_that_accepts_more_is_reported() -> None:
     better = result(1.1, 2.8, 1.2, "anchor", is_anchor_first=True, min_len=2.0)
     same = result(1.1, 1.2, -0.1, "anchor", is_anchor_first=True, min_len=2.0)
-    assert "a step commits 2.80 tokens" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
+    assert "2.80" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
     assert found("R05", ReadingSearch(16, 1000, 1.1, (same,), 60)) == []
 
 
@@ -80,11 +80,11 @@ def test_anchor_first_that_accepts_more_is_reported() -> None:
     ("item", "explains"),
     [
         (result(1.1, 2.8, 1.2), True),
-        (result(1.1, 2.8, -0.1), False),  # not sure
-        (result(1.01, 1.41, 0.2), False),  # surely more, and yet next to nothing
-        (result(2.40, 2.48, 0.02), False),  # surely more, by less than a tenth of a token
-        (result(2.40, 2.52, 0.02), False),  # by less than a tenth of what is accepted
-        (result(1.01, 1.90, 0.5, min_len=2.0), False),  # less than this reading must accept
+        (result(1.1, 2.8, -0.1), False),  # the interval includes zero
+        (result(1.01, 1.41, 0.2), False),  # a sure gain, but almost no token is accepted
+        (result(2.40, 2.48, 0.02), False),  # a sure gain of less than a tenth of a token
+        (result(2.40, 2.52, 0.02), False),  # a gain of less than a tenth of the accepted tokens
+        (result(1.01, 1.90, 0.5, min_len=2.0), False),  # below the reading's own minimum
     ],
 )
 def test_what_explains_a_draft(item: ReadingResult, explains: bool) -> None:
@@ -102,7 +102,7 @@ def test_the_reading_that_gains_most_is_tested_and_named_alone() -> None:
 
 
 def draw_counts(generator: np.random.Generator, chances: np.ndarray[Any, Any], num_tokens: int = 48) -> StepCounts:
-    """Steps of one prompt each with blocks of 8, in which each next draft is right with the prompt's chance."""
+    """(tokens, steps) of each prompt with blocks of 8, in which each next token is right with the prompt's chance."""
     counts = []
     for chance in chances:
         lengths = np.minimum(generator.geometric(1 - chance, num_tokens), 8)
@@ -112,10 +112,10 @@ def draw_counts(generator: np.random.Generator, chances: np.ndarray[Any, Any], n
 
 
 def search_by_chance(seed: int, gain: float, num_readings: int, num_prompts: int = 12) -> tuple[bool, bool, bool]:
-    """A draft, and readings that accept as much, but for one with a higher chance of each draft.
+    """Search among readings of a draft. The first reading has a higher chance of each token by `gain`.
 
-    Whether one seems to explain the draft on the prompts that choose it; whether it would with the interval of one test
-    in so many, on the same prompts; and whether it does on new ones.
+    Returns whether a reading seems to explain the draft on the choosing prompts, whether it does so there with an
+    interval corrected for `num_readings` tests, and whether it does so on new prompts.
     """
     generator = np.random.default_rng(seed)
     readings = [AlternativeReading("rope", str(index), bundled_draft().config) for index in range(num_readings)]
@@ -136,10 +136,10 @@ def search_by_chance(seed: int, gain: float, num_readings: int, num_prompts: int
 
 
 def test_a_cause_is_hardly_ever_named_in_a_sound_draft() -> None:
-    """Of 200 sound drafts with 50 equal readings at most 5 % are named: 10, where 5 are expected.
+    """Of 200 sound drafts with 50 equal readings, at most 10 are named; 5 are expected.
 
-    What the first prompts choose would be named in most of them, and in more than 5 % with an interval corrected for
-    the number of readings, since the tails of 12 prompts are not known that far. A rate of 10 % is caught in 99 of 100.
+    Without new prompts, most of the 200 would be named; with an interval corrected for 50 readings more than 5 %,
+    because 12 prompts do not determine such tails. This test catches a rate of 10 % in 99 of 100 cases.
     """
     seen = np.array([search_by_chance(seed, 0.0, 50) for seed in range(200)])
     chosen, _, named = seen.sum(axis=0)
@@ -148,7 +148,7 @@ def test_a_cause_is_hardly_ever_named_in_a_sound_draft() -> None:
 
 
 def test_a_cause_that_the_first_prompts_leave_open_is_named_on_new_ones() -> None:
-    """Of 60 drafts with a cause, those in which 12 prompts do not prove it among 50 readings: 3 of 4 are named."""
+    """Of 60 drafts with a cause, new prompts name 3 of 4 causes that 12 prompts cannot prove among 50 readings."""
     seen = np.array([search_by_chance(seed, 0.08, 50) for seed in range(60)])
     left_open = seen[seen[:, 0] & ~seen[:, 1]]
     assert len(left_open) > 20

@@ -1,4 +1,4 @@
-"""The screen drafts what the engine drafts, anchor for anchor."""
+"""The screen counts the same accepted tokens as the engine, anchor by anchor."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from dflash_runtime.config import EngineConfig
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
-def test_the_screen_accepts_what_the_engine_accepts(name: str) -> None:
-    """In float64, where batches of other shapes give the same tokens."""
+def test_the_screen_accepts_the_same_tokens_as_the_engine(name: str) -> None:
+    """In float64, because there batches of other shapes give the same tokens."""
     draft = open_draft(fetch_directory(name, Role.DRAFT))
     budget = SearchBudget(num_prompts=4, max_new_tokens=24)
     config = EngineConfig(device="cpu", dtype="float64")

@@ -1,4 +1,4 @@
-"""`--level run`: a draft whose config is falsified is caught by what it accepts, and a sound one is not."""
+"""`--level run`: a falsified config is caught by its acceptance, and a sound draft passes."""
 
 import json
 import shutil
@@ -18,19 +18,17 @@ from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
-from dflash_cli.diagnosis.readings import (
-    ReadingSearch,
-    search_readings,
-)
+from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
 from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.validator import ValidationPlan
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_target
+from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
 TARGET = fetch_directory(TINY, Role.TARGET)
@@ -71,49 +69,54 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "factor", "location", "change", "message"),
+    ("rule", "factor", "location", "change", "right"),
     [
         pytest.param(  # by default in test_diagnose.py
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
-            "with tapped layers one earlier [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
+            {"target_layer_ids": (0, 2, 3, 4)}, marks=pytest.mark.slow,
         ),
         pytest.param(  # by default through the command
             "R04", "rope", "config.json:rope_theta",
-            lambda config: config.update(rope_theta=10000.0), "rope base 1000000", marks=pytest.mark.slow,
+            lambda config: config.update(rope_theta=10000.0), {"rope": RopeConfig(theta=1000000.0)},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "R04", "rope", "config.json:rope_theta",
-            lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",
-            marks=pytest.mark.slow,
+            lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+            {"rope": RopeConfig(theta=1000000.0)}, marks=pytest.mark.slow,
         ),
         pytest.param(
             "R07", "window", "config.json:sliding_window",
             lambda config: config.update(
                 sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 3
             ),
-            "with no attention window a step commits", marks=pytest.mark.slow,
+            {"windows": (None, None, None)}, marks=pytest.mark.slow,
         ),
         pytest.param(
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
             lambda config: config["dflash_config"].update(target_layer_ids=[2, 4, 3, 0]),
-            "with tapped layers in the order [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
+            {"target_layer_ids": (0, 2, 3, 4)}, marks=pytest.mark.slow,
         ),
         (
             "R03", "mask", "config.json:dflash_config.mask_token_id",
-            lambda config: config["dflash_config"].update(mask_token_id=4), "mask <|mask|> (3)",
+            lambda config: config["dflash_config"].update(mask_token_id=4), {"mask_token_id": 3},
         ),
     ],
     ids=["taps", "rope", "scaling", "window", "order", "mask"],
 )  # fmt: skip
 def test_a_falsified_config_is_caught(
-    rule: str, factor: str, location: str, change: Any, message: str, tmp_path: Path
+    rule: str, factor: str, location: str, change: Any, right: dict[str, Any], tmp_path: Path
 ) -> None:
     report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
-    assert message in found[0].message
-    assert " on 32 new prompts; 8 prompts chose it of " in found[0].message
+    assert report.search is not None
+    best = report.search.explanation
+    assert best is not None
+    assert {key: getattr(best.reading.config, key) for key in right} == right
+    assert (report.search.num_prompts, best.num_prompts) == (8, 32)
+    assert best.reading.name in found[0].message
     assert report.fails()
 
 
@@ -142,7 +145,7 @@ def exchange(first: str, second: str) -> Callable[[dict[str, torch.Tensor]], Non
 
 
 def interleave(tensors: dict[str, torch.Tensor]) -> None:
-    """Rows of queries and keys as pairs side by side, as a model trained with interleaved rope has them."""
+    """Put the rows of queries and keys in neighbouring pairs, like a model that was trained with interleaved rope."""
     for name, item in tensors.items():
         if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
             halves = item.unflatten(0, (-1, 2, 16))
@@ -150,7 +153,7 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
         pytest.param(lower_norms, "norm weights read as 1 + w", marks=pytest.mark.slow),
         (interleave, "rope over interleaved pairs"),
@@ -165,14 +168,14 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
     ],
     ids=["norms", "interleaved", "gate", "values", "layer norms", "layers"],
 )
-def test_rewritten_tensors_are_named(
-    change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
     (found,) = [item for item in report.findings if item.level == "run"]
     assert (found.id, found.severity) == ("R09", "error")
-    assert found.message.startswith(f"with {message} ")
+    assert report.search is not None
+    assert report.search.explanation is not None
+    assert report.search.explanation.reading.name == name
 
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
@@ -187,24 +190,24 @@ def test_a_causal_flag_is_caught() -> None:
     """The reduced draft loses 14 % of its accepted tokens."""
     found = search("tiny:reduced", "causal", "causality").explanation
     assert found is not None
-    assert found.reading.name == "no layer causal"
+    assert not any(found.reading.config.causal)
 
 
 @pytest.mark.slow
 def test_a_causal_flag_that_costs_little_is_no_cause() -> None:
-    """The full draft loses 4 %; by default `test_what_explains_a_draft` holds how much it takes."""
+    """The full draft loses 4 %. `test_what_explains_a_draft` tests the thresholds by default."""
     assert search("tiny", "causal", "causality").explanation is None
 
 
 def test_a_mask_is_found_among_rarely_used_ids() -> None:
-    """What no special token names is searched for where the embedding looks unused."""
+    """A mask that no special token names is searched among unused rows of the embedding."""
     space = ReadingSpace(config=bundled_draft().config, target=open_target(TARGET).config, rare_ids=(7, 11))
     guesses = [item for item in alternative_readings(space) if item.is_guess]
     assert [item.config.mask_token_id for item in guesses] == [7, 11]
 
 
 def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise reads as noise whatever is changed, so no reading is named."""
+    """Noise stays noise under every reading, so no reading is named."""
     shorten_search(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
@@ -221,7 +224,7 @@ def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_reading_is_tested_on_text_that_did_not_choose_it() -> None:
-    """Made prompts start from other ids; given ones are continued, by samples that differ from one another."""
+    """Made prompts start from other ids. Given prompts are continued by different samples."""
     draft, target = open_draft(fetch_directory(TINY, Role.DRAFT)), open_target(TARGET)
     budget = SearchBudget(num_prompts=4, max_new_tokens=16)
     runner = ReadingRunner(draft, target, EngineConfig(device="cpu"), budget, longest=12)
@@ -234,7 +237,7 @@ def test_a_reading_is_tested_on_text_that_did_not_choose_it() -> None:
 
 
 def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With prompts of ids, exit 3, the table on stdout and progress on stderr; README's commands try every reading."""
+    """With prompts of ids: exit 3, the findings on stdout and progress on stderr."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(alternatives, "FAMILIES", (alternatives._rope,))
     draft = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
@@ -246,15 +249,13 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert outcome.code == 3
     assert "R04 error" in outcome.out
-    assert "95% interval" in outcome.out
-    assert outcome.err.startswith(f"loading draft {draft} and target tiny on cpu ...\n")
+    assert f"{draft} and target tiny on cpu" in outcome.err
 
 
 def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
     draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
     report = run(draft)
     assert report.search is None
-    assert "not run" in report.notes[0]
     assert "P01" in report.notes[0]
 
 
@@ -266,8 +267,10 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=16)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
     assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
-    assert mixed.notes == ("left out: prompt 2: token id 99999, expected ids in [0, 2048)",)
-    with pytest.raises(UsageError, match=r"3 of 4 prompts answered, expected 4 or more; prompt 4: token id 99999"):
+    (note,) = mixed.notes
+    assert "prompt 2" in note
+    assert "99999" in note
+    with refuses(UsageError, "too-few-prompts", found=3):
         run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=16)
 
 
@@ -279,7 +282,7 @@ def six_prompts() -> list[list[int]]:
 def test_a_prompt_that_fails_under_one_reading_is_left_out_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Counts stay those of one prompt under two readings."""
+    """Both readings are compared on the prompts that succeed under both."""
     prompts = six_prompts()
     path = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(mask_token_id=4))
     alone = run(path, "mask", prompts=prompts, max_new_tokens=24)
@@ -297,7 +300,7 @@ def test_a_prompt_that_fails_under_one_reading_is_left_out_of_it(
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(UsageError, match="at least 4"):
+    with refuses(UsageError, "too-few-prompts", found=1):
         run(fetch_directory(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
 
 
@@ -327,7 +330,7 @@ def test_special_tokens_put_masks_first() -> None:
 
 
 def test_anchor_first_reads_the_rows_before() -> None:
-    """Row i of the other reading is row i - 1 of the usual one, and the anchor's row is new."""
+    """Row i of this reading is row i - 1 of the usual reading, and the anchor's row is new."""
     draft = random_draft(random_target())
     ids, positions = torch.tensor([[5, 96, 96, 96]]), torch.arange(10, 14)[None]
     attend = DenseAttention(is_causal=False)

@@ -1,4 +1,4 @@
-"""Engines are found by their registry, and nothing outside an engine's own file goes by its name."""
+"""Engines are found through their registry, and no other file depends on an engine's name."""
 
 import ast
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from dflash_cli.rules.rule import all_rules
 from dflash_runtime.errors import UsageError
 from dflash_testing.pairs import bundled_draft
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 PRODUCT = ROOT / "dflash_cli"
 OTHER_MEANINGS = {
@@ -33,7 +34,7 @@ OTHER_MEANINGS = {
 
 
 def literals(file: Path) -> Iterator[str]:
-    """The texts a file holds, as they are written."""
+    """The string constants of a file."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -79,14 +80,25 @@ def test_release_numbers() -> None:
     assert parse_engines("llama.cpp")[0].release == ()
 
 
-@pytest.mark.parametrize("text", ["trtllm", "vllm@0.20", "vllm@0.34", "sglang@0.5", "llama.cpp@b9000", "vllm,vllm"])
-def test_unknown_engines_list_the_known_ones(text: str) -> None:
-    with pytest.raises(UsageError) as error:
+@pytest.mark.parametrize(
+    ("text", "id", "found"),
+    [
+        ("trtllm", "unknown-engine", "trtllm"),
+        ("vllm@0.20", "unknown-release", "vllm@0.20"),
+        ("vllm@0.34", "unknown-release", "vllm@0.34"),
+        ("sglang@0.5", "unknown-release", "sglang@0.5"),
+        ("llama.cpp@b9000", "unknown-release", "llama.cpp@b9000"),
+        ("vllm,vllm", "engine-twice", "vllm"),
+    ],
+)
+def test_unknown_engines_are_refused_with_the_known_engines(text: str, id: str, found: str) -> None:
+    with refuses(UsageError, id, field="--engine", found=found) as error:
         parse_engines(text)
-    assert "vllm@0.24..0.33" in error.value.message or "twice" in error.value.message
+    assert id == "engine-twice" or known_engines() in error.value.message
 
 
-def test_a_name_that_is_merely_alike_is_not_suggested() -> None:
-    with pytest.raises(UsageError) as error:
-        parse_engines("trtllm")
-    assert "did you mean" not in error.value.message
+@pytest.mark.parametrize(("text", "is_suggested"), [("vlm", True), ("trtllm", False)])
+def test_a_close_name_is_suggested(text: str, is_suggested: bool) -> None:
+    with refuses(UsageError, "unknown-engine") as error:
+        parse_engines(text)
+    assert ("'vllm'?" in error.value.message) is is_suggested

@@ -29,7 +29,7 @@ def test_the_next_command_has_the_real_names(capsys: pytest.CaptureFixture[str])
     suggest_diagnosis(counts(1.1), {"draft": "my draft", "target": "org/model"})
     assert (
         capsys.readouterr().err
-        == "note: acceptance is low; to find out why: dflash diagnose 'my draft' --target org/model\n"
+        == "note: acceptance is low; to find the cause: dflash diagnose 'my draft' --target org/model\n"
     )
     suggest_diagnosis(counts(3.1), {"draft": "d", "target": "t"})
     suggest_diagnosis(counts(1.1), {"draft": None, "target": "t"})

@@ -10,6 +10,7 @@ from dflash_cli.generation.padding import count_tokens, filler, pad_row
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.errors import UsageError
+from dflash_testing.refusals import refuses
 
 MOST_MISSING = 64
 """Tokens of the longest sentence, in the bundled tokenizer, which was made for Python."""
@@ -74,7 +75,7 @@ def test_a_prompt_that_is_longer_already_is_left_out(tokenizer: Tokenizer) -> No
 
 
 def test_a_prompt_without_text_of_the_user_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: --context-lengths needs text, and this row has prompt_token_"):
+    with refuses(UsageError, "padding-needs-text", field="--context-lengths", found="prompt_token_ids"):
         pad_row(make_row("prompt_token_ids", [1, 2]), 100, tokenizer, chat=False)
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: --context-lengths needs a message of the user with text"):
+    with refuses(UsageError, "padding-needs-text", field="--context-lengths", found="messages"):
         pad_row(make_row("messages", [{"role": "system", "content": "x"}]), 300, tokenizer, chat=False)

@@ -5,14 +5,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompt_sets import PromptSet, default_prompts, gather_prompts, read_prompts
 from dflash_cli.generation.prompts import PromptRow, make_row, sample_rows
 from dflash_cli.generation.tokenizer import find_tokenizer
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 SHARES = {"code": 12, "mathematics": 12, "chat": 12, "extraction": 10, "multilingual": 10, "long": 8}
 
@@ -72,18 +71,18 @@ def test_as_text_a_conversation_is_its_first_question() -> None:
 
 
 def test_prompts_come_from_one_place() -> None:
-    with pytest.raises(UsageError, match="given both by --prompts and by --dataset"):
+    with refuses(UsageError, "two-prompt-sources"):
         read_prompts("rows.jsonl", "gsm8k")
-    with pytest.raises(UsageError, match="--dataset-format goes with --dataset"):
+    with refuses(UsageError, "option-needs-another", field="--dataset-format"):
         read_prompts(None, None, "vllm")
-    with pytest.raises(UsageError, match="given both as arguments and by --prompts"):
+    with refuses(UsageError, "two-prompt-sources"):
         gather_prompts(["x"], str(tiny_directory() / "prompts.jsonl"))
     assert read_prompts(None) is None
 
 
 def test_an_empty_file_of_prompts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n")
-    with pytest.raises(RequestError, match=r"rows.jsonl: no rows, expected one JSON object a line"):
+    with refuses(RequestError, "no-rows", path=tmp_path / "rows.jsonl"):
         read_prompts(str(tmp_path / "rows.jsonl"))
 
 

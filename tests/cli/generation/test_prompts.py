@@ -1,30 +1,34 @@
 """Rows of prompts: what is malformed is named by file and line, and a sample of them is a fair one."""
 
+from typing import Any
+
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow, gather_rows, parse_rows, sample_rows
 from dflash_runtime.errors import RequestError
+from dflash_testing.refusals import refuses
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "fields"),
     [
-        ("{", "not valid JSON"),
-        ("[]", "found a JSON list, expected an object"),
-        ("{}", "found nothing, expected exactly one of prompt"),
-        ('{"text": "x"}', "found text, expected exactly one of"),
-        ('{"prompt": "x", "turns": ["y"]}', "found prompt and turns"),
-        ('{"prompt": 5}', "prompt: found 5, expected a string"),
-        ('{"prompt_token_ids": []}', "prompt_token_ids: found \\[\\], expected a list of one or more ids"),
-        ('{"prompt_token_ids": [1, true]}', "expected a list of one or more ids"),
-        ('{"turns": "x"}', "turns: found .x., expected a list of one or more strings"),
-        ('{"messages": [{"role": "user"}]}', "expected a list of objects with role and content"),
+        ("{", {"field": None}),
+        ("[]", {"field": None}),
+        ("{}", {"id": "not-one-prompt", "found": []}),
+        ('{"text": "x"}', {"id": "not-one-prompt", "found": ["text"]}),
+        ('{"prompt": "x", "turns": ["y"]}', {"id": "not-one-prompt", "found": ["prompt", "turns"]}),
+        ('{"prompt": 5}', {"field": "prompt", "found": 5, "expected": "a string"}),
+        ('{"prompt_token_ids": []}', {"field": "prompt_token_ids", "found": []}),
+        ('{"prompt_token_ids": [1, true]}', {"field": "prompt_token_ids", "found": [1, True]}),
+        ('{"turns": "x"}', {"field": "turns", "found": "x", "expected": "a list of one or more strings"}),
+        ('{"messages": [{"role": "user"}]}', {"field": "messages", "found": [{"role": "user"}]}),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> None:
-    with pytest.raises(RequestError, match=f"rows.jsonl:2: .*{message}"):
+def test_a_malformed_row_is_named_by_file_and_line(line: str, fields: dict[str, Any]) -> None:
+    with refuses(RequestError, **fields) as caught:
         parse_rows(['{"prompt": "fine"}', line], "rows.jsonl")
+    assert caught.value.message.startswith("rows.jsonl:2: ")
 
 
 def test_a_sample_is_drawn_from_each_category_and_is_part_of_a_larger_one() -> None:

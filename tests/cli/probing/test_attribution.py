@@ -1,4 +1,4 @@
-"""Whose a low number is: each rule with the evidence that makes it hold, and with that which does not."""
+"""Attribution of a low acceptance: for each rule, evidence to which it applies and evidence to which it does not."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ STEPS = 20
 
 
 def conversations(length: float, count: int = 40) -> tuple[ConversationCounts, ...]:
-    """Prompts that differ much from each other, and little between two results."""
+    """Conversations that differ much between prompts, but little between two results."""
     return tuple(
         ConversationCounts(
             digest=f"d{index}",
@@ -112,8 +112,14 @@ def test_the_first_rule_that_holds_decides(name: str) -> None:
     assert found.is_fault == (owner in ("engine", "settings", "checkpoint"))
 
 
-def test_known_faults_and_other_texts_are_said_with_the_engine() -> None:
+def test_evidence_of_a_lower_server_names_both_lengths_and_known_faults() -> None:
     found = attribute(evidence(2.4, yardstick(3.4), known_faults=["C20 causal"]))
-    assert found.evidence == "2.410 tokens a step, own.json 3.410 on the same prompts; known of this engine: C20 causal"
-    found = attribute(evidence(2.4, yardstick(3.4), yardstick_equalities=[equality(3.0)]))
-    assert "is the same target served" in found.hint
+    assert all(part in found.evidence for part in ("2.410", "own.json 3.410", "C20 causal"))
+
+
+def test_different_texts_change_the_hint_for_a_lower_server() -> None:
+    alike = attribute(evidence(2.4, yardstick(3.4)))
+    unlike = attribute(evidence(2.4, yardstick(3.4), yardstick_equalities=[equality(3.0)]))
+    assert "dflash validate" in alike.hint
+    assert "dflash validate" not in unlike.hint
+    assert "target" in unlike.hint

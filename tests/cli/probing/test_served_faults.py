@@ -1,4 +1,4 @@
-"""Which release of an engine is judged, as a running server writes it."""
+"""The release whose rules apply to a running server."""
 
 import pytest
 
@@ -16,5 +16,5 @@ from dflash_cli.probing.served_faults import _name
         ("llama.cpp", "b10902-0a1b2c3", "llama.cpp"),
     ],
 )
-def test_a_release_is_judged_as_the_one_that_rules_speak_of(engine: str, release: str | None, judged: str) -> None:
+def test_a_servers_release_maps_to_the_release_that_rules_know(engine: str, release: str | None, judged: str) -> None:
     assert _name(engine, release) == judged

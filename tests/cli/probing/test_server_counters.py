@@ -1,11 +1,10 @@
-"""Counters of servers: each engine's names and forms, what they rose by, and what is no text of counters."""
-
-import pytest
+"""Server counters: the names and forms of each engine, their rise, and malformed text."""
 
 from dflash_cli.probing.inference_server import SERVERS, server_engines
 from dflash_cli.probing.server_counters import CounterNames, ServerCounters, read_counters
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text
+from dflash_testing.refusals import refuses
 from dflash_testing.server_forms import METRICS
 
 TEXT = Text(tuple(range(20)), (3, 0, 7, 2))
@@ -38,7 +37,7 @@ def test_counters_of_vllm_as_prometheus_client_prints_them() -> None:
     assert counted("vllm") == expected
 
 
-def test_a_name_stands_for_itself_with_and_without_total() -> None:
+def test_counter_names_match_with_and_without_total() -> None:
     engine = FakeEngine()
     engine.count(TEXT)
     text = METRICS["vllm"](engine)
@@ -75,8 +74,8 @@ def test_without_a_count_of_drafts_there_are_no_counters() -> None:
     assert read_counters("", names("vllm"), "metrics") is None
 
 
-def test_what_is_no_text_of_counters_is_refused_on_one_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"^http://x/metrics: found no text in Prometheus' format") as error:
+def test_malformed_counters_are_refused_on_one_line() -> None:
+    with refuses(UnsupportedError, "not-prometheus", path="http://x/metrics") as error:
         read_counters('vllm:spec_decode_num_drafts_total{engine="0 what\n', names("vllm"), "http://x/metrics")
     assert "\n" not in error.value.message
 
@@ -85,11 +84,11 @@ def test_steps_by_accepted_drafts_follow_from_positions() -> None:
     assert counted("vllm").histogram == (1, 0, 1, 1, 0, 0, 0, 1)
 
 
-def test_counters_that_contradict_each_other_tell_no_steps() -> None:
+def test_contradicting_counters_have_no_histogram() -> None:
     assert ServerCounters(num_drafts=2, per_pos_accepted=(3, 1)).histogram is None
 
 
-def test_a_counter_that_fell_is_a_server_that_was_started_anew() -> None:
+def test_counters_after_a_restart_have_no_rise() -> None:
     before, after = counted("vllm"), ServerCounters(num_drafts=1, per_pos_accepted=(0,) * 7)
     assert after.since(before) is None
     assert before.since(before) == ServerCounters(

@@ -1,4 +1,4 @@
-"""Servers of each engine: how they are known, asked and read. The answers are in the shapes that the engines write."""
+"""Servers of each engine: recognition, requests and answers. Fake servers write answers in each engine's form."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -18,9 +18,10 @@ from dflash_cli.probing.inference_server import (
     server_engines,
 )
 from dflash_cli.probing.server_run import ServerRequest, run_server
-from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
+from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_testing.fake_engines import FakeEngine, K, Text, make_text
 from dflash_testing.inference_servers import serving
+from dflash_testing.refusals import refuses
 
 PROMPTS = [(7, 8, 9 + index) for index in range(14)]
 LENGTH = 40
@@ -50,13 +51,13 @@ def measure(engine: FakeEngine, concurrency: int = 1) -> Summary:
 
 
 def made() -> list[Text]:
-    """What the servers answer, and with how many steps."""
+    """The answers of the fake servers, with their steps."""
     return [make_text(ids).cut(LENGTH) for ids in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, float]:
-    """Each project's acceptance length of these answers, computed from its definition and nothing else."""
+    """The acceptance length of these answers by each project's definition, computed here."""
     texts = made()
     steps, accepted = sum(len(text.accepted) for text in texts), sum(sum(text.accepted) for text in texts)
     return {
@@ -83,7 +84,7 @@ def test_counters_of_requests_that_overlap_give_totals_and_no_interval(expected:
         total = measure(engine, concurrency=4)
     assert total.counts.acceptance_len == pytest.approx(expected["vllm"])
     assert total.acceptance_len_interval is None
-    assert total.acceptance_len_no_interval == "the server counts all requests together"
+    assert total.acceptance_len_no_interval
     assert total.histogram == tuple(
         sum(number == value for text in made() for number in text.accepted) for value in range(K + 1)
     )
@@ -158,36 +159,45 @@ def test_texts_and_conversations_become_ids_by_the_server(engine: FakeEngine) ->
 
 def test_an_unknown_server_and_an_unknown_model_are_refused() -> None:
     with serving(FakeEngine()) as engine:
-        with pytest.raises(UsageError, match=r"--model other: http://\S+ serves org/model"):
+        with refuses(UsageError, field="--served-model", found="other") as error:
             open_fake(engine, model="other")
+        assert "org/model" in str(error.value.expected)
         owners = {name: SERVERS[name].owner for name in server_engines()}
         assert sorted(owners.values()) == ["llamacpp", "sglang", "vllm"]
-        with pytest.raises(UsageError, match=r"--engine vlm: no such engine \(known: llama.cpp, sglang, vllm\)"):
+        with refuses(UsageError, field="--engine", found="vlm", expected="auto, llama.cpp, sglang, vllm"):
             open_fake(engine, engine="vlm")
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "text"),
+    ("fault", "kind", "error_id", "facts"),
     [
-        ("timeout", ServerUnreachable, r"/v1/completions: no answer in 0.2 s, after 1 try"),
-        ("500", ServerUnreachable, r"/v1/completions: answered 500, after 1 try"),
-        ("400", RequestError, r"answered 400: the prompt is longer than the model reads"),
-        ("garbage", UnsupportedError, r"found '<html>a proxy', expected a JSON document"),
-        ("cut", UnsupportedError, r"found no 'token_ids', expected an answer of vLLM"),
+        ("timeout", ServerUnreachable, "no-answer", ["0.2 s", "1 try"]),
+        ("500", ServerUnreachable, "no-answer", ["500", "1 try"]),
+        ("400", RequestError, "server-refused", ["400", "the prompt is longer than the model reads"]),
+        ("garbage", UnsupportedError, "not-json", ["<html>a proxy"]),
+        ("cut", UnsupportedError, "foreign-answer", ["token_ids", "vLLM"]),
     ],
 )
-def test_what_is_no_answer_is_one_line(fault: Any, kind: type[Exception], text: str) -> None:
+def test_failed_requests_raise_an_error_of_one_line(
+    fault: Any, kind: type[DFlashError], error_id: str, facts: list[str]
+) -> None:
     with serving(FakeEngine(faults={0: fault})) as engine:
         server = open_server(HttpClient(engine.url, num_retries=0, timeout_s=0.2))
-        with pytest.raises(kind, match=text) as error:
+        with refuses(kind, error_id, path=f"{engine.url}/v1/completions") as error:
             server.answer((1, 2), Asked(max_new_tokens=4))
+    assert all(fact in error.value.message for fact in facts)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user:secret@host"])
-def test_a_url_that_is_none_or_holds_a_password_is_refused(url: str) -> None:
-    with pytest.raises(UsageError) as error:
+@pytest.mark.parametrize("url", ["ftp://x", "http://"])
+def test_malformed_urls_are_refused(url: str) -> None:
+    with refuses(UsageError, "usage-error", field="URL", found=url):
         HttpClient(url)
+
+
+def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
+    with refuses(UsageError, "password-in-url", field="URL", found=None) as error:
+        HttpClient("http://user:secret@host")
     assert "secret" not in str(error.value)
 
 

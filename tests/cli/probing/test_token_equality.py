@@ -1,4 +1,4 @@
-"""Greedy answers held against each other: what is the same, what is a near-tie, and what is not judged."""
+"""Comparison of greedy answers: equal answers, near-ties, unexplained differences and differences without judgement."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +41,7 @@ def test_a_small_gap_between_both_tokens_is_a_near_tie(gap: float, is_near_tie: 
     assert difference.gap_nats == pytest.approx(gap)
 
 
-def test_a_token_that_is_not_among_the_likeliest_is_no_near_tie() -> None:
+def test_a_token_outside_the_most_likely_is_unexplained() -> None:
     found = compare(text(4, 5), text(4, 9), {5: -0.1, 7: -4.1})
     assert found.num_unexplained == 1
     assert found.differences[0].gap_nats == pytest.approx(4.0)
@@ -52,12 +52,12 @@ def test_without_log_probabilities_a_difference_is_not_judged() -> None:
     assert (len(found.differences), found.num_near_ties, found.num_unexplained) == (1, 0, 0)
 
 
-def test_nothing_is_known_of_an_answer_past_its_limit() -> None:
+def test_positions_after_a_length_limit_are_not_compared() -> None:
     assert not compare(text(4, 5), text(4, 5, 6)).differences
     assert not compare(text(4, 5, 6, is_cut=False), text(4, 5)).differences
 
 
-def test_an_answer_that_ends_earlier_by_itself_is_another() -> None:
+def test_an_answer_that_stops_earlier_differs() -> None:
     (difference,) = compare(text(4, 5, is_cut=False), text(4, 5, 6, 7)).differences
     assert (difference.position, difference.tokens, difference.gap_nats) == (2, (None, 6), None)
 

@@ -1,4 +1,4 @@
-"""Numbers of drafted tokens that are tried, and that each candidate is the run it says it is."""
+"""Candidates of a tuning: their numbers of draft tokens, and equality with a run of the same options."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from dflash_cli.tuning.speed import smallest
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.dumps import EXACT, bundled_rows, rows_of
+from dflash_testing.refusals import refuses
 
 
 @pytest.mark.parametrize(("trained", "numbers"), [(1, [1]), (7, [1, 3, 7]), (10, [1, 3, 7, 10]), (15, [1, 3, 7, 15])])
@@ -24,7 +25,7 @@ def test_blocks_of_powers_of_two_are_tried(trained: int, numbers: list[int]) -> 
 def test_each_number_below_the_trained_one_is_tried_in_both_ways() -> None:
     names = ["resized-1", "narrowed-1", "resized-3", "narrowed-3", "whole-7"]
     assert [item.name for item in candidates_for([3, 1, 3], 7)] == names
-    with pytest.raises(UsageError, match="8 speculative tokens, expected 1 to 7"):
+    with refuses(UsageError, field="--num-speculative-tokens", found=8):
         candidates_for([8], 7)
 
 
@@ -48,7 +49,7 @@ def request_for(count: int, **params: Any) -> EvaluationPlan:
 def test_a_candidate_is_the_run_with_its_options(
     candidate: Candidate, engine: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    """A resized block is that of `-k`, a narrowed one that of `--verify-width`, conversation by conversation."""
+    """A resized block equals a run with `-k`, a narrowed block a run with `--verify-width`, in every conversation."""
     found = measure_candidate(open_session(TINY, None, smallest(EXACT)), candidate, request_for(2), EXACT)
     expected = measure(open_session(TINY, None, replace(EXACT, **engine)), request_for(2, **params))
     assert found.conversations == expected.conversations
@@ -58,5 +59,6 @@ def test_a_candidate_is_the_run_with_its_options(
 
 def test_a_prompt_that_cannot_be_served_ends_the_run() -> None:
     long = replace(request_for(1), rows=rows_of([list(range(5, 400)) * 6]))
-    with pytest.raises(RequestError, match=r"2370 tokens, expected fewer.*\(of whole-7\)"):
+    with refuses(RequestError, "candidate-prompt-failed", field="whole-7") as error:
         measure_candidate(open_session(TINY, None, smallest(EXACT)), Candidate(7, "whole"), long, EXACT)
+    assert "2370 tokens" in error.value.message

@@ -16,6 +16,7 @@ from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_prompts
+from dflash_testing.refusals import refuses
 
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -41,7 +42,7 @@ def test_parts_and_formats_are_parsed() -> None:
     assert (second.name, second.file_name) == ("kv=fp8+target=int4", "what-if-kv-fp8-target-int4")
     assert len(parse_what_ifs("all")) == sum(map(len, FORMATS.values()))
     for text in ("draft", "draft=fp9", "head=fp8", "", "kv=int4"):
-        with pytest.raises(UsageError, match=r"--what-if .*: expected PART=FORMAT, of draft=bf16\|fp8"):
+        with refuses(UsageError, field="--what-if", found=text):
             parse_what_ifs(text)
 
 
@@ -53,7 +54,7 @@ def test_a_rounded_draft_changes_acceptance_and_no_text(session: PairSession) ->
 
 
 def test_a_rounded_target_is_another_one(session: PairSession) -> None:
-    """It says other text, and what it says is what it says without a draft."""
+    """Its text differs from the original target's, and equals its own text without a draft."""
     before, _ = answers(session.llm.pair)
     pair = pair_of(session, "target=int4")
     after, _ = answers(pair)
@@ -71,7 +72,7 @@ def kept_rows(llm: LLM) -> list[Tensor]:
 
 
 def test_keys_and_values_are_kept_in_the_format(session: PairSession) -> None:
-    """Of prompts and of decoded tokens, of both models; without a what-if they are no values of it."""
+    """Both models store rounded keys and values in prefill and decode. Without a what-if they are not rounded."""
     outputs, llm = answers(pair_of(session, "kv=fp8"))
     _, plain = answers(session.llm.pair)
     for rows, others in zip(kept_rows(llm), kept_rows(plain), strict=True):
@@ -83,7 +84,7 @@ def test_keys_and_values_are_kept_in_the_format(session: PairSession) -> None:
 
 
 def test_a_run_tells_what_was_rounded(session: PairSession) -> None:
-    """So that answers of one pair are not taken for those of another."""
+    """Settings name the rounding, so that --resume cannot mix answers of different pairs."""
     own = replace(session, llm=LLM(pair_of(session, "kv=fp8+draft=int8")))
     assert own.run_settings(PARAMS, chat=False)["rounding"] == "kv=fp8+draft=int8"
     assert "rounding" not in session.run_settings(PARAMS, chat=False)
@@ -101,7 +102,7 @@ def test_bfloat16_is_nothing_new_in_bfloat16(session: PairSession) -> None:
 def test_a_hosted_target_is_not_rounded(session: PairSession) -> None:
     hosted = replace(session.llm.pair, target_runtime="transformers")
     for text in ("target=fp8", "kv=fp8"):
-        with pytest.raises(UnsupportedError, match="transformers' code runs the target"):
+        with refuses(UnsupportedError, "hosted-target-rounded", field="--what-if"):
             rounded(hosted, session.target, parse_what_ifs(text)[0])
     assert rounded(hosted, session.target, parse_what_ifs("draft=fp8")[0]).rounding == "draft=fp8"
 

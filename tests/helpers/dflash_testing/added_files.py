@@ -23,7 +23,7 @@ def run_with(package: str, folder: Path, *args: object) -> support.Outcome:
 
 
 def rule_table_with(package: str, folder: Path) -> str:
-    """The page docs/checks.md as it would be printed if the files of a folder belonged to a package."""
+    """The page docs/reference/checks.md as it would be printed if the files of a folder belonged to a package."""
     script = ROOT / "scripts" / "rule_table.py"
     done = _python_with(package, folder, f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n")
     assert done.code == 0, done.err

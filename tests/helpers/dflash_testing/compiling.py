@@ -1,7 +1,7 @@
-"""Compile every kernel for a GPU on a machine without one: what the interpreter accepts, a compiler may not.
+"""Compile every kernel for a GPU on a machine without a GPU: the compiler rejects code that the interpreter accepts.
 
-Run as a program, in a process of its own where Triton is not interpreted: it calls launchers with tensors of the CPU,
-and in place of each launch compiles the kernel with the types, constants and options of that launch. Nothing runs.
+Use it in a separate process without the interpreter. It calls launchers with CPU tensors. Each launch compiles the
+kernel with the launch's types, constants and options instead of running it.
 """
 
 import importlib
@@ -25,22 +25,22 @@ NAMES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
     torch.bool: "*i1",
 }  # fmt: skip
-"""Triton's names of pointers."""
+"""Triton's names of pointer types."""
 
 Compiled = dict[str, str | None]
-"""What was compiled -> what the compiler said, None where nothing."""
+"""Kernel with types, constants and options -> error message of the compiler, or None."""
 
 SHARED_BYTES = 227 * 1024
-"""What a program may have of it on an H100 or H200."""
+"""Shared memory of one program on an H100 or H200."""
 
 HALF_BYTES = 113 * 1024
-"""Shared memory of each of two programs on a multiprocessor of an H100 or H200."""
+"""Shared memory per program if two programs share a multiprocessor of an H100 or H200."""
 
 
 def compile_launch(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled, light: Sequence[str]
 ) -> None:
-    """Compile what one launch needs, unless it was before; see `run`."""
+    """Compile the kernel of one launch, unless it is already compiled. `light` is as in `run`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,7 +71,7 @@ def compile_launch(
 
 
 def too_heavy(built: Any) -> str | None:
-    """What keeps two programs from sharing a multiprocessor, or makes them keep registers in memory."""
+    """Return the resources of a kernel if it spills registers or two programs do not fit on a multiprocessor."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -86,7 +86,7 @@ def too_heavy(built: Any) -> str | None:
 
 
 def intercept(compiled: Compiled, light: Sequence[str] = ()) -> None:
-    """Let launches compile, and let launchers believe that they are on a GPU which launches early."""
+    """Replace launches by compilation, and make launchers behave as on an H200."""
     from triton.runtime.jit import JITFunction
 
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: compile_launch(self, args, kwargs, compiled, light)
@@ -106,16 +106,17 @@ def intercept(compiled: Compiled, light: Sequence[str] = ()) -> None:
 
 
 def kernel_names() -> set[str]:
-    """Every kernel of the package."""
+    """Return the names of all kernels of the package."""
     modules = [importlib.import_module(info.name)
                for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels.")]  # fmt: skip
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
 def run(calls: Callable[[], None], light: Sequence[str] = ()) -> int:
-    """Compile what these calls launch; says what failed, and which kernels nobody launched. Returns an exit status.
+    """Compile the launches of these calls. Returns the exit status.
 
-    Of kernels named in `light` two programs must fit on a multiprocessor of an H100 or H200.
+    It prints errors, and kernels that no call launched. For the kernels in `light`, two programs must fit on a
+    multiprocessor of an H100 or H200.
     """
     compiled: Compiled = {}
     intercept(compiled, light)
@@ -125,6 +126,6 @@ def run(calls: Callable[[], None], light: Sequence[str] = ()) -> int:
         print(f"{key}\n{said}\n", file=sys.stderr)
     left_out = kernel_names() - {key.split()[0] for key in compiled}
     if left_out:
-        print(f"launched by nothing: {', '.join(sorted(left_out))}", file=sys.stderr)
+        print(f"no call launches: {', '.join(sorted(left_out))}", file=sys.stderr)
     print(f"{len(compiled) - len(failed)} compiled")
     return int(bool(failed or left_out))

@@ -1,4 +1,4 @@
-"""The bundled pair on a GPU, and what waits for one."""
+"""The bundled pair on a GPU, and a detector of synchronisation with the device."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from dflash_testing.pairs import bundled_draft
 
 
 def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
-    """A bundled draft, or none, beside the bundled target."""
+    """Return an LLM of the bundled target and a bundled draft. None gives no draft."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
     config = EngineConfig(**settings)
     draft = bundled_draft(name) if name is not None else None
@@ -24,9 +24,9 @@ def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
 
 @contextmanager
 def detecting_syncs() -> Iterator[None]:
-    """Raise where the host waits for the device."""
+    """Raise an error when the host waits for the device."""
     try:
-        with warnings.catch_warnings():  # torch says that the detector is a prototype, after it has switched it on
+        with warnings.catch_warnings():  # torch warns that the detector is a prototype
             warnings.simplefilter("ignore", UserWarning)
             torch.cuda.set_sync_debug_mode("error")
         yield

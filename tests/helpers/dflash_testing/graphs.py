@@ -1,4 +1,4 @@
-"""Captured steps without a GPU: graphs that run their step again, in an engine whose kernels are interpreted."""
+"""Captured steps without a GPU: stand-ins for CUDA graphs that run their step again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StandInGraph:
-    """Replays a step by running it."""
+    """Stand-in for a CUDA graph: `replay` runs the step again."""
 
     run: Callable[[], tuple[Tensor, ...]]
     results: tuple[Tensor, ...]
@@ -26,7 +26,7 @@ class StandInGraph:
 
 
 class StandInGraphs(DecodeGraphs):
-    """What `DecodeGraphs` does, all but capturing. Buckets in `refused` have no memory."""
+    """`DecodeGraphs` with stand-ins instead of captured graphs. Buckets in `refused` fail for lack of memory."""
 
     def __init__(self, decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]], max_requests: int) -> None:
         super().__init__(decode, max_requests, CPU)
@@ -34,7 +34,7 @@ class StandInGraphs(DecodeGraphs):
         self.attempts: list[tuple[int, StepMode]] = []
 
     def replay(self, rows: Sequence[int], mode: StepMode) -> tuple[Tensor, ...]:
-        """Copies: on a GPU they are on their way to the host before the next replay."""
+        """Return copies of the results: a GPU copies them to the host before the next replay."""
         return tuple(item.clone() for item in super().replay(rows, mode))
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
@@ -50,7 +50,7 @@ class StandInGraphs(DecodeGraphs):
 
 
 def with_stand_ins(llm: LLM) -> StandInGraphs:
-    """Let an LLM on the CPU replay its steps."""
+    """Make an LLM on the CPU replay its steps with stand-ins."""
     runner = llm.engine.runner
     runner.graphs = graphs = StandInGraphs(runner._decode, llm.limits.max_num_requests)
     llm.engine.scheduler.load.keeps_to_ridge = True

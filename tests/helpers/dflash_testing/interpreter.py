@@ -1,6 +1,6 @@
-"""What Triton's interpreter does again at every operation, done once: the same numbers in half the time.
+"""A faster Triton interpreter: the same numbers in half the time, by caching work that every operation repeats.
 
-Its internals are its own: where a name that is replaced here is gone, kernels are interpreted at their usual speed.
+It replaces internals of Triton. If a release of Triton lacks one of them, kernels run at their usual speed.
 """
 
 import inspect
@@ -16,7 +16,7 @@ REPLACED = (
 
 
 def quicken() -> None:
-    """Remember what does not change between operations, and compute nothing that nobody reads."""
+    """Cache values that are constant between operations, and skip computations with unused results."""
     if not HAS_TRITON:
         return
     from triton.runtime import interpreter
@@ -26,12 +26,13 @@ def quicken() -> None:
     _patch_once(interpreter)
     _remember_types(interpreter)
     options = interpreter.interpreter_builder.options
-    if not options.debug:  # each sum and product is done again in int64, for an assertion that only debugging makes
+    # Without this option, Triton repeats sums and products in int64 for an assertion that only debug mode makes.
+    if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 def _patch_once(interpreter: Any) -> None:
-    """Look through each patched module and class once, and patch nothing again within a device function's call."""
+    """Inspect each patched module and class once, and do not patch again inside a call of a device function."""
     is_builtin, patch_lang = interpreter.tl.core.is_builtin, interpreter._patch_lang
     patched: set[Any] = set()
 
@@ -78,7 +79,7 @@ def _patch_once(interpreter: Any) -> None:
 
 
 def _remember_types(interpreter: Any) -> None:
-    """Keep what follows from a type's name: its array type, and the shape of a tensor of it."""
+    """Cache values that depend on a type's name only: the array type, and the shape of a tensor."""
     core = interpreter.tl.core
     get_np_dtype, make_block, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
     dtypes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What Triton would compile for the launches that its interpreter sees: one key for each kernel it would build."""
+"""Launches in the interpreter, and the kernel that Triton would compile for each launch."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from torch import Tensor
 Key = tuple[str, tuple[Any, ...]]
 
 OUTPUTS = ("out", "normed", "total")
-"""What kernels that only compute call what they write; zeros do where nobody looks at the numbers."""
+"""Names of outputs of kernels that only compute. If a test ignores the numbers, zeros replace them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: the kernel that it needs, and its grid."""
+    """One launch: the key of its compiled kernel, and its grid."""
 
     key: Key
     grid: tuple[int, ...]
@@ -24,7 +24,7 @@ class Launch:
 
 @contextmanager
 def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> Iterator[list[Launch]]:
-    """Every launch of the block. With `choices`, kernels that fill OUTPUTS write zeros, which takes no time."""
+    """Record every launch of the block. With `choices`, kernels with OUTPUTS write zeros, which takes no time."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run, launches = InterpretedFunction.run, []
@@ -38,7 +38,7 @@ def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> I
         if compute == "all" or not outputs:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         for output in outputs:
-            (output if isinstance(output, Tensor) else output.base).zero_()  # or what a descriptor is of
+            (output if isinstance(output, Tensor) else output.base).zero_()  # a descriptor has its tensor in `base`
         return None
 
     InterpretedFunction.run = seen
@@ -49,7 +49,10 @@ def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> I
 
 
 def kernel_key(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-    """What decides whether Triton compiles: types, alignment, values of 1 and multiples of 16, constants, options."""
+    """Return everything that decides whether Triton compiles again.
+
+    That is types, alignment, values of 1, multiples of 16, constants and options.
+    """
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
 

@@ -105,7 +105,7 @@ def between_layers(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def far_apart(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of the caches [P, page_size, KV, D] whose last page is 2**31 numbers after the first.
+    """Return copies of the caches [P, page_size, KV, D] with the last page 2**31 numbers after the first.
 
     Memory between the pages is never touched.
     """

@@ -301,7 +301,7 @@ class TestChoice:
 
 
 def test_the_document_names_every_tested_family() -> None:
-    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    text = (ROOT / "docs" / "reference" / "hosted-targets.md").read_text()
     assert not [kind for kind in (*SERVED, *NOT_OVER_PAGES, *REFUSED) if f"`{kind}`" not in text]
 
 

@@ -1,7 +1,6 @@
 """Dumps of vLLM and SGLang are read as what they are; their layouts are written by `dflash_testing.engine_dumps`."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
-from dflash_runtime.errors import CheckpointError, DFlashError, UnknownFormat, UsageError
+from dflash_runtime.errors import MISSING, CheckpointError, UnknownFormat, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.dumps import bundled_rows, dump_to, replayed, request_for
 from dflash_testing.engine_dumps import save_as_sglang, save_as_vllm
+from dflash_testing.refusals import refuses
+
+ROWS, CACHED = "meta_info.hidden_states", "meta_info.cached_tokens"
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +74,8 @@ def test_chunks_of_prefill_cost_the_last_rows_and_shift_none(own: Dump, tmp_path
 def test_prompts_of_vllm_without_responses_are_judged_whole_and_it_is_said(own: Dump, tmp_path: Path) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
     dump = open_dump(tmp_path / "vllm", ids)
-    assert dump.note is not None
-    assert "no responses.jsonl says where prompts end" in dump.note
+    assert isinstance(dump.note, Notice)
+    assert dump.note.id == "prompts-judged"
     for text, whole in zip(dump.texts, own.texts, strict=True):
         assert (text.prompt_len, text.num_rows) == (1, whole.num_rows)
         assert text.token_ids == whole.token_ids[:-1]
@@ -87,23 +90,23 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "id", "fields"),
     [
-        (lambda line: line.pop("prompt_token_ids"), r":1: prompt_token_ids: missing, expected a list of token ids"),
-        (lambda line: line.update(output_ids="x"), r":1: output_ids: found x, expected a list"),
-        (lambda line: line["meta_info"].pop("hidden_states"), r":1: meta_info.hidden_states: missing"),
-        (lambda line: line["meta_info"].update(cached_tokens=3), r":1: meta_info.cached_tokens: found 3, expected 0"),
-        (lambda line: line["meta_info"]["hidden_states"].pop(0), r":1: meta_info.hidden_states has 23 rows, expected"),
-        (lambda line: line["meta_info"]["hidden_states"][2].pop(), r":1: .*: row \d+ is not 768 numbers"),
+        (lambda line: line.pop("prompt_token_ids"), None, {"field": "prompt_token_ids", "found": MISSING}),
+        (lambda line: line.update(output_ids="x"), None, {"field": "output_ids", "found": "x"}),
+        (lambda line: line["meta_info"].pop("hidden_states"), None, {"field": ROWS, "found": MISSING}),
+        (lambda line: line["meta_info"].update(cached_tokens=3), None, {"field": CACHED, "found": 3}),
+        (lambda line: line["meta_info"]["hidden_states"].pop(0), "wrong-number-of-rows", {"field": ROWS, "found": 23}),
+        (lambda line: line["meta_info"]["hidden_states"][2].pop(), "ragged-rows", {"field": ROWS}),
     ],
 )
 def test_responses_that_are_not_what_they_must_be_are_named(
-    change: Callable[[dict[str, Any]], object], message: str, own: Dump, tmp_path: Path
+    change: Callable[[dict[str, Any]], object], id: str | None, fields: dict[str, Any], own: Dump, tmp_path: Path
 ) -> None:
     file = tmp_path / "responses.jsonl"
     ids = save_as_sglang(own, file)
     edit(file, change)
-    with pytest.raises(CheckpointError, match=re.escape(str(file)) + message):
+    with refuses(CheckpointError, id, path=f"{file}:1", **fields):
         open_dump(file, ids)
 
 
@@ -111,7 +114,7 @@ def test_a_file_of_responses_that_was_cut_off_is_named(own: Dump, tmp_path: Path
     file = tmp_path / "responses.jsonl"
     ids = save_as_sglang(own, file)
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match=r"responses.jsonl:3: not valid JSON"):
+    with refuses(CheckpointError, "invalid-json", path=f"{file}:3"):
         open_dump(file, ids)
 
 
@@ -128,37 +131,41 @@ def flatten(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "expected"),
     [
-        (shift, "token_ids is not what its response in responses.jsonl says"),
-        (flatten, r"hidden_states is F64 \[\d+, 768\], expected 3 axes"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "truncated"),
-        (lambda file: file.rename(file.with_name("a.safetensors")), "responses.jsonl has no response with this file"),
+        (shift, {"id": "response-differs", "field": "token_ids"}),
+        (flatten, {"field": "hidden_states", "expected": "3 axes of F64 or F32 or BF16 or F16"}),
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), {"path": "cmpl-0-0.safetensors"}),
+        (lambda file: file.rename(file.with_name("a.safetensors")), {"id": "missing-response"}),
     ],
 )
 def test_files_that_are_not_what_they_must_be_are_named(
-    change: Callable[[Path], object], message: str, own: Dump, tmp_path: Path
+    change: Callable[[Path], object], expected: dict[str, Any], own: Dump, tmp_path: Path
 ) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm")
     change(tmp_path / "vllm" / "cmpl-0-0.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    name = expected.pop("path", None)
+    with refuses(CheckpointError, **expected) as caught:
         open_dump(tmp_path / "vllm", ids)
+    assert name in (None, Path(str(caught.value.path)).name)
 
 
 def test_layers_have_to_be_named_and_as_many_as_there_are(own: Dump, tmp_path: Path) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm")
     save_as_sglang(own, tmp_path / "responses.jsonl")
     for path in (tmp_path / "vllm", tmp_path / "responses.jsonl"):
-        with pytest.raises(UsageError, match="do not say which layers they hold"):
+        with refuses(UsageError, "dump-layer-ids-missing", field="--dump-layer-ids", found=MISSING):
             open_dump(path)
-    with pytest.raises(CheckpointError, match=r"hidden_states is \[\d+, 4, 192\], expected \[\d+, 3, 192\]"):
+    with refuses(CheckpointError, "wrong-shape", field="hidden_states") as caught:
         open_dump(tmp_path / "vllm", ids[1:])
-    with pytest.raises(CheckpointError, match="has rows of 768, expected a multiple of the 5 layers"):
+    assert caught.value.found[1:] == [4, 192]
+    assert str(caught.value.expected).endswith(", 3, 192]")
+    with refuses(CheckpointError, field=ROWS, found=768):
         open_dump(tmp_path / "responses.jsonl", [0, 1, 2, 3, 4])
-    with pytest.raises(UsageError, match="leave out --dump-layer-ids"):
+    with refuses(UsageError, "dump-layer-ids-stated", field="--dump-layer-ids", found=ids):
         open_dump(own.path, ids)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UnknownFormat, match=r"no dump of a known format \(dflash, sglang, vllm\)"):
+    with refuses(UnknownFormat, path=tmp_path / "empty"):
         open_dump(tmp_path / "empty")
 
 
@@ -166,5 +173,5 @@ def test_ids_that_no_vocabulary_has_are_refused_before_anything_is_drafted(own: 
     ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
     dump = open_dump(tmp_path / "vllm", ids)
     text = replace(dump.texts[0], token_ids=(*dump.texts[0].token_ids[:-1], 2048))
-    with pytest.raises(DFlashError, match=r"token_ids: found 2048, expected ids in \[0, 2048\)"):
+    with refuses(CheckpointError, field="token_ids", found=2048, expected="ids in [0, 2048)"):
         replayed(request_for(replace(dump, texts=(text,))))

@@ -51,7 +51,7 @@ def test_the_interval_of_a_position_covers_as_often_as_it_says(name: str) -> Non
 
 
 def test_the_script_prints_both_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--worlds", "even", "--prompts", "8", "--replications", "20", "--num-resamples", "50"]
+    arguments = ["--worlds", "even", "--prompts", "8", "--replications", "20", "--bootstrap", "50"]
     monkeypatch.setattr(coverage, "true_ratio", lambda *_: 2.8)
     monkeypatch.setattr(sys, "argv", ["coverage.py", *arguments])
     assert coverage.main() == 0

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import pytest
@@ -16,6 +17,10 @@ from dflash_cli.acceptance.intervals.statistics import (
 )
 from dflash_runtime.documents import to_json
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+
+
+def numbers_in(text: str | None) -> list[str]:
+    return re.findall(r"\d+", text or "")
 
 
 def compare(base: StepCounts, other: StepCounts) -> Interval | None:
@@ -124,12 +129,12 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     assert first == again
     few, enough = summarise(outputs[:11], 7, num_resamples=100), summarise(outputs, 7, num_resamples=100)
     assert few.acceptance_len_interval is None
-    assert few.acceptance_len_no_interval == "11 prompts, and an interval takes 12 or more"
+    assert numbers_in(few.acceptance_len_no_interval) == ["11", "12"]
     assert enough.acceptance_len_no_interval is None
     assert enough.acceptance_len_interval is not None
-    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was asked for"
+    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was requested"
     assert summarise([], 7).acceptance_len_no_interval == "no verify steps"
-    assert summarise(outputs[:1], 7).acceptance_len_no_interval == "1 prompt, and an interval takes 12 or more"
+    assert numbers_in(summarise(outputs[:1], 7).acceptance_len_no_interval) == ["1", "12"]
     assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
 
 

@@ -21,6 +21,7 @@ from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.refusals import refuses
 
 GSM8K = [
     {"question": f"There are {n} boats with 3 oars each. How many oars?", "answer": f"{n} x 3\n#### {n * 3:,}"}
@@ -147,17 +148,17 @@ def test_the_script_of_speed_bench_writes_messages(tmp_path: Path) -> None:
     assert read(f"speed-bench={tmp_path}").rows[0].value == ["Why?"]
     found = read(f"speed-bench/throughput_1k={tmp_path}")
     assert (found.name, found.rows[0].value) == ("speed-bench/throughput_1k", ["Long."])
-    with pytest.raises(CheckpointNotFound, match=r"no file of throughput_2k; found qualitative.jsonl, throughput_1k"):
+    with refuses(CheckpointNotFound, "no-such-subset", field="--dataset", found="throughput_2k"):
         read(f"speed-bench/throughput_2k={tmp_path}")
 
 
 def test_a_placeholder_of_speed_bench_is_no_prompt(tmp_path: Path) -> None:
     text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     write_rows(tmp_path / "qualitative.jsonl", [{"category": "qa", "turns": [text]}])
-    with pytest.raises(RequestError, match=r"qualitative.jsonl:1: a placeholder, not a prompt") as raised:
+    with refuses(RequestError, "placeholder-prompt") as raised:
         read(f"speed-bench={tmp_path}")
-    assert raised.value.hint is not None
-    assert "speed-bench=FOLDER" in raised.value.hint
+    assert "qualitative.jsonl:1" in raised.value.message
+    assert "--dataset speed-bench=FOLDER" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
@@ -180,7 +181,7 @@ def test_a_file_of_another_kind_has_the_same_rows(kind: str, tmp_path: Path) -> 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test.parquet").write_bytes(b"PAR1")
     monkeypatch.setattr(table_files, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"test.parquet: reading Parquet needs pyarrow") as raised:
+    with refuses(UnsupportedError, "missing-package", path=tmp_path / "test.parquet", found="pyarrow") as raised:
         read(f"gsm8k={tmp_path}")
     assert raised.value.hint == "pip install 'dflash-cli[datasets]'"
 
@@ -188,8 +189,9 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 def test_a_broken_parquet_file_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "test.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(RequestError, match=r"test.parquet: no Parquet file that can be read"):
+    with refuses(RequestError, "cannot-be-read", path=tmp_path / "test.parquet") as raised:
         read(f"gsm8k={tmp_path}")
+    assert "\n" not in raised.value.message
 
 
 LAYOUT = [
@@ -228,65 +230,67 @@ def test_a_dataset_is_named_with_subset_place_and_count(text: str, parts: tuple[
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "id"),
     [
-        (
-            "alpaca",
-            r"--dataset alpaca: no such dataset \(known: gsm8k, humaneval, math500, mbpp, mt-bench, speed-bench",
-        ),
-        ("gsm8k:0", "expected NAME"),
-        ("", "expected NAME"),
-        ("gsm8k:x", "expected NAME"),
+        ("alpaca", "no-such-dataset"),
+        ("gsm8k:0", "usage-error"),
+        ("", "usage-error"),
+        ("gsm8k:x", "usage-error"),
     ],
 )
-def test_what_names_no_dataset_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_an_unknown_or_malformed_dataset_is_refused(text: str, id: str) -> None:
+    with refuses(UsageError, id, field="--dataset", found=text) as caught:
         parse_spec(text)
+    known = "gsm8k, humaneval, math500, mbpp, mt-bench, speed-bench"
+    assert (known in caught.value.message) is (id == "no-such-dataset")
 
 
 def test_a_format_that_nobody_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--dataset-format sglang: MBPP .* is formatted as z-lab or specforge do"):
+    with refuses(UsageError, field="--dataset-format", found="sglang") as caught:
         read(f"mbpp={write_dataset(tmp_path, 'mbpp')}", "sglang")
+    assert "z-lab or specforge" in str(caught.value.expected)
 
 
 def test_two_counts_that_differ_are_refused() -> None:
-    with pytest.raises(UsageError, match="asks for 5 prompts, and --num-prompts for 6"):
+    with refuses(UsageError, "two-counts", field="--num-prompts", found=6, expected="5"):
         read_prompts(None, "gsm8k:5", count=6)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "id", "where"),
     [
-        ("", "no rows"),
-        ('{"question": "x"}', r"test.jsonl:1: no column answer, which GSM8K has; found question"),
-        (f"{json.dumps(GSM8K[0])}\n[1]", r"test.jsonl:2: found a row that is no object"),
-        (f"{json.dumps(GSM8K[0])}\n\n{{", r"test.jsonl:3: not valid JSON"),
-        ('{"question": 5, "answer": "#### 1"}', None),
+        ("", "no-rows", "test.jsonl: "),
+        ('{"question": "x"}', "missing-column", "test.jsonl:1: "),
+        (f"{json.dumps(GSM8K[0])}\n[1]", "row-not-an-object", "test.jsonl:2: "),
+        (f"{json.dumps(GSM8K[0])}\n\n{{", "invalid-json", "test.jsonl:3: "),
+        ('{"question": 5, "answer": "#### 1"}', None, ""),
     ],
 )
-def test_rows_of_another_shape_are_named_by_line(content: str, message: str | None, tmp_path: Path) -> None:
+def test_malformed_rows_are_named_by_line(content: str, id: str | None, where: str, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(content)
-    if message is None:
+    if id is None:
         assert read(f"gsm8k={tmp_path}").rows[0].value.startswith("5\n")
         return
-    with pytest.raises(RequestError, match=message):
+    with refuses(RequestError, id) as caught:
         read(f"gsm8k={tmp_path}")
+    assert where in caught.value.message
 
 
 def test_rows_without_questions_are_named(tmp_path: Path) -> None:
-    for name, message in (("mt-bench", "no column turns or prompt"), ("speed-bench", "no column turns or messages")):
+    for name in ("mt-bench", "speed-bench"):
         write_rows(tmp_path / name / "rows.jsonl", [{"text": "x"}])
-        with pytest.raises(RequestError, match=rf"rows.jsonl:1: {message}.*found text"):
+        with refuses(RequestError, "missing-column", field="turns") as caught:
             read(f"{name}={tmp_path / name}")
+        assert "rows.jsonl:1: " in caught.value.message
 
 
 def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match=r"nowhere/at/all: no folder, no file of rows"):
+    with refuses(CheckpointNotFound, "no-such-dataset-location", field="--dataset", found="nowhere/at/all"):
         read("gsm8k=nowhere/at/all")
-    with pytest.raises(CheckpointNotFound, match=r"holds no file of rows \(.jsonl, .json, .csv, .parquet\)"):
+    with refuses(CheckpointNotFound, "no-row-files", found=str(tmp_path)):
         read(f"gsm8k={tmp_path}")
     (tmp_path / "test.json").write_text('{"a": 1}')
-    with pytest.raises(RequestError, match=r"test.json: found no list of rows"):
+    with refuses(RequestError, "no-list-of-rows", path=tmp_path / "test.json"):
         read(f"gsm8k={tmp_path}")
 
 
@@ -345,7 +349,7 @@ def test_a_hub_that_is_not_reached_points_to_a_folder(local_hub: hub.LocalHub, t
     code, message, hint = show("gsm8k", environment)
     assert code == 4
     assert message.startswith("openai/gsm8k: the hub cannot be reached")
-    assert hint == "check the network and HF_ENDPOINT; or give a folder that holds it: --dataset NAME=DIR"
+    assert hint == "check the network and HF_ENDPOINT; or give a folder with the dataset: --dataset NAME=DIR"
     assert show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2] == [
         4,
         "acme/absent: not found on the hub",

@@ -1,0 +1,38 @@
+"""`dflash docs`: the documentation pages of this release; works offline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from dflash_cli.terminal import console, documentation
+from dflash_cli.terminal.requests import Argument, Request
+
+
+def _complete(typed: str) -> Sequence[str]:
+    return [name for name in documentation.topics() if name.startswith(typed)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocsRequest(Request):
+    """Show a page of the documentation, or list all pages.
+
+    A terminal shows the page in a pager, $PAGER if it is set. A pipe or a file receives the page as Markdown.
+    """
+
+    topic: Annotated[
+        str | None,
+        Argument(
+            metavar="TOPIC", complete=_complete, help="The page to show, such as tutorial. Default: list all pages."
+        ),
+    ] = None
+
+
+def command(request: DocsRequest) -> None:
+    """Show one page, or list all pages by name and title."""
+    if request.topic is not None:
+        console.page(documentation.text(request.topic))
+        return
+    titles = documentation.topics()
+    width = max(map(len, titles))
+    for name, title in titles.items():
+        console.result(f"{name:{width}}  {title}")
