@@ -146,11 +146,6 @@ def test_engine_settings_out_of_range_are_refused(changes: dict[str, Any]) -> No
         EngineConfig(**changes)
 
 
-def test_a_native_target_refuses_a_device_map() -> None:
-    with refuses(UsageError, "device-map-of-native-target", field="device_map", found="auto"):
-        EngineConfig(device_map="auto", target_runtime="native")
-
-
 def test_float64_runs_on_reference_kernels() -> None:
     llm = bundled_llm(bundled_draft_model(dtype=torch.float64), 7, dtype=torch.float64)
     assert llm.engine.runner.kernels.name == "reference"
