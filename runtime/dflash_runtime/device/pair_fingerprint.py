@@ -1,4 +1,4 @@
-"""The fingerprint of a loaded pair: everything that decides what a row of its KV holds, and how rows lie in pages."""
+"""The fingerprint of a loaded pair: everything that decides the content of its KV and the layout of its pages."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.kv_transfer.fingerprint import NO_DRAFT, Fingerprint
 
 LAYOUT = "pages, layers, keys and values, rows, heads"
-"""Of the tensors of a payload; another layout gets another name."""
+"""The order of dimensions in payload tensors. Another order needs another name."""
 
 
 def fingerprint(pair: LoadedPair) -> Fingerprint:
-    """Two pairs with the same fingerprint can go on from each other's KV.
+    """The fingerprint of a pair. Pairs with equal fingerprints can continue from each other's KV.
 
-    Weights are told by digests, not by what they are called; where a pair was put together by hand there are none.
+    Weights count by their digests and not by their names. A pair built by hand lacks digests.
     """
     target, config = pair.target.config, pair.config
     fields: dict[str, Any] = {
