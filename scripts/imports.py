@@ -59,11 +59,7 @@ def modules() -> Mapping[str, Path]:
 
 def imported(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of this project that a file imports, also inside functions and for type checking."""
-    yield from _imported_names(ast.parse(file.read_text(encoding="utf-8")), known)
-
-
-def _imported_names(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -83,15 +79,10 @@ def arrows() -> dict[tuple[str, str], list[tuple[str, str]]]:
     return found
 
 
-def imports_at_start() -> dict[str, set[str]]:
-    """Module -> the modules of this project that are imported with it."""
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules of this project that it imports, also inside functions and for type checking."""
     known = modules()
-    found: dict[str, set[str]] = {}
-    for name, file in known.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        found[name] = {other for other in _imported_names(top, known) if other in known}
-    return found
+    return {name: {other for other in imported(file, known) if other in known} for name, file in known.items()}
 
 
 def circles(below: Mapping[str, set[str]]) -> list[list[str]]:
@@ -156,10 +147,10 @@ def draw() -> str:
     lines.append(
         f"{len(folders)} folders on {height} levels, {len(edges)} imports, cycles: {', '.join(in_circles) or 'none'}"
     )
+    groups = circles(imports())
+    lines.append(f"cycles between files, with imports inside functions and for types: {len(groups)}")
+    lines += [f"    {', '.join(group)}" for group in groups]
     known = modules()
-    every = {name: {other for other in imported(file, known) if other in known} for name, file in known.items()}
-    lines.append(f"cycles between files, with imports inside functions and for types: {len(circles(every))}")
-    lines += [f"    {', '.join(group)}" for group in circles(every)]
     both = sum(wings_of(name, known) == WINGS.keys() for name in known)
     lines.append(f"modules that import both wings: {both}")
     return "\n".join(lines) + "\n"

@@ -140,7 +140,16 @@ def test_the_checkpoint_wing_never_imports_the_measuring_wing() -> None:
 
 
 def test_no_two_files_import_each_other() -> None:
-    assert DRAWING["circles"](DRAWING["imports_at_start"]()) == []
+    """Imports inside functions and for type checking count too."""
+    assert DRAWING["circles"](DRAWING["imports"]()) == []
+
+
+def test_a_cycle_through_a_late_import_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def call() -> None:\n    from package.b import f\n")
+    (tmp_path / "b.py").write_text("if TYPE_CHECKING:\n    from package import a\n")
+    known = {f"package.{name}": tmp_path / f"{name}.py" for name in "ab"}
+    found = {name: set(DRAWING["imported"](file, known)) for name, file in known.items()}
+    assert DRAWING["circles"](found) == [["package.a", "package.b"]]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ EXACT = ("float32", "float64")
 """Dtypes in which the rounding of sums in another order has never changed a token."""
 SHOWN_PROBLEMS = 6
 
+Carrier = Literal["file", "gloo", "nccl", "nixl"]
+
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
@@ -72,7 +74,7 @@ class SideBySide:
 class Disaggregation:
     """Answers with prefill in another process, compared with answers of one engine. A turn is one answer."""
 
-    connector: Annotated[Literal["file", "gloo", "nccl", "nixl"], "transport of the KV"]
+    connector: Annotated[Carrier, "transport of the KV"]
     prefill_draft: Annotated[str | None, "the prefill side's draft, if it is not the pair's draft"]
     dtype: str
     num_turns: Annotated[int, "answers that are compared"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.description import Description
@@ -43,24 +43,52 @@ class Difference(Shown):
     def is_empty(self) -> bool:
         return not any((self.fields, self.carried, self.only_first, self.only_second, self.reshaped, self.rewritten))
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "first": str(self.first.path),
-            "second": str(self.second.path),
-            "dialects": [self.first.dialect, self.second.dialect],
-            "is_equal": None if self.is_empty and self.num_not_compared else self.is_empty,
-            "fields": self.fields,
-            "carried": self.carried,
-            "tensors": {
-                "only_first": list(self.only_first),
-                "only_second": list(self.only_second),
-                "reshaped": self.reshaped,
-                "rewritten": list(self.rewritten),
-                "num_equal": self.num_equal,
-                "num_not_compared": self.num_not_compared,
-            },
-        }
+    @property
+    def document(self) -> "DifferenceDocument":
+        """The document of `dflash inspect --json` of two checkpoints."""
+        return DifferenceDocument(
+            first=str(self.first.path),
+            second=str(self.second.path),
+            dialects=(self.first.dialect, self.second.dialect),
+            is_equal=None if self.is_empty and self.num_not_compared else self.is_empty,
+            fields=self.fields,
+            carried=self.carried,
+            tensors=TensorDifferences(
+                only_first=self.only_first,
+                only_second=self.only_second,
+                reshaped=self.reshaped,
+                rewritten=self.rewritten,
+                num_equal=self.num_equal,
+                num_not_compared=self.num_not_compared,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifferences:
+    """What differs between the tensors of two checkpoints."""
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    reshaped: Mapping[str, tuple[str, str]]
+    rewritten: tuple[str, ...]
+    num_equal: int
+    num_not_compared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferenceDocument:
+    """Result of `dflash inspect` of two checkpoints."""
+
+    KIND: ClassVar[str] = "inspect"
+
+    first: str
+    second: str
+    dialects: tuple[str | None, str | None]
+    is_equal: Annotated[bool | None, "null if values were not compared"]
+    fields: Mapping[str, tuple[Any, Any]]
+    carried: Mapping[str, tuple[Any, Any]]
+    tensors: TensorDifferences
 
 
 def compare(first: Description, second: Description, *, with_values: bool = True) -> Difference:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dflash_cli.checkpoints.opening import open_target, read_any_draft
 from dflash_cli.checkpoints.references import open_checkpoint
@@ -12,6 +12,7 @@ from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Description(Shown):
         return [f"{self.title}: {self.path}", size, *self.notes]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["draft", "target"]:
         """`draft` or `target`."""
         return "draft" if isinstance(self.config, DraftConfig) else "target"
 
@@ -61,26 +62,59 @@ class Description(Shown):
         """Element type -> number of tensors, the most frequent first."""
         return dict(Counter(info.dtype for info in self.checkpoint.tensors.values()).most_common())
 
-    def to_json(self, *, with_tensors: bool = False) -> Json:
-        """As JSON."""
-        config = _derived(self.config) | asdict(self.config)
-        tensors = {"tensors": [_tensor(info) for info in self.checkpoint.tensors.values()]} if with_tensors else {}
-        return {
-            "path": str(self.path),
-            "role": self.kind,
-            "dialect": self.dialect,
-            "evidence": self.evidence,
-            "config": config,
-            "carried": dict(self.carried),
-            "num_parameters": self.num_parameters,
-            "num_bytes": self.num_bytes,
-            "dtypes": self.dtypes,
-            "files": [file.name for file in self.checkpoint.weight_files],
-            "borrowed": list(self.borrowed),
-            "notes": list(self.notes),
-            "unserved": dict(self.unserved),
-            **tensors,
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectDocument:
+    """Result of `dflash inspect` of one checkpoint."""
+
+    KIND: ClassVar[str] = "inspect"
+
+    path: str
+    role: Literal["draft", "target"]
+    dialect: str | None
+    evidence: str
+    config: Mapping[str, Any]
+    carried: Annotated[Mapping[str, Any], "keys of the config without a canonical field"]
+    num_parameters: int
+    num_bytes: int
+    dtypes: Annotated[Mapping[str, int], "number of tensors by element type"]
+    files: tuple[str, ...]
+    borrowed: Annotated[tuple[str, ...], "tensors that a reader takes from the target"]
+    notes: tuple[str, ...]
+    unserved: Annotated[Mapping[str, str], "keys of the config that ask for what dflash does not compute"]
+    tensors: Annotated[tuple[TensorEntry, ...] | None, OPTIONAL, "of --tensors"] = None
+
+
+def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocument:
+    """The document of a description."""
+    checkpoint = found.checkpoint
+    return InspectDocument(
+        path=str(found.path),
+        role=found.kind,
+        dialect=found.dialect,
+        evidence=found.evidence,
+        config=_derived(found.config) | asdict(found.config),
+        carried=found.carried,
+        num_parameters=found.num_parameters,
+        num_bytes=found.num_bytes,
+        dtypes=found.dtypes,
+        files=tuple(file.name for file in checkpoint.weight_files),
+        borrowed=found.borrowed,
+        notes=found.notes,
+        unserved=found.unserved,
+        tensors=tuple(map(_tensor, checkpoint.tensors.values())) if with_tensors else None,
+    )
 
 
 def describe(location: "Location") -> Description:
@@ -157,14 +191,10 @@ def _derived(config: DraftConfig | TargetFacts) -> Json:
     return {"num_draft_tokens": config.num_draft_tokens} if isinstance(config, DraftConfig) else {}
 
 
-def _tensor(info: TensorInfo) -> Json:
-    return {
-        "name": info.name,
-        "dtype": info.dtype,
-        "shape": list(info.shape),
-        "num_bytes": info.num_bytes,
-        "file": info.file.name,
-    }
+def _tensor(info: TensorInfo) -> TensorEntry:
+    return TensorEntry(
+        name=info.name, dtype=info.dtype, shape=tuple(info.shape), num_bytes=info.num_bytes, file=info.file.name
+    )
 
 
 def _range(first: int, last: int) -> str:

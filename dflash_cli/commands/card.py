@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
@@ -13,7 +13,7 @@ from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 if TYPE_CHECKING:
     from dflash_cli.comparing.stored_evaluation import StoredEvaluation
     from dflash_cli.publishing.card_insertion import Insertion
-    from dflash_cli.publishing.model_card import ModelCard
+    from dflash_cli.publishing.model_card import CardDocument, ModelCard
 
 HERE = re.compile(r"""[\s"']/\w""")
 """How a command shows that it names a folder of the machine it was made on."""
@@ -78,14 +78,17 @@ class WrittenCard:
     def text(self) -> str:
         return self.written.text
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def document(self) -> "CardDocument":
         """The document of `dflash card --json`."""
-        return {
-            "output": None if self.path is None else str(self.path),
-            "metadata": dict(self.made.metadata),
-            "block": self.made.block,
-            "left": list(self.written.left),
-        }
+        from dflash_cli.publishing.model_card import CardDocument
+
+        return CardDocument(
+            output=None if self.path is None else str(self.path),
+            metadata=self.made.metadata,
+            block=self.made.block,
+            left=tuple(self.written.left),
+        )
 
     def __repr__(self) -> str:
         return f"WrittenCard({self.path or 'not written'}, {len(self.text.splitlines())} lines)"
@@ -129,7 +132,7 @@ def command(request: CardRequest) -> None:
     """Write the card and print its path, or print the card."""
     found = card(request)
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
     else:
         console.result(found.text if found.path is None else f"{found.path}\n", end="")
 

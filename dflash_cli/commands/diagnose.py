@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
     from dflash_cli.diagnosis.likeliest_cause import Diagnosis
     from dflash_cli.diagnosis.pair_validation import RunReport
+    from dflash_cli.diagnosis.run_document import DiagnoseDocument
 
 FOUND = 3
 
@@ -38,9 +39,18 @@ class Diagnosed(Shown):
     cause: "Diagnosis"
     report: "RunReport"
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `dflash diagnose --json`."""
-        return {**self.cause.to_json(), "report": self.report.to_json()}
+    @property
+    def document(self) -> "DiagnoseDocument":
+        from dflash_cli.diagnosis.run_document import DiagnoseDocument
+
+        cause = self.cause
+        return DiagnoseDocument(
+            has_cause=cause.has_cause,
+            sentence=cause.sentence,
+            next=cause.next_step,
+            rule=cause.rule,
+            report=self.report.run_entry,
+        )
 
     def summary(self) -> list[str]:
         return [self.cause.sentence]
@@ -87,7 +97,7 @@ def command(request: DiagnosisRequest) -> None:
     for note in found.report.notes if found.report.search is not None else ():  # else the sentence has them
         console.warn(note)
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
     else:
         console.result(found.cause.sentence)
     if found.cause.has_cause:

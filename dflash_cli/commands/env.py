@@ -26,13 +26,11 @@ def env(request: EnvironmentRequest) -> "Environment":
 
 def command(request: EnvironmentRequest) -> None:
     """Print the environment."""
-    from dflash_cli.terminal.environment import interpreter
-
     found = env(request)
     if console.is_json():
-        console.result_json({"interpreter": interpreter(), **found.to_json()})
+        console.result_json(found)
     else:
-        console.result(f"{'python':16} {found.python} ({interpreter()}), {found.platform}")
+        console.result(f"{'python':16} {found.python} ({found.interpreter}), {found.platform}")
         for name, version in found.packages.items():
             console.result(f"{name:16} {version or 'not installed'}")
         gpus = "unknown: nvidia-smi not found" if found.gpus is None else "; ".join(found.gpus) or "none"

@@ -9,7 +9,7 @@ import typer
 
 from dflash_cli.acceptance.prompt_options import ConditionOptions
 from dflash_cli.acceptance.replay_options import ReplayOptions
-from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
+from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
@@ -211,9 +211,20 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         force=request.force,
         lock_sha256=_check_lock(request.lock, pair),
     )
-    with request.open_answering(pair, config, workers=request.workers, threads=request.threads) as answering:
-        evaluation, tally = _measure(answering, plan)
-        max_model_len = answering.max_model_len
+    if request.disaggregated:
+        from dflash_cli.handoff.disaggregation import compare_with_one_engine
+        from dflash_cli.handoff.handed_session import open_handed
+
+        with open_handed(pair, config, request, threads=request.threads) as handed:
+            evaluation, tally = _measure(handed, plan)
+            evaluation = compare_with_one_engine(evaluation, handed, plan, tally)
+            max_model_len = handed.max_model_len
+    else:
+        from dflash_cli.workers.open_crew import open_answering
+
+        with open_answering(pair, config, request.workers, threads=request.threads) as answering:
+            evaluation, tally = _measure(answering, plan)
+            max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
     return evaluation, tally, pair, max_model_len
 
@@ -275,7 +286,6 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.acceptance.measure import measure
     from dflash_cli.generation.answers import Tally
-    from dflash_cli.handoff.disaggregation import hold_against_one_engine
     from dflash_cli.workers.crew import WorkersLost
 
     answering.check_params(plan.params)
@@ -292,7 +302,7 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
         console.status(tally.figures(evaluation.seconds))
     else:
         console.status(f"no prompts left to answer: {plan.journal} has every answer")
-    return hold_against_one_engine(evaluation, answering, plan, tally), tally
+    return evaluation, tally
 
 
 def _how_to_continue(plan: "EvaluationPlan") -> str:

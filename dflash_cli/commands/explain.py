@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.rules.report_document import ExplainDocument, RuleEntry, RuleListDocument
 from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import refuse_beside
@@ -62,7 +63,7 @@ def command(request: ExplanationRequest) -> None:
         return
     (found,) = rules
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(ExplainDocument(RuleEntry.of(found)))
         return
     console.result(f"{found.id}  {found.title}\n")
     for label, text in (
@@ -103,7 +104,7 @@ def _find(name: str) -> Rule:
 def _list(rules: list[Rule], *, as_json: bool) -> None:
     """The rules under their themes, in order of id."""
     if as_json:
-        console.result_json({"rules": [rule.to_json() for rule in rules]})
+        console.result_json(RuleListDocument(tuple(map(RuleEntry.of, rules))))
         return
     for theme in dict.fromkeys(rule.theme for rule in rules):
         console.result(theme)

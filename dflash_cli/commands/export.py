@@ -83,7 +83,10 @@ def command(request: ExportRequest) -> None:
     for text in exported.warnings:
         console.warn(text)
     if console.is_json():
-        document = {"to": request.to, "output": str(output) if output is not None else None, "content": exported.text}
-        console.result_json(document | {"warnings": list(exported.warnings)})
+        from dflash_cli.publishing.exports.export_format import ExportDocument
+
+        file = str(output) if output is not None else None
+        warnings = tuple(exported.warnings)
+        console.result_json(ExportDocument(to=request.to, output=file, content=exported.text, warnings=warnings))
     else:
         console.result(exported.text if output is None else f"{output}\n", end="")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
-from dflash_cli.handoff.handoff_options import HandoffOptions, open_handing
+from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
@@ -163,6 +163,7 @@ def run(
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.conditions import make_conditions
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.handoff.handing import open_handing
     from dflash_runtime.device.settings import can_adapt
 
     handing = open_handing(request, named, force=request.force, check_lossless=request.check_lossless)

@@ -82,13 +82,13 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
 
 def command(request: InspectionRequest) -> None:
     """Describe or compare, and print."""
-    from dflash_cli.checkpoints.description import Description
+    from dflash_cli.checkpoints.description import Description, inspect_document
     from dflash_cli.checkpoints.wording import description_lines, difference_lines
 
     found = inspect(request)
     if isinstance(found, Description):
         if console.is_json():
-            console.result_json(found.to_json(with_tensors=request.tensors))
+            console.result_json(inspect_document(found, with_tensors=request.tensors))
             return
         for line in description_lines(found, with_tensors=request.tensors):
             console.result(line)
@@ -96,7 +96,7 @@ def command(request: InspectionRequest) -> None:
             console.note(note)
         return
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
         return
     for line in difference_lines(found, with_tensors=request.tensors):
         console.result(line)

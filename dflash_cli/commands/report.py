@@ -3,12 +3,15 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.publishing.report_format import ReportDocument, ReportedResult, ReportFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +39,17 @@ class ReportRequest(ForceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A written report: its form, its bytes, and (name, acceptance length) of each result."""
+    """A written report: its form, its bytes, and the acceptance length of each result."""
 
-    format: str
+    format: "ReportFormat"
     content: bytes
-    results: tuple[tuple[str, float | None], ...]
+    results: "tuple[ReportedResult, ...]"
 
-    def to_json(self, output: Path | None) -> dict[str, Any]:
+    def document(self, output: Path) -> "ReportDocument":
         """The document of `dflash report --json`."""
-        lengths = [{"name": name, "acceptance_len": length} for name, length in self.results]
-        return {"output": None if output is None else str(output), "format": self.format, "results": lengths}
+        from dflash_cli.publishing.report_format import ReportDocument
+
+        return ReportDocument(output=str(output), format=self.format, results=self.results)
 
     def __repr__(self) -> str:
         return f"Report({self.format}, {len(self.content)} bytes, {len(self.results)} results)"
@@ -60,7 +64,7 @@ def report(request: ReportRequest) -> Report:
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole
-    from dflash_cli.publishing.report_format import choose_format, write_report
+    from dflash_cli.publishing.report_format import ReportedResult, choose_format, write_report
 
     chosen = choose_format(request.output, request.format)
     if request.output is not None:
@@ -69,7 +73,7 @@ def report(request: ReportRequest) -> Report:
     content = write_report(stored, chosen)
     if request.output is not None:
         write_whole(request.output, content)
-    lengths = tuple((item.name, item.evaluation.total.counts.acceptance_len) for item in stored)
+    lengths = tuple(ReportedResult(item.name, item.evaluation.total.counts.acceptance_len or 0.0) for item in stored)
     return Report(format=chosen, content=content, results=lengths)
 
 
@@ -88,6 +92,6 @@ def command(request: ReportRequest) -> None:
     if request.output is None:
         console.result_bytes(made.content)
     elif console.is_json():
-        console.result_json(made.to_json(request.output))
+        console.result_json(made.document(request.output))
     else:
         console.result(str(request.output))

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.engines.pair_serving import judge_pair
+from dflash_cli.engines.serve_document import ServeCommandDocument, ServedEngine
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.verdict import Verdict
+from dflash_cli.rules.report_document import VerdictEntry
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
@@ -52,11 +53,13 @@ class ServeCommands:
     refusals: dict[str, DFlashError | None]
     report: Report
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def document(self) -> ServeCommandDocument:
         """The document of `dflash serve-command --json`."""
-        verdicts = {verdict.engine.name: verdict for verdict in self.report.verdicts}
-        found = [_document(engine, item, verdicts[engine.name]) for engine, item in self.commands.items()]
-        return {"serve_commands": found}
+        verdicts = {verdict.engine.name: VerdictEntry.of(verdict) for verdict in self.report.verdicts}
+        return ServeCommandDocument(
+            tuple(ServedEngine(str(engine), item, verdicts[engine.name]) for engine, item in self.commands.items())
+        )
 
     def __repr__(self) -> str:
         return "\n".join(command.text for command in self.commands.values())
@@ -92,7 +95,7 @@ def command(request: ServeCommandRequest) -> None:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
     else:
         for engine, item in found.commands.items():
             label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
@@ -100,7 +103,3 @@ def command(request: ServeCommandRequest) -> None:
     refusal = next((item for item in found.refusals.values() if item is not None), None)
     if refusal is not None:
         raise refusal
-
-
-def _document(engine: ServingEngine, command: ServeCommand, verdict: Verdict) -> dict[str, Any]:
-    return {"engine": str(engine), **command.to_json(), "verdict": verdict.to_json()}

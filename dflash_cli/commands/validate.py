@@ -3,7 +3,7 @@
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,14 +99,14 @@ def command(request: ValidationRequest) -> None:
     """Check, correct and print."""
     plan, report, pair = _validate(request)
     fails = report.fails(strict=request.strict)
-    document = {**report.to_json(), "passed": not fails}
+    document = replace(report.document, passed=not fails)
     if not console.is_json():
         _print(report, is_target_missing=pair.target is None)
     if request.fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
 
         repaired = repair_draft(plan, report, request.fix_out, force=request.force)
-        document["repaired"] = repaired.to_json() if repaired else None
+        document = replace(document, repaired=repaired.entry if repaired else None)
         fails = (repaired.after if repaired else report).fails(strict=request.strict)
         if not console.is_json():
             _print_repaired(request.fix_out, repaired)

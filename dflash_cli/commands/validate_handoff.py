@@ -1,6 +1,6 @@
 """`dflash validate-handoff`: does the draft's context arrive at the server that decodes?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +62,7 @@ def command(request: HandoffValidationRequest) -> None:
     report = validate_handoff(request)
     fails = report.fails(strict=request.strict)
     if console.is_json():
-        console.result_json({**report.to_json(), "passed": not fails})
+        console.result_json(replace(report.document, passed=not fails))
     else:
         _print(report)
     if fails:

@@ -7,7 +7,6 @@ windows without effect. Faults that only the trainer can correct stay and are li
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
@@ -19,6 +18,7 @@ from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.formats.fields import with_keys
 from dflash_cli.rules.report import Report
+from dflash_cli.rules.report_document import RepairEntry
 from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
@@ -32,13 +32,12 @@ class Repaired:
     fixed: tuple[str, ...]
     after: Report
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "destination": str(self.destination),
-            "dialect": self.dialect,
-            "fixed": list(self.fixed),
-            "left": [item.to_json() for item in self.after.findings],
-        }
+    @property
+    def entry(self) -> RepairEntry:
+        """The copy as a part of the document of `dflash validate`."""
+        return RepairEntry(
+            destination=str(self.destination), dialect=self.dialect, fixed=self.fixed, left=self.after.findings
+        )
 
 
 def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:

@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_cli.diagnosis.pair_validation import RunReport
 from dflash_cli.diagnosis.readings import ReadingResult
@@ -18,14 +17,6 @@ class Diagnosis:
     has_cause: bool
     next_step: str
     rule: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "has_cause": self.has_cause,
-            "sentence": self.sentence,
-            "next": self.next_step,
-            "rule": self.rule,
-        }
 
 
 def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:

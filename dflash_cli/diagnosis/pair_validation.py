@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.run_document import RunReportEntry, RunValidateDocument, SearchEntry
 from dflash_cli.diagnosis.run_level import run_subject
 from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, rules_of
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, open_requested, report_of
+from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
 
 
@@ -24,9 +25,15 @@ class RunReport(Report):
 
     search: ReadingSearch | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        found = self.search.to_json() if self.search is not None else None
-        return {**super(RunReport, self).to_json(), "search": found}
+    @property
+    def document(self) -> RunValidateDocument:
+        return RunValidateDocument(report=self.run_entry, passed=not self.fails())
+
+    @property
+    def run_entry(self) -> RunReportEntry:
+        """The report as a part of a document."""
+        search = SearchEntry.of(self.search) if self.search is not None else None
+        return RunReportEntry(**fields_of(self.entry) | {"search": search})
 
 
 def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:

@@ -12,7 +12,7 @@ with the largest gain is tested on new prompts. The choice does not depend on th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import (
@@ -28,7 +28,6 @@ from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -101,18 +100,6 @@ class ReadingResult:
         """Whether the reading explains low acceptance: it matters, and surely gains on new prompts."""
         return self.matters and self.interval is not None and self.interval.low > 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "factor": self.reading.factor,
-            "reading": self.reading.name,
-            "acceptance_len": self.acceptance_len,
-            "difference": self.difference,
-            "interval": to_json(self.interval),
-            "num_prompts": self.num_prompts,
-            "is_estimate": not self.num_prompts,
-            "explains": self.explains,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
@@ -137,18 +124,6 @@ class ReadingSearch:
     def explanation(self) -> ReadingResult | None:
         """The reading that explains the draft, if one does."""
         return next((item for item in self.results if item.explains), None)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_prompts": self.num_prompts,
-            "num_tokens": self.num_tokens,
-            "acceptance_len": self.acceptance_len,
-            "num_readings": self.num_readings,
-            "left_out": list(self.left_out),
-            "target_runtime": self.target_runtime,
-            "target_quantization": self.target_quantization,
-            "readings": [item.to_json() for item in self.results],
-        }
 
 
 def search_readings(

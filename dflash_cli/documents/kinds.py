@@ -32,22 +32,36 @@ def _printed(command: str, *classes: str) -> Kind:
 
 KINDS: Mapping[str, Kind] = {
     "answers": Kind(
-        "The first line of a file of eval-acceptance --rows; every further line is an answer",
+        "The first line of a file of eval-acceptance --output; every further line is an answer",
         ("acceptance.journal:JournalHead",),
     ),
     "bench": _printed("bench", "tuning.speed:BenchDocument"),
+    "card": _printed("card", "publishing.model_card:CardDocument"),
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
     "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
     "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
+    "diagnose": _printed("diagnose", "diagnosis.run_document:DiagnoseDocument"),
     "dump": Kind(
         "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
         ("acceptance.dumps.own_dump:DumpManifest",),
     ),
+    "env": _printed("env", "terminal.environment:Environment"),
     "eval-acceptance": _printed("eval-acceptance", "acceptance.acceptance_report:Evaluation"),
+    "explain": _printed("explain", "rules.report_document:ExplainDocument", "rules.report_document:RuleListDocument"),
+    "export": _printed("export", "publishing.exports.export_format:ExportDocument"),
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
+    "inspect": _printed(
+        "inspect", "checkpoints.description:InspectDocument", "checkpoints.comparison:DifferenceDocument"
+    ),
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
+    "report": _printed("report", "publishing.report_format:ReportDocument"),
+    "serve-command": _printed("serve-command", "engines.serve_document:ServeCommandDocument"),
     "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
+    "validate": _printed(
+        "validate", "rules.report_document:ValidateDocument", "diagnosis.run_document:RunValidateDocument"
+    ),
+    "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferDocument"),
 }
 
 

@@ -44,13 +44,6 @@ class ServeCommand:
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env.items())
         return "\n".join([*self.commands[:-1], prefix + self.commands[-1]])
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "commands": list(self.commands),
-            "env": dict(self.env),
-            "num_draft_tokens": self.num_draft_tokens,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPair:

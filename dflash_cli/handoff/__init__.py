@@ -1,1 +1,1 @@
-"""Prefill on one engine and decode on another: hand-offs of a run, and rules on two servers that hand KV over."""
+"""Hand-offs of requests: of this tool's runs, of an evaluation's prefill process, and between two other servers."""

@@ -1,9 +1,11 @@
-"""Prefill and decode apart, beside one engine that does both: is the text the same, and is as much accepted.
+"""Compare an evaluation whose prompts another process prefilled with one engine on the same prompts.
 
-Both answer the same prompts, so they are compared turn by turn. Of text, tokens must be the same, or as likely to the
-target as `--check-lossless` allows. Of acceptance, it is the difference of the acceptance lengths, and of how often
-position 1 is accepted, paired by prompt: an interval below nothing is a fall. In float32 rounding does not change what
-is accepted, so there any step that differs is a fault, however few prompts there are.
+Answers are compared turn by turn:
+
+    text         equal tokens, or tokens that are as likely to the target as `--check-lossless` allows
+    acceptance   difference of the acceptance lengths, and of the acceptance of position 1, paired by prompt. The
+                 acceptance has fallen if an interval lies below zero.
+    steps        in float32, rounding changes no accepted token, so one step that differs is a fault
 """
 
 from collections.abc import Callable, Sequence
@@ -11,125 +13,112 @@ from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.disaggregated import EXACT, Disaggregation, SideBySide
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts
+from dflash_cli.acceptance.journal import Journal
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.generation.answers import Answer, Tally
-from dflash_cli.handoff.handoff_problems import without_echoes
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.handoff.handed_session import HandedSession
 from dflash_cli.terminal import console
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.measure import EvaluationPlan
-    from dflash_cli.generation.answers import Answering
-    from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.handoff.handed_session import HandedSession
 
 Pair = tuple[RequestOutput, RequestOutput]
 
 
-def hold_against_one_engine(
-    evaluation: "Evaluation", answering: "Answering", request: "EvaluationPlan", tally: Tally
+def compare_with_one_engine(
+    evaluation: "Evaluation", session: HandedSession, plan: EvaluationPlan, tally: Tally
 ) -> "Evaluation":
-    """The evaluation with what one engine says to the same prompts, where another process has prefilled them."""
-    from dflash_cli.handoff.handed_session import HandedSession
-
-    if not isinstance(answering, HandedSession):
-        return evaluation
-    found = _compare_with_one_engine(answering, request, _all_answers(answering, request, tally))
-    return replace(evaluation, disaggregation=found)
+    """The evaluation with a comparison: this process answers the same prompts again, alone."""
+    return replace(evaluation, disaggregation=_compare(session, plan, _all_answers(session, plan, tally)))
 
 
-def _compare_with_one_engine(
-    session: "HandedSession", request: "EvaluationPlan", answers: Sequence[Answer]
-) -> Disaggregation:
-    """Ask one engine, which is this process's by itself, the same prompts, and hold the answers against its own."""
-    if session.side.counts.num_given_up:
-        console.warn(
-            f"{plural(session.side.counts.num_given_up, 'prompt')} prefilled here instead of in the prefill process: "
-            f"{session.side.counts.why_given_up}"
-        )
-    own = {(item.row.index, item.turn): item.output for item in _ask(session.alone(), request)}
+def _compare(session: HandedSession, plan: EvaluationPlan, answers: Sequence[Answer]) -> Disaggregation:
+    side = session.side
+    if side.counts.num_given_up:
+        prompts = plural(side.counts.num_given_up, "prompt")
+        text = f"{prompts} prefilled here instead of in the prefill process: {side.counts.why_given_up}"
+        console.warn(Notice(text, id="prompts-prefilled-here"))
+    own = {(item.row.index, item.turn): item.output for item in _answer_alone(session.alone(), plan)}
     turns = [(item, own[item.row.index, item.turn]) for item in answers if (item.row.index, item.turn) in own]
-    asked_alike = [turn for turn in turns if turn[0].output.prompt_token_ids == turn[1].prompt_token_ids]
-    handed = [(item, one) for item, one in asked_alike if not _is_prefilled_here(item.output)]
+    same_prompt = [turn for turn in turns if turn[0].output.prompt_token_ids == turn[1].prompt_token_ids]
+    handed = [(item, one) for item, one in same_prompt if not _is_prefilled_here(item.output)]
     pairs = [(one, item.output) for item, one in handed]
     unlike = [pair for pair in pairs if pair[0].token_ids != pair[1].token_ids]
-    prompts = [item.row.prompt_index for item, _ in handed]
-    side = session.side
+    indices = [item.row.prompt_index for item, _ in handed]
     return Disaggregation(
-        connector=side.request.connector,
-        prefill_draft=side.request.draft,
+        connector=side.options.carrier,
+        prefill_draft=side.options.prefill_draft,
         dtype=session.llm.pair.placement.dtype_name,
         num_turns=len(pairs),
         num_same_texts=len(pairs) - len(unlike),
-        num_rounded=sum(_is_rounding(session, request, two) for _, two in unlike),
+        num_rounded=sum(_is_rounding(session, plan, two) for _, two in unlike),
         num_same_traces=sum(starmap(_is_same_trace, pairs)),
-        acceptance_len=SideBySide.compare(*_count(pairs, prompts, sum), confidence=request.confidence),
-        position_1=SideBySide.compare(*_count(pairs, prompts, _num_first), confidence=request.confidence),
+        acceptance_len=SideBySide.compare(*_count(pairs, indices, sum), confidence=plan.confidence),
+        position_1=SideBySide.compare(*_count(pairs, indices, _num_first), confidence=plan.confidence),
         num_handed=sum(output.num_loaded > 0 for _, output in pairs),
         num_rows=sum(output.num_loaded for _, output in pairs),
         num_bytes=side.counts.num_bytes,
-        num_prefilled_here=len(asked_alike) - len(handed),
+        num_prefilled_here=len(same_prompt) - len(handed),
         why_prefilled_here=side.counts.why_given_up or None,
-        problems=tuple(without_echoes((*side.differences, *side.counts.problems))),
+        problems=tuple(dict.fromkeys((*side.counts.problems, *side.differences))),
     )
 
 
-def _all_answers(session: "HandedSession", request: "EvaluationPlan", tally: Tally) -> list[Answer]:
-    """The answers of a run that succeeded, those of an earlier one that it went on from among them."""
-    from dflash_cli.acceptance.journal import Journal
-
-    params = request.params.with_stops(session.stop_token_ids)
-    settings = session.run_settings(params, chat=request.chat)
-    earlier = Journal(request.journal, settings, request.rows, resume=True).answers if request.resume else []
+def _all_answers(session: HandedSession, plan: EvaluationPlan, tally: Tally) -> list[Answer]:
+    """The answers of a run that succeeded, including the answers of an earlier run that it resumes."""
+    params = plan.params.with_stops(session.stop_token_ids)
+    settings = session.run_settings(params, chat=plan.chat)
+    earlier = Journal(plan.journal, settings, plan.rows, resume=True).answers if plan.resume else []
     found = {(item.row.index, item.turn): item for item in (*earlier, *tally.answers) if item.output.error is None}
     return [found[key] for key in sorted(found)]
 
 
-def _ask(session: "PairSession", request: "EvaluationPlan") -> list[Answer]:
-    """The answers of one engine to the prompts of a request."""
-    from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
-    from dflash_cli.acceptance.measure import measure
-
-    console.status("the same prompts by one engine ...")
-    again = replace(request, journal=None, resume=False, num_resamples=0, scores=False)
+def _answer_alone(session: PairSession, plan: EvaluationPlan) -> list[Answer]:
+    """The answers of one engine to the prompts of a plan."""
+    console.status("answering the same prompts with one engine ...")
+    again = replace(plan, journal=None, resume=False, num_resamples=0, scores=False)
     tally = Tally(session.num_draft_tokens)
-    with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
+    with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:
         measure(session, again, tally=tally, progress=progress)
     return [answer for answer in tally.answers if answer.output.error is None]
 
 
 def _is_prefilled_here(output: RequestOutput) -> bool:
-    """Whether no hand-off came; an answer that ended with its first token had nothing to hand over."""
+    """Whether no hand-off came. An answer that ends with its first token needs none."""
     return not output.num_loaded and len(output.token_ids) > 1
 
 
-def _is_rounding(session: "HandedSession", request: "EvaluationPlan", output: RequestOutput) -> bool:
-    """Whether a text that differs is one that rounding may make. A sample in bfloat16 is not judged, and counts so."""
-    if not request.params.is_greedy:
+def _is_rounding(session: HandedSession, plan: EvaluationPlan, output: RequestOutput) -> bool:
+    """Whether rounding can explain a text that differs. Samples in bfloat16 are not judged, and count as rounding."""
+    if not plan.params.is_greedy:
         return session.llm.pair.placement.dtype_name not in EXACT
     return session.llm.check_lossless([output]).is_lossless
 
 
 def _is_same_trace(one: RequestOutput, two: RequestOutput) -> bool:
-    """Step by step the same drafts, and as many of them accepted; answers that were kept in a file have no drafts."""
-    is_counted_alike = (one.acceptance_lengths, one.committed_lengths, one.rejected_ids) == (
+    """Whether every step has the same drafts and accepts as many. Answers from a file have no drafts to compare."""
+    has_same_counts = (one.acceptance_lengths, one.committed_lengths, one.rejected_ids) == (
         two.acceptance_lengths, two.committed_lengths, two.rejected_ids,
     )  # fmt: skip
-    return is_counted_alike and (not two.drafts or one.drafts == two.drafts)
+    return has_same_counts and (not two.drafts or one.drafts == two.drafts)
 
 
 def _num_first(lengths: Sequence[int]) -> int:
-    """Steps that accepted position 1, of their acceptance lengths."""
+    """Number of steps that accepted position 1, from their acceptance lengths."""
     return sum(length > 1 for length in lengths)
 
 
 def _count(
     pairs: Sequence[Pair], prompts: Sequence[int], total: Callable[[Sequence[int]], int]
 ) -> tuple[TokenCounts, TokenCounts]:
-    """Of either side, for each prompt: a total over its steps, and how many they are."""
+    """For each side and each prompt: a total over its steps, and the number of steps."""
     sides = dict.fromkeys(prompts, (0, 0)), dict.fromkeys(prompts, (0, 0))
     for pair, prompt in zip(pairs, prompts, strict=True):
         for output, counts in zip(pair, sides, strict=True):

@@ -1,4 +1,4 @@
-"""A pair of which another process prefills the prompts, turn by turn, and this one decodes."""
+"""A pair whose prompts another process prefills: this process continues from the hand-offs and decodes."""
 
 import shutil
 import socket
@@ -10,9 +10,8 @@ from typing import Any
 
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.handoff.disaggregation_options import CarrierName
-from dflash_cli.handoff.handoff_problems import without_echoes
-from dflash_cli.handoff.prefill_side import PrefillProcess
+from dflash_cli.handoff.handoff_options import DisaggregationOptions
+from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
@@ -28,26 +27,16 @@ NO_DRAFT = "none"
 HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRequest:
-    """How prompts are to reach this process. `draft` is another one than the pair's, or NO_DRAFT; None is the same."""
-
-    connector: CarrierName = "file"
-    draft: str | None = None
-    timeout_s: float = 60.0
-    force: bool = False
-
-
 @dataclass(kw_only=True)
 class PrefillSide:
-    """The prefill process and what carries its hand-offs; `counts` are of all that was asked of it."""
+    """The prefill process, the connector to it, and the counts of all its hand-offs."""
 
-    request: PrefillRequest
+    options: DisaggregationOptions
     process: PrefillProcess
     connector: Connector
     differences: Sequence[str] = ()
     counts: TransferCounts = field(default_factory=TransferCounts)
-    _keys: list[str] = field(default_factory=list)  # all that were asked for
+    _keys: list[str] = field(default_factory=list)  # of all requests so far
 
     def __post_init__(self) -> None:
         self.process.when_lost(self._give_up)
@@ -60,14 +49,17 @@ class PrefillSide:
             self._give_up(self.process.loss)
         self.process.say({"keys": keys, "prompts": prompts, "params": [asdict(item) for item in params]})
         plan = HandoffPlan(
-            connector=self.connector, keys=keys, timeout=self.request.timeout_s, force=self.request.force
+            connector=self.connector,
+            keys=keys,
+            timeout=self.options.handoff_timeout,
+            force=self.options.force_mismatch,
         )
         counts = TransferCounts()
         for delta in llm.stream(prompts, params, handoffs=plan):
             transfers = llm.engine.transfers
             counts = transfers.counts if transfers is not None else counts
-            if delta.output is not None and isinstance(self.connector, FileConnector):
-                shutil.rmtree(self.connector.folder / keys[delta.index], ignore_errors=True)  # disks are not endless
+            if delta.output is not None and isinstance(self.connector, FileConnector):  # keep the disk from filling up
+                shutil.rmtree(self.connector.folder / keys[delta.index], ignore_errors=True)
             yield delta
         self._count(counts)
 
@@ -80,32 +72,31 @@ class PrefillSide:
         own.problems |= counts.problems
 
     def _give_up(self, loss: DFlashError) -> None:
-        """Have nobody wait for files that nobody writes any more; connectors by address notice for themselves."""
+        """Refuse the files that the lost process no longer writes. Other connectors notice the loss themselves."""
         if isinstance(self.connector, FileConnector):
-            with suppress(DFlashError):  # no room to write it down; then the time limit says so
+            with suppress(DFlashError):  # a full disk: the requests run into their time limit instead
                 for key in list(self._keys):
                     self.connector.refuse(key, loss.message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandedSession(PairSession):
-    """A session whose prompts are prefilled on the other side."""
+    """A session whose prompts the other process prefills."""
 
     side: PrefillSide
 
     def _stream(
         self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
     ) -> Iterator[Delta]:
-        """Run prompts that the other process prefills."""
         return self.side.stream(self.llm, prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """As `PairSession.run_settings`: answers of a plain run are no answers of this one."""
-        asked = self.side.request
-        return {**super().run_settings(params, chat=chat), "disaggregated": True, "prefill_draft": asked.draft}
+        """The settings of `PairSession.run_settings`, marked so that a plain run does not resume this run's answers."""
+        settings = super().run_settings(params, chat=chat)
+        return {**settings, "disaggregated": True, "prefill_draft": self.side.options.prefill_draft}
 
     def alone(self) -> PairSession:
-        """The same pair by itself, and nothing in its prefix cache of what came by hand-offs."""
+        """The same pair without the other process. Its prefix cache is empty, so it prefills every prompt itself."""
         self.llm.close()
         self.llm.engine.scheduler.restart()
         return PairSession(**{item.name: getattr(self, item.name) for item in fields(PairSession)})
@@ -113,44 +104,45 @@ class HandedSession(PairSession):
 
 @contextmanager
 def open_handed(
-    pair: OpenedPair, config: EngineConfig, request: PrefillRequest, *, threads: int | None = None
+    pair: OpenedPair, config: EngineConfig, options: DisaggregationOptions, *, threads: int | None = None
 ) -> Iterator[HandedSession]:
-    """Start the prefill process, load the pair in both, and let them meet; it ends with the block.
+    """Start the prefill process, load the pair in both processes and connect them. The process ends with the block.
 
     Raises:
-        HandoffMismatch: what is prefilled there does not fit here, and is not to be forced.
-        DFlashError: whatever loading or meeting raises, on either side.
+        HandoffMismatch: hand-offs of the process do not fit this pair, and `force_mismatch` is not given.
+        DFlashError: an error of loading or connecting, on either side.
     """
-    there, shares = _config_there(config, request)
+    there, shares_gpu = _config_there(config, options)
     with ExitStack() as stack:
-        process = PrefillProcess(_spec(pair, there, request, threads))
+        process = PrefillProcess(_pair_to_load(pair, there, options, threads))
         stack.callback(process.close)
         with console.working("loading weights in the prefill process"):
-            answer = process.hear() if shares else None  # it takes its part of the memory first
+            answer = process.hear() if shares_gpu else None  # it reserves its part of the memory first
         session = load_session(pair, config, threads=threads)
         with console.working("waiting for the prefill process"):
             answer = answer or process.hear()
-        there_is = Fingerprint.read(answer["fingerprint"])
-        differences = without_echoes(session.llm.fingerprint.differences(there_is))
-        if differences and not request.force:
+        differences = session.llm.fingerprint.differences(Fingerprint.read(answer["fingerprint"]))
+        if differences and not options.force_mismatch:
             raise HandoffMismatch(
-                f"what the prefill process hands off does not fit: {'; '.join(differences)}",
-                hint="--force-mismatch takes it all the same, to see what that does to acceptance",
-            )
-        place = _place(request.connector, stack)
-        connector = _meet(process, place, request, session.llm)
+                f"hand-offs of the prefill process do not fit: {'; '.join(differences)}",
+                id="prefill-does-not-fit", field="fingerprint", found=differences,
+                hint="--force-mismatch loads the parts that fit, to see what that does to acceptance",
+            )  # fmt: skip
+        connector = _connect(process, _location(options.carrier, stack), options.handoff_timeout, session.llm)
         stack.callback(connector.close)
-        side = PrefillSide(request=request, process=process, connector=connector, differences=differences)
-        console.status(f"prompts are prefilled in process {process.pid} and handed over by {request.connector}")
+        side = PrefillSide(options=options, process=process, connector=connector, differences=differences)
+        console.status(f"process {process.pid} prefills the prompts and hands them over by {options.carrier}")
         yield HandedSession(side=side, **{item.name: getattr(session, item.name) for item in fields(PairSession)})
 
 
-def _spec(pair: OpenedPair, config: EngineConfig, request: PrefillRequest, threads: int | None) -> Mapping[str, Any]:
-    """The first line that the process is told: what to load."""
+def _pair_to_load(
+    pair: OpenedPair, config: EngineConfig, options: DisaggregationOptions, threads: int | None
+) -> Mapping[str, Any]:
+    """The first message to the process: the pair that it loads."""
     own = None if pair.draft is None else str(pair.draft.checkpoint.path.resolve())
-    draft = own if request.draft is None else None if request.draft == NO_DRAFT else request.draft
+    asked = options.prefill_draft
     return {
-        "draft": draft,
+        "draft": own if asked is None else None if asked == NO_DRAFT else asked,
         "target": str(pair.target.checkpoint.path.resolve()),
         "config": asdict(config),
         "causality": pair.causality,
@@ -158,43 +150,48 @@ def _spec(pair: OpenedPair, config: EngineConfig, request: PrefillRequest, threa
     }
 
 
-def _config_there(config: EngineConfig, request: PrefillRequest) -> tuple[EngineConfig, bool]:
-    """The other engine's config, and whether both share one GPU; where there are more it takes the next.
+def _config_there(config: EngineConfig, options: DisaggregationOptions) -> tuple[EngineConfig, bool]:
+    """The config of the other engine, and whether both engines share one GPU. With several GPUs it takes the next one.
 
     Raises:
-        UsageError: nccl, which joins two GPUs, with one.
+        UsageError: nccl connects two GPUs, and there is one.
     """
     import torch
 
-    there = replace(config, graphs=False)  # which are of steps that decode
-    if request.draft == NO_DRAFT:
+    there = replace(config, graphs=False)  # graphs are for decode steps
+    if options.prefill_draft == NO_DRAFT:
         there = replace(there, num_draft_tokens=0, draft_sampling="greedy")
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus > 1 and config.device_map is None:
         own = int(config.device.partition(":")[2] or 0)
         return replace(there, device=f"cuda:{(own + 1) % num_gpus}"), False
-    if num_gpus and request.connector == "nccl":
+    if num_gpus and options.carrier == "nccl":
         raise UsageError(
-            "--connector nccl joins two GPUs, and there is none to spare", hint="gloo and file do with one"
-        )
+            field="--connector", found="nccl", expected="a carrier for one GPU: nccl connects two",
+            hint="use --connector gloo or file",
+        )  # fmt: skip
     share = config.gpu_memory_utilization / (2 if num_gpus else 1)
     return replace(there, gpu_memory_utilization=share), num_gpus > 0
 
 
-def _place(connector: str, stack: ExitStack) -> str:
-    """A folder for the run, or an address of this machine that is free."""
-    if connector == FOLDER:
+def _location(carrier: str, stack: ExitStack) -> str:
+    """A temporary folder, or a free address of this machine."""
+    if carrier == FOLDER:
         return stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-handoffs-", ignore_cleanup_errors=True))
     with socket.create_server((HOST, 0)) as free:
-        return f"{connector}://{HOST}:{free.getsockname()[1]}"
+        return f"{carrier}://{HOST}:{free.getsockname()[1]}"
 
 
-def _meet(process: PrefillProcess, place: str, request: PrefillRequest, llm: LLM) -> Connector:
-    """Open both sides of a place."""
-    process.say({"place": place, "timeout_s": request.timeout_s})
+def _connect(process: PrefillProcess, location: str, timeout_s: float, llm: LLM) -> Connector:
+    """Open both sides of a location.
+
+    Raises:
+        DFlashError: either side cannot open it.
+    """
+    process.say({"place": location, "timeout_s": timeout_s})
     device = llm.device if llm.device.type == "cuda" else None
     try:
-        connector = open_connector(place, "decode", request.timeout_s, device)
+        connector = open_connector(location, "decode", timeout_s, device)
     except PeerUnreachable:
         if process.loss is not None:
             raise process.loss from None

@@ -1,6 +1,6 @@
-"""The hand-offs of a run of `dflash generate`: where they go, or come from, and what came of them."""
+"""The hand-offs of one run of `dflash generate`: their location, the prompts they bring, and their counts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,34 +10,44 @@ from dflash_cli.generation.answers import Streaming, Tally
 from dflash_cli.generation.generate_document import HandoffFacts
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.handoff.handoff_folder import empty_folder
-from dflash_cli.handoff.handoff_problems import without_echoes
+from dflash_cli.handoff.handoff_folder import check_folder, empty_folder, read_waiting
+from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
 from dflash_runtime.errors import (
     CapacityError,
     DFlashError,
     HandoffMismatch,
     PeerUnreachable,
+    RequestError,
+    UsageError,
 )
 from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
-from dflash_runtime.kv_transfer.connector_locations import open_connector
+from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
-SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch takes what fits of another pair's"
+SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch loads the parts that fit"
+HINTS = {
+    CapacityError.exit_code: "the hand-offs before this one are complete; free some room and run again with --force",
+    PeerUnreachable.exit_code: "start the other side with --handoff-in and the same prompts, or wait longer with "
+    "--handoff-timeout",
+}
+"""Exit code of an error that ends a sending run -> its hint."""
 
 
 @dataclass(kw_only=True)
 class Handing:
-    """Hands the requests of a run off, each under its row's number, or lets them go on from hand-offs.
+    """Hands the requests of a run off under the numbers of their rows, or continues requests from hand-offs.
 
-    Without a place it does neither. `waiting` are those that lie in a folder; prompts and parameters come from them.
-    What vLLM has prefilled has neither, and is found by the prompts that are given.
+    place       folder or address of the hand-offs; None: the run has no hand-offs
+    waiting     the hand-offs in a folder, which bring prompts and sampling parameters
+    is_of_vllm  the folder holds prefills of vLLM, which are found by the prompts of this run
     """
 
     place: str | None = None
@@ -51,39 +61,42 @@ class Handing:
 
     @property
     def prompts(self) -> PromptSet | None:
-        """What waits, as prompts with the numbers, ids and categories that they had where they were prefilled."""
+        """The prompts of the waiting hand-offs, with the numbers, ids and categories of the sending run."""
         rows = [row for row, _ in sorted(self._pairs, key=lambda pair: pair[0].index)]
         return PromptSet(name=str(self.place), rows=rows) if rows else None
 
     @property
     def params(self) -> SamplingParams | None:
-        """How the first of those that wait is to go on; None where the user says how."""
+        """The sampling parameters of the first waiting hand-off; None if the user gives the parameters."""
         return self.waiting[0].params if self.waiting else None
 
     @property
     def kept_in(self) -> str | None:
-        """The folder that holds what was handed off, if it is one."""
+        """The folder that receives the hand-offs; None if this run does not write to a folder."""
         return self.place if self.is_sending and self.is_folder else None
 
     def check_pair(self, llm: LLM) -> None:
-        """Refuse what waits and does not fit the pair, before anything is generated.
+        """Refuse waiting hand-offs that do not fit the pair, before anything is generated.
 
         Raises:
-            HandoffMismatch: naming every difference of the first hand-off that does not fit.
+            HandoffMismatch: names every difference of the first hand-off that does not fit.
         """
         for item in self.waiting:
             if item.finish_reason is None and not self.force:
                 try:
                     check_handoff(item, llm.fingerprint, llm.engine.runner.porter.shapes(item.kv_len))
                 except HandoffMismatch as error:
-                    raise HandoffMismatch(error.message, path=self.place, hint=SAME_PAIR) from error
+                    raise HandoffMismatch(
+                        error.message, id=error.id, path=self.place, field=error.field, found=error.found,
+                        hint=SAME_PAIR,
+                    ) from error  # fmt: skip
 
     @contextmanager
     def opened(self, llm: LLM) -> Iterator[Streaming | None]:
-        """What runs prompts so that they are handed over; an address is opened together with the other side.
+        """Open the location, and give the function that runs prompts with hand-offs. None without hand-offs.
 
         Raises:
-            PeerUnreachable: nobody is at the other end.
+            PeerUnreachable: the other side of an address does not open it.
         """
         if self.place is None:
             yield None
@@ -110,10 +123,11 @@ class Handing:
         params: list[SamplingParams],
         rows: list[PromptRow],
     ) -> Iterator[Delta]:
-        """See `Streaming`.
+        """Run prompts with hand-offs; see `Streaming`.
 
         Raises:
-            DFlashError: the other side is gone or full, or what came does not fit: others would end so too.
+            DFlashError: an error that other prompts would meet too. The other side is gone or full, or a hand-off does
+                not fit.
         """
         by_index = {row.index: item for row, item in self._pairs}
         waiting = [by_index[row.index] for row in rows] if by_index else []
@@ -134,7 +148,7 @@ class Handing:
     def _stream_prefills(
         self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rows: list[PromptRow]
     ) -> Iterator[Delta]:
-        """See `Streaming`; prompts begin with what vLLM has prefilled of them.
+        """Run prompts that continue from prefills of vLLM; see `Streaming`.
 
         Raises:
             DFlashError: see `find_vllm_prefills`.
@@ -155,13 +169,13 @@ class Handing:
 
     @cached_property
     def _pairs(self) -> list[tuple[PromptRow, Handoff]]:
-        """What waits, each with the row that it is."""
-        told = [item.note.get("index") for item in self.waiting]
-        is_told = len(set(told)) == len(told) and all(map(is_int, told))
+        """Each waiting hand-off with its row. Rows are numbered anew if the hand-offs do not all state a number."""
+        indices = [item.note.get("index") for item in self.waiting]
+        has_indices = len(set(indices)) == len(indices) and all(map(is_int, indices))
         return [
             (
                 PromptRow(
-                    index=item.note["index"] if is_told else place,
+                    index=item.note["index"] if has_indices else position,
                     kind="prompt_token_ids",
                     value=list(item.prompt_token_ids),
                     id=item.note.get("id"),
@@ -170,16 +184,17 @@ class Handing:
                 ),
                 item,
             )
-            for place, item in enumerate(self.waiting)
+            for position, item in enumerate(self.waiting)
         ]
 
     def _look_at(self, output: RequestOutput, refuse: Callable[[str], None]) -> None:
-        """Stop at an error that is not of one prompt alone; let the other side know of one that is."""
+        """Stop at an error that other prompts would meet too. Tell the other side of an error of one prompt."""
         assert output.error is not None
         is_unsent = self.is_sending and bool(output.token_ids)
         is_unfit = not self.is_sending and output.exit_code == HandoffMismatch.exit_code
         if is_unsent or is_unfit:
-            error = DFlashError(output.error, hint=SAME_PAIR if is_unfit else HINTS.get(output.exit_code))
+            hint = SAME_PAIR if is_unfit else HINTS.get(output.exit_code)
+            error = DFlashError(output.error, id=output.error_id or "", hint=hint)
             error.exit_code = output.exit_code
             raise error
         if self.is_sending:
@@ -187,28 +202,29 @@ class Handing:
                 refuse(output.error)
 
     def tell(self, tally: Tally) -> None:
-        """Say what came of the hand-offs."""
+        """Print the counts of the hand-offs, and warn of hand-offs that did not fit."""
         counts, size = self.counts, f"{self.counts.num_bytes / 1e6:.1f} MB"
         if self.place is None:
             return
         if self.is_sending:
             console.status(f"{plural(counts.num_sent, 'prompt')} handed off, {size}")
             return
-        console.status(f"{plural(counts.num_loaded, 'prompt')} went on from hand-offs, {size}")
+        console.status(f"{plural(counts.num_loaded, 'prompt')} continued from hand-offs, {size}")
         if counts.num_given_up:
-            console.warn(f"{plural(counts.num_given_up, 'prompt')} prefilled here instead: {counts.why_given_up}")
+            text = f"{plural(counts.num_given_up, 'prompt')} prefilled here instead: {counts.why_given_up}"
+            console.warn(Notice(text, id="prompts-prefilled-here"))
         if counts.problems:
             rates = tally.counts.per_pos_acceptance_rates
-            seen = f"; position 1 was accepted in {rates[0]:.2f} of steps" if rates else ""
-            # The draft's rows decide what is proposed, the target's what is said.
-            is_said_wrongly = any("target " in text for text in counts.problems)
-            harm = "the text may be wrong" if is_said_wrongly else "acceptance may be lower"
-            listed = "; ".join(without_echoes(counts.problems))
-            console.warn(f"went on from hand-offs that do not fit, and {harm} for it{seen}: {listed}")
+            seen = f"position 1 was accepted in {rates[0]:.2f} of steps; " if rates else ""
+            # Draft rows decide which tokens are proposed, target rows which tokens are right.
+            has_wrong_text = any("target " in text for text in counts.problems)
+            harm = "the text may be wrong" if has_wrong_text else "acceptance may be lower"
+            text = f"hand-offs did not fit, so {harm}: {seen}{'; '.join(counts.problems)}"
+            console.warn(Notice(text, id="text-may-be-wrong" if has_wrong_text else "acceptance-may-be-lower"))
 
     @property
     def facts(self) -> HandoffFacts | None:
-        """What was handed off or loaded; None without a place."""
+        """The counts for the JSON document; None without hand-offs."""
         counts = self.counts
         if self.place is None:
             return None
@@ -224,9 +240,44 @@ class Handing:
         )
 
 
-HINTS = {
-    CapacityError.exit_code: "what was handed off before lies there whole; make room and run it again with --force",
-    PeerUnreachable.exit_code: "start the other side with --handoff-in and the same prompts; --handoff-timeout is how "
-    "long it is waited for",
-}
-"""Of what ends a run that hands off."""
+def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: bool, check_lossless: bool) -> Handing:
+    """The hand-offs that the options of a run ask for. Reads the headers in a folder, and writes nothing yet.
+
+    Raises:
+        RequestError: a prompt has several turns.
+        UsageError: the location is malformed, or its folder must not be written to; or `check_lossless` with samples.
+        CheckpointNotFound: the folder to read does not exist.
+        InvalidHandoff: a hand-off in the folder is malformed or truncated.
+    """
+    place = options.handoff_out or options.handoff_in
+    is_sending = options.handoff_out is not None
+    if place is not None:
+        _refuse_turns(given.rows if given is not None else ())
+    is_folder = place is not None and names_folder(place)
+    if is_folder and is_sending:
+        check_folder(str(place), force=force)
+    waiting = read_waiting(str(place)) if options.brings_prompts else ()
+    if check_lossless and not all(item.params.is_greedy for item in waiting):
+        raise UsageError(
+            field="--check-lossless", found="sampled hand-offs",
+            expected="greedy hand-offs: a sampled token has no single right value",
+        )  # fmt: skip
+    return Handing(
+        place=place,
+        is_folder=is_folder,
+        is_sending=is_sending,
+        timeout_s=options.handoff_timeout,
+        force=options.force_mismatch,
+        waiting=waiting,
+        is_of_vllm=options.is_of_vllm,
+    )
+
+
+def _refuse_turns(rows: Sequence[PromptRow]) -> None:
+    row = next((row for row in rows if row.num_turns > 1), None)
+    if row is not None:
+        raise RequestError(
+            f"{row.where}: has {row.num_turns} turns, and a hand-off holds one: the next turn needs the answer",
+            id="handoff-of-several-turns", field=row.where, found=row.num_turns,
+            hint="hand off one turn at a time, as rows with messages",
+        )  # fmt: skip

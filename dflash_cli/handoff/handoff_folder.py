@@ -1,33 +1,33 @@
-"""A folder of hand-offs: whether one may be written, and what waits in it, known from headers and sizes of files."""
+"""A folder of hand-offs: checks before writing, and its hand-offs as their headers and file sizes describe them."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_cli.documents.atomic_file import check_output
-from dflash_runtime.errors import CheckpointNotFound, InvalidHandoff, UsageError
+from dflash_runtime.errors import CheckpointNotFound, InvalidHandoff, UsageError, naming_file
 from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, list_handoffs, read_header
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec, tensor_specs
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 
 LENGTH_BYTES = 8
-"""A file of safetensors begins with the length of its own header, and ends with the last tensor."""
+"""A safetensors file begins with the length of its header, and ends with its last tensor."""
 
 
 def check_folder(place: str, *, force: bool) -> None:
-    """Refuse a folder that hand-offs may not be written to: one that has something in it, without `force`.
+    """Refuse a folder that hand-offs cannot be written to.
 
     Raises:
-        UsageError: the same, its parent does not exist, or it is a file.
+        UsageError: the path is a file, its parent does not exist, or the folder has files and `force` is not given.
     """
     folder = Path(place)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: is a file, expected a folder, new or empty")
+        raise UsageError("is a file, expected a new or empty folder", id="handoff-folder-is-a-file", path=folder)
     check_output(folder, force=force or (folder.is_dir() and not any(folder.iterdir())))
 
 
 def empty_folder(place: str) -> None:
-    """Remove the hand-offs that lie in a folder; whatever else is in it stays."""
+    """Remove the hand-offs and refusals in a folder. Other files stay."""
     folder = Path(place)
     for item in folder.iterdir() if folder.is_dir() else ():
         if (item / HEADER).is_file():
@@ -37,48 +37,49 @@ def empty_folder(place: str) -> None:
 
 
 def read_waiting(place: str) -> tuple[Handoff, ...]:
-    """Every hand-off in a folder, in order. Their tensors have shapes and no content, which is read when it is loaded.
+    """Every hand-off in a folder, in the order of the keys. Tensors have shapes only; loading reads their content.
 
     Raises:
-        CheckpointNotFound: there is no such folder.
-        UsageError: no hand-off is in it.
-        InvalidHandoff: one is malformed, or its tensors' file is not as long as its header says.
+        CheckpointNotFound: the folder does not exist.
+        UsageError: the folder has no hand-offs.
+        InvalidHandoff: a header is malformed, or the file of tensors has another size than the header states.
     """
     folder = Path(place)
     if not folder.exists():
-        raise CheckpointNotFound(f"{folder}: no such directory", hint="dflash generate --handoff-out writes one")
+        raise CheckpointNotFound(
+            "no such directory", id="no-handoff-folder", path=folder, hint="dflash generate --handoff-out writes one"
+        )
     return tuple(_read(folder / key) for key in list_handoffs(folder))
 
 
 def _read(path: Path) -> Handoff:
     header = read_header(path)
-    try:
+    with naming_file(path / HEADER):
         specs = tensor_specs(header)
         handoff = Handoff.read(header, {name: empty_like_spec(spec, "meta") for name, spec in specs.items()})
         if handoff.key != path.name:
-            raise InvalidHandoff(f"key: found {handoff.key!r}, expected {path.name!r}")
+            raise InvalidHandoff(field="key", found=handoff.key, expected=f"the folder's name, {path.name!r}")
         if not handoff.prompt_token_ids:
-            raise InvalidHandoff("prompt_token_ids: empty, expected one token or more")
-    except InvalidHandoff as error:
-        raise InvalidHandoff(error.message, path=path / HEADER, hint=error.hint) from error
+            raise InvalidHandoff(field="prompt_token_ids", found=[], expected="one token or more")
     _check_size(path / TENSORS, specs)
     return handoff
 
 
 def _check_size(file: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Hold the length of a file against the tensors that its header announces."""
+    """Compare the size of a file with the tensors that its header lists."""
     if not specs:
         return
     try:
         with file.open("rb") as stream:
-            own = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+            header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         found = file.stat().st_size
     except OSError as error:
-        raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=file) from error
-    expected = LENGTH_BYTES + own + sum(spec.num_bytes for spec in specs.values())
+        reason = error.strerror or error
+        raise InvalidHandoff(f"cannot be read: {reason}", id="unreadable-handoff", path=file) from error
+    expected = LENGTH_BYTES + header_bytes + sum(spec.num_bytes for spec in specs.values())
     if found != expected:
         raise InvalidHandoff(
-            f"found {found} bytes, expected {expected}, as {HEADER} says",
-            path=file,
-            hint="it was cut short on its way; copy it again, or run its prompt again with --handoff-out",
-        )
+            id="truncated-handoff", path=file, field="size", found=found,
+            expected=f"{expected} bytes, as {HEADER} says",
+            hint="copy it again, or run its prompt again with --handoff-out",
+        )  # fmt: skip

@@ -1,23 +1,23 @@
-"""The options by which `dflash generate` hands requests off, or continues hand-offs. Imports no torch."""
+"""Options for hand-offs: of `dflash generate`, and of `dflash eval-acceptance --disaggregated`. Imports no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 from dflash_cli.terminal.options import SamplingOptions, refuse_beside
-from dflash_cli.terminal.requests import ENGINE, Option, Request, parameters_of
-from dflash_runtime.errors import RequestError, UsageError
+from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
+from dflash_runtime.errors import UsageError
 
-if TYPE_CHECKING:
-    from dflash_cli.generation.prompt_sets import PromptSet
-    from dflash_cli.generation.prompts import PromptRow
-    from dflash_cli.handoff.handing import Handing
+CarrierName = Literal["file", "gloo", "nccl", "nixl"]
+OF_ANSWERS = ("output", "trace", "check_lossless")
+OF_PROMPTS = ("prompt", "prompts", "dataset", "dataset_format", "num_prompts", "max_new_tokens", "chat", "thinking",
+              "chat_template_kwargs")  # fmt: skip
+OF_SAMPLING = (*(item.name for item in parameters_of(SamplingOptions)), "verify_width")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions(Request):
-    """How long a hand-off is waited for, and whether it must fit."""
+    """How long a run waits for a hand-off, and whether a hand-off must fit."""
 
     handoff_timeout: Annotated[
         float,
@@ -59,12 +59,12 @@ class HandoffOptions(TransferOptions):
 
     @property
     def brings_prompts(self) -> bool:
-        """Whether prompts, sampling and lengths come from hand-offs that lie in a folder."""
+        """Whether prompts, sampling parameters and lengths come from the hand-offs in a folder."""
         return self._is_folder and not self.is_of_vllm
 
     @property
     def is_of_vllm(self) -> bool:
-        """Whether what lies in a folder are prefills of vLLM, which hold no tokens."""
+        """Whether the folder holds prefills of vLLM, which have no token ids."""
         if not self._is_folder:
             return False
         from dflash_runtime.kv_transfer.vllm_prefills import has_vllm_prefills
@@ -95,50 +95,45 @@ class HandoffOptions(TransferOptions):
             refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which holds prompts and options")
 
 
-OF_ANSWERS = ("output", "trace", "check_lossless")
-OF_PROMPTS = ("prompt", "prompts", "dataset", "dataset_format", "num_prompts", "max_new_tokens", "chat", "thinking",
-              "chat_template_kwargs")  # fmt: skip
-OF_SAMPLING = (*(item.name for item in parameters_of(SamplingOptions)), "verify_width")
+@dataclass(frozen=True, kw_only=True)
+class DisaggregationOptions(TransferOptions):
+    """Whether another process prefills the prompts, and how its hand-offs reach this process."""
 
+    disaggregated: Annotated[
+        bool,
+        Option(
+            group=MEASURING,
+            help="Prefill in another process, hand every request over and decode here; then compare text, steps and "
+            "acceptance with one engine. Exits with 3 if the hand-off changes them.",
+        ),
+    ] = False
+    connector: Annotated[
+        CarrierName | None,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="With --disaggregated: the carrier of hand-offs. Default: file, a temporary folder.",
+        ),
+    ] = None  # fmt: skip
+    prefill_draft: Annotated[
+        str | None,
+        Option(
+            metavar="DRAFT", group=MEASURING,
+            help="With --disaggregated: prefill with another draft, or with none, to see that it is noticed; with "
+            "--force-mismatch, what it costs.",
+        ),
+    ] = None  # fmt: skip
 
-def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: bool, check_lossless: bool) -> "Handing":
-    """The hand-offs of a run, of which there may be none. Headers of a folder are read; nothing is written yet.
+    @property
+    def carrier(self) -> CarrierName:
+        return self.connector or "file"
 
-    Raises:
-        RequestError: a prompt of several turns.
-        UsageError, CheckpointNotFound: no such place, a folder that may not be written to, or samples that are to be
-            judged.
-        InvalidHandoff: a hand-off in the folder is malformed, or cut short.
-    """
-    from dflash_cli.handoff.handing import Handing
-    from dflash_cli.handoff.handoff_folder import check_folder, read_waiting
-    from dflash_runtime.kv_transfer.connector_locations import names_folder
-
-    place = options.handoff_out or options.handoff_in
-    is_sending = options.handoff_out is not None
-    if place is not None:
-        _refuse_turns(given.rows if given is not None else ())
-    is_folder = place is not None and names_folder(place)
-    if is_folder and is_sending:
-        check_folder(str(place), force=force)
-    waiting = read_waiting(str(place)) if options.brings_prompts else ()
-    if check_lossless and not all(item.params.is_greedy for item in waiting):
-        raise UsageError("--check-lossless: these hand-offs are sampled, and a sample has no single right value")
-    return Handing(
-        place=place,
-        is_folder=is_folder,
-        is_sending=is_sending,
-        timeout_s=options.handoff_timeout,
-        force=options.force_mismatch,
-        waiting=waiting,
-        is_of_vllm=options.is_of_vllm,
-    )
-
-
-def _refuse_turns(rows: "Sequence[PromptRow]") -> None:
-    row = next((row for row in rows if row.num_turns > 1), None)
-    if row is not None:
-        raise RequestError(
-            f"{row.where}: has {row.num_turns} turns, and a turn after the first builds on an answer to come",
-            hint="hand off one turn at a time, as rows with messages",
-        )
+    def check(self) -> None:
+        super().check()
+        if self.disaggregated:
+            return
+        for item in self.changed():
+            if item.name in ("connector", "prefill_draft", "force_mismatch"):
+                raise UsageError(
+                    f"{item.flag} needs --disaggregated", id="option-needs-another", field=item.flag,
+                    hint="add --disaggregated",
+                )  # fmt: skip

@@ -1,102 +1,130 @@
-"""What runs in the prefill process of an evaluation: it loads a pair, runs prompts and hands their requests off.
-
-It is told by lines of JSON on stdin and answers so on stdout; whatever else is written goes to stderr. It ends with
-stdin, so that it does not outlive who has started it.
-
-    {"draft", "target", "config", "causality", "threads"}   the pair        -> {"fingerprint"}
-    {"place", "timeout_s"}                                  where to        -> {"opened"}
-    {"keys", "prompts", "params"}                           requests        -> {"num_sent"}
-
-A foreseen error is `{"message", "hint", "exit_code"}`, after which it ends.
-"""
+"""The prefill process of an evaluation, seen from the decode side: start it, send it messages, notice its end."""
 
 import json
+import logging
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any
 
-from dflash_cli.generation.loaded_pair import open_session
-from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import DFlashError
-from dflash_runtime.kv_transfer.connector import Connector
-from dflash_runtime.kv_transfer.connector_locations import open_connector
-from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
-from dflash_runtime.transfers import HandoffPlan
+from dflash_runtime.errors import DFlashError, PeerUnreachable
 
+MODULE = "dflash_cli.handoff.prefill_main"
+ENDING_S = 5.0
+"""Seconds the process has to end by itself."""
+KEPT_LINES = 20
 
-def main() -> None:
-    """Serve one evaluation, from its first line to its last."""
-    answers = _take_stdout()
-    try:
-        for answer in _serve(_lines()):
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-    except DFlashError as error:
-        answers.write(json.dumps({"message": error.message, "hint": error.hint, "exit_code": error.exit_code}) + "\n")
-        answers.flush()
-        sys.exit(error.exit_code)
+logger = logging.getLogger(__name__)
 
 
-def _take_stdout() -> TextIO:
-    """Stdout for answers alone: what libraries print goes to stderr from here on."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+class PrefillProcess:
+    """A process that prefills. `prefill_main` documents the messages. Its stderr is logged.
 
+    Raises:
+        OSError: it cannot be started.
+    """
 
-def _lines() -> "SimpleQueue[Any]":
-    """What stdin brings, read by a thread that ends the process with it, whatever is under way."""
-    queue: SimpleQueue[Any] = SimpleQueue()
+    def __init__(self, pair: Mapping[str, Any]) -> None:
+        self.loss: DFlashError | None = None  # why the process has ended
+        self._on_loss: Callable[[DFlashError], None] = lambda loss: None
+        self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C reaches the run alone, which then ends this process
+        )
+        self._log = threading.Thread(target=self._read_log, name="prefill-log", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="prefill-answers", daemon=True)
+        self._log.start()
+        self._reader.start()
+        self.say(pair)
 
-    def read() -> None:
-        for line in sys.stdin:
-            queue.put(json.loads(line))
-        os._exit(0)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    threading.Thread(target=read, name="stdin", daemon=True).start()
-    return queue
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message. Does nothing if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
 
+    def hear(self) -> dict[str, Any]:
+        """Wait for the next answer.
 
-def _serve(lines: "SimpleQueue[Any]") -> Iterator[dict[str, Any]]:
-    llm = _load(lines.get())
-    yield {"fingerprint": dict(llm.fingerprint.fields)}
-    told = lines.get()
-    device = llm.device if llm.device.type == "cuda" else None
-    connector = open_connector(told["place"], "prefill", told["timeout_s"], device)
-    yield {"opened": True}
-    while True:
-        yield {"num_sent": _hand_off(llm, connector, lines.get(), told["timeout_s"])}
+        Raises:
+            DFlashError: the process answered with an error, or has ended.
+        """
+        answer = self._answers.get()
+        if answer is None:
+            assert self.loss is not None
+            self._answers.put(None)  # for the next call
+            raise self.loss
+        return answer
 
+    def when_lost(self, act: Callable[[DFlashError], None]) -> None:
+        """Call `act` when the process ends: now if it has already ended, otherwise later in another thread."""
+        with self._lock:
+            self._on_loss = act
+        if self.loss is not None:
+            act(self.loss)
 
-def _load(pair: dict[str, Any]) -> LLM:
-    """The pair that the first line names."""
-    return open_session(
-        pair["draft"],
-        pair["target"],
-        EngineConfig(**pair["config"]),
-        causality=pair["causality"],
-        threads=pair["threads"],
-    ).llm
+    def close(self) -> None:
+        """End the process. It has no work to finish."""
+        self.when_lost(lambda loss: None)
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread, stream in ((self._reader, self._process.stdout), (self._log, self._process.stderr)):
+            thread.join(ENDING_S)
+            if stream is not None and not thread.is_alive():
+                stream.close()
 
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        error: DFlashError | None = None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "exit_code" in answer:
+                error = DFlashError(answer["message"], id=answer["id"], hint=answer["hint"])
+                error.exit_code = answer["exit_code"]
+            else:
+                self._answers.put(answer)
+        self._log.join(ENDING_S)
+        ended = f"the prefill process has ended: {self._last_words()}"
+        error = error or PeerUnreachable(ended, id="prefill-process-ended")
+        with self._lock:
+            self.loss, act = error, self._on_loss
+        self._answers.put(None)
+        act(error)
 
-def _hand_off(llm: LLM, connector: Connector, asked: dict[str, Any], timeout_s: float) -> int:
-    """Run prompts to their first token; whoever waits for one that fails is told so."""
-    keys = tuple(asked["keys"])
-    params = [SamplingParams(**{**item, "stop_token_ids": tuple(item["stop_token_ids"])}) for item in asked["params"]]
-    plan = HandoffPlan(connector=connector, keys=keys, is_sending=True, timeout=timeout_s)
-    num_sent = 0
-    for delta in llm.stream(asked["prompts"], params, handoffs=plan):
-        if delta.output is not None and delta.output.error is not None:
-            with suppress(DFlashError):
-                connector.refuse(keys[delta.index], delta.output.error)
-        num_sent += delta.output is not None and delta.output.error is None
-    return num_sent
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_lines.append(line.rstrip())
+            logger.info("prefill process: %s", line.rstrip())
 
-
-if __name__ == "__main__":
-    main()
+    def _last_words(self) -> str:
+        """The signal that ended the process, or the last line that it wrote."""
+        code = self._process.wait()
+        if code < 0:
+            return f"signal {-code}"
+        return self._last_lines[-1] if self._last_lines else f"exit code {code}"

@@ -5,7 +5,7 @@ The metadata is what the Hub reads: `model-index` as huggingface_hub writes it f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -23,6 +23,18 @@ CONDITIONS = (
     "draft_sampling",
 )  # fmt: skip
 """Settings without which a figure means little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardDocument:
+    """Result of `dflash card`."""
+
+    KIND: ClassVar[str] = "card"
+
+    output: Annotated[str | None, "the card that was written"]
+    metadata: Annotated[Mapping[str, Any], "as the Hub reads it"]
+    block: Annotated[str, "Markdown"]
+    left: Annotated[tuple[str, ...], "metadata that the card states itself"]
 
 
 @dataclass(frozen=True, slots=True)

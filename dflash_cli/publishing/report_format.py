@@ -1,14 +1,34 @@
 """The form of a report: chosen by the file name's suffix or by an option."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_runtime.errors import UsageError
 
 ReportFormat = Literal["html", "png", "md", "csv"]
 Results = Sequence[StoredEvaluation]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedResult:
+    """One of the results of a report."""
+
+    name: str
+    acceptance_len: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportDocument:
+    """Result of `dflash report`."""
+
+    KIND: ClassVar[str] = "report"
+
+    output: str
+    format: ReportFormat
+    results: tuple[ReportedResult, ...]
 
 
 def choose_format(output: Path | None, asked: ReportFormat | None) -> ReportFormat:

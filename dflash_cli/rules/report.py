@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dflash_cli.rules.report_document import ReportEntry, ValidateDocument, VerdictEntry
 from dflash_cli.rules.rule import Finding, Level, Severity
 from dflash_cli.rules.subject import NamedEngine
 from dflash_cli.rules.verdict import Verdict
@@ -38,18 +38,23 @@ class Report(Shown):
         """Whether there is an error, or with `strict` a warning."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "draft": str(self.path),
-            "dialect": self.dialect,
-            "target": self.target,
-            "engines": [str(engine) for engine in self.engines],
-            "level": self.level,
-            "num_rules": self.num_rules,
-            "num_errors": self.count("error"),
-            "num_warnings": self.count("warning"),
-            "findings": [finding.to_json() for finding in self.findings],
-            "verdicts": [verdict.to_json() for verdict in self.verdicts],
-            "search": None,
-            "notes": list(self.notes),
-        }
+    @property
+    def entry(self) -> ReportEntry:
+        """The report as a part of a document."""
+        return ReportEntry(
+            draft=str(self.path),
+            dialect=self.dialect,
+            target=self.target,
+            engines=tuple(map(str, self.engines)),
+            level=self.level,
+            num_rules=self.num_rules,
+            num_errors=self.count("error"),
+            num_warnings=self.count("warning"),
+            findings=self.findings,
+            verdicts=tuple(map(VerdictEntry.of, self.verdicts)),
+            notes=self.notes,
+        )
+
+    @property
+    def document(self) -> ValidateDocument:
+        return ValidateDocument(report=self.entry, passed=not self.fails())

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.subject import NamedEngine
+from dflash_runtime.documents import HIDDEN
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -83,18 +84,18 @@ class Traits:
     is_about_training   the rule doubts how the draft was trained, so a copy with another config repairs nothing
     """
 
-    level: RuleLevel = "headers"
-    stage: Stage = "rest"
-    stops_runtime: bool = False
-    serve_flag: str | None = None
-    is_about_training: bool = False
+    level: Annotated[RuleLevel, HIDDEN] = "headers"
+    stage: Annotated[Stage, HIDDEN] = "rest"
+    stops_runtime: Annotated[bool, HIDDEN] = False
+    serve_flag: Annotated[str | None, HIDDEN] = None
+    is_about_training: Annotated[bool, HIDDEN] = False
 
 
 @dataclass(frozen=True, slots=True)
 class Finding(Traits):
     """One fault: its location (file:key), its effect and its fix. `engines` is empty if it concerns every engine."""
 
-    id: str
+    id: Annotated[str, "of the rule: dflash explain ID"]
     severity: Severity
     location: str
     message: str
@@ -102,17 +103,13 @@ class Finding(Traits):
     fix: str = ""
     source: str = ""
     engines: tuple[str, ...] = ()
-    outcome: Outcome = "serves"
-    repair: Mapping[str, Any] = field(default_factory=dict)
-    correction: str = ""
+    outcome: Annotated[Outcome, "what engines make of it"] = "serves"
+    repair: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
+    correction: Annotated[str, HIDDEN] = ""
 
     def concerns(self, engine: str) -> bool:
         """Whether the finding concerns that engine."""
         return not self.engines or engine in self.engines
-
-    def to_json(self) -> dict[str, Any]:
-        shown = ("id", "severity", "location", "message", "effect", "fix", "source", "outcome")
-        return {**{name: getattr(self, name) for name in shown}, "engines": list(self.engines)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +212,6 @@ class Rule(Traits):
         if len(problems) > MAX_FINDINGS:
             found.append(replace(found[-1], message="more faults of the same kind, not listed"))
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "title": self.title,
-            "severity": self.severity,
-            "engines": list(self.engines),
-            "level": self.level,
-            "theme": self.theme,
-            "effect": self.effect,
-            "fix": fill(self.fix, GENERIC_WORDS),
-            "source": self.source,
-            "text": self.text,
-        }
 
 
 CHECKS: Registry[Rule] = Registry("check")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import NamedEngine, Subject
@@ -46,15 +45,6 @@ class Verdict:
             said = "trained with" if self.is_stated else "not stated, read as"
             text += f" ({said} {sum(self.trained)} of {total} causal)"
         return text
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "engine": str(self.engine),
-            "outcome": self.outcome,
-            "reasons": list(self.reasons),
-            "causal": None if self.causal is None else list(self.causal),
-            "text": self.text,
-        }
 
 
 def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:

@@ -234,7 +234,7 @@ def _callback(name: str, entry: Entry, function: Callable[..., None], kind: type
         # Switches before the command's name are set by now; here they are only added to.
         quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
         verbosity = 2 if debug else 1 if verbose else None
-        console.configure(quiet=quiet or None, verbosity=verbosity, kind=name, json=bool(values.pop(JSON.name, None)))
+        console.configure(quiet=quiet or None, verbosity=verbosity, json=bool(values.pop(JSON.name, None)))
         function(read_request(kind, values))
 
     parameters: list[inspect.Parameter] = []

@@ -15,27 +15,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-SCHEMA_VERSION = 1
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
 
 _is_quiet = False
 _is_json = False
-_kind: str | None = None
 _verbosity = -1  # not set yet
 
 
-def configure(
-    *, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None, json: bool | None = None
-) -> None:
+def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: bool | None = None) -> None:
     """Set how much is printed; None leaves a setting as it is.
 
     `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
-    `kind` is the kind of this run's JSON documents: the name of the command. `json` asks for them instead of text.
+    `json` asks for JSON documents instead of text.
     """
-    global _is_quiet, _verbosity, _kind, _is_json
+    global _is_quiet, _verbosity, _is_json
     _is_json = _is_json if json is None else json
-    _kind = _kind if kind is None else kind
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
         _verbosity = verbosity
@@ -80,16 +75,15 @@ def result_bytes(content: bytes) -> None:
 
 
 def result_json(document: Any) -> None:
-    """Write the one JSON document of a `--json` run: an object of a class with a KIND."""
+    """Write the one JSON document of a `--json` run; see `json_document`."""
     result(json_document(document))
 
 
-def json_document(document: Any, indent: int | None = None, *, kind: str | None = None) -> str:
-    """The text of a document. A mapping gets the schema version and a kind, by default that of the run."""
+def json_document(document: Any, indent: int | None = None) -> str:
+    """The text of a document: an object of a class with a KIND."""
     from dflash_runtime.documents import to_json
 
-    head = {"schema_version": SCHEMA_VERSION, "kind": kind or _kind} if isinstance(document, dict) else {}
-    return json.dumps(head | to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
+    return json.dumps(to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def note(text: str) -> None:

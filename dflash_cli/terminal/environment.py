@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 DISTRIBUTION = "dflash-cli"
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "accelerate", "typer", "rich")
@@ -24,8 +24,11 @@ NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """One installation. `warnings` name other packages whose `dflash` command may start instead."""
+    """This installation. Warnings name other packages whose `dflash` command may start instead."""
 
+    KIND: ClassVar[str] = "env"
+
+    interpreter: str
     python: str
     platform: str
     packages: dict[str, str | None]
@@ -36,15 +39,12 @@ class Environment:
     script: str | None
     warnings: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def describe_environment(version: str) -> Environment:
     """Describe this installation without slow imports and without the value of any secret."""
     cache = _cache()
     return Environment(
+        interpreter=interpreter(),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         packages={DISTRIBUTION: version, **{name: _version(name) for name in PACKAGES}},

@@ -10,7 +10,7 @@ from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_
 from dflash_cli.comparing.comparison_report import ContrastEntry, difference_text, p_value_text
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
-from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
+from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.step_costs import StepTimes
@@ -94,7 +94,7 @@ class TuneDocument:
     what_ifs: tuple[WhatIfEntry, ...]
     settings: Annotated[Mapping[str, Any], "of the trained block"]
     prompts: PromptSource
-    measured: EvaluationRun | ReplayRun
+    measured: EvaluationRun
     seconds: float
     engines: Annotated[tuple[EngineSettings, ...], "empty if drafting pays at no batch size"]
 
@@ -102,6 +102,7 @@ class TuneDocument:
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
     """The document of a tuning and of the settings that engines are given."""
     whole = tuning.whole
+    assert isinstance(whole.measured, EvaluationRun)
     return TuneDocument(
         draft=tuning.session.references["draft"],
         target=tuning.session.references["target"],

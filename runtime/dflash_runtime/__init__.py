@@ -1,5 +1,5 @@
 """The draft/verify runtime: paged KV, scheduling, DFlash drafting, verification and metrics.
 
-This package imports nothing by itself: configs, headers and errors must be readable without torch.
-Start at `llm.py` (the offline API) or `engine.py` (the step loop).
+Importing the package imports no module of it, so that configs, headers and errors need no torch. Read `llm.py` (the
+offline API) or `engine.py` (the step loop) first.
 """

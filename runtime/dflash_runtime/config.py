@@ -1,11 +1,11 @@
-"""Frozen descriptions of a draft, a target and an engine; everything derived is a property.
+"""Frozen descriptions of a draft, a target and an engine. Every derived value is a property.
 
-Nothing here reads a file or imports torch. Dialects are turned into `DraftConfig` by the command line's `formats`
-package and nowhere else, so every field below has one meaning:
+Nothing here reads a file or imports torch. Only the `formats` package of the command line turns dialects into
+`DraftConfig`, so every field has one meaning:
 
-* `target_layer_ids`: 0-based indices of the target's decoder layers whose OUTPUT feeds the draft.
-* `block_size`: tokens in a block, the anchor included.
-* `causal`, `windows`: one entry a draft layer.
+* `target_layer_ids`: 0-based indices of target layers. The draft reads the OUTPUT of these layers.
+* `block_size`: tokens in a block, including the anchor.
+* `causal`, `windows`: one entry per draft layer.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from dflash_runtime.json_values import is_int, is_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding in one form. `params` holds what the type needs beyond theta (factor, beta_fast, ...)."""
+    """A rotary embedding in canonical form. `params` has the parameters of its kind: factor, beta_fast and others."""
 
     theta: float
     kind: str = "default"
@@ -35,7 +35,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """The target a checkpoint names for itself."""
+    """The target that a checkpoint names as its own."""
 
     name_or_path: str
     architectures: tuple[str, ...] = ()
@@ -43,11 +43,11 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it.
+    """A DFlash draft of any dialect. `family` names the file in `drafts/` that runs it.
 
-    With `has_sinks` every layer has an attention sink for each of its heads.
-    With `has_target_scale` rows of the target's embedding are also multiplied as the target does it: the native dialect
-    where it states no scale. No key says so, and it is no part of what drafts are compared by.
+    has_sinks          every layer has an attention sink for each head
+    has_target_scale   rows of the target's embedding are also multiplied by the target's embedding scale. This holds
+                       for native drafts that state no scale. No config key has it, and comparisons of drafts ignore it.
     """
 
     hidden_size: int
@@ -123,27 +123,27 @@ class DraftConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K as the draft was trained: every block position but the anchor."""
+        """K as the draft was trained: all block positions without the anchor."""
         return self.block_size - 1
 
     @property
     def num_taps(self) -> int:
-        """How many target layers feed the draft."""
+        """The number of target layers that feed the draft."""
         return len(self.target_layer_ids)
 
     @property
     def feature_size(self) -> int:
-        """Width of one tapped target layer."""
+        """The width of one tapped target layer."""
         return self.target_hidden_size if self.target_hidden_size is not None else self.hidden_size
 
     @property
     def has_own_width(self) -> bool:
-        """Whether the target's embedding and head are of another width, so that the draft brings its own."""
+        """Whether draft and target differ in width, so that the draft needs its own embedding and head."""
         return self.feature_size != self.hidden_size
 
     @property
     def has_reduced_vocab(self) -> bool:
-        """Whether the draft proposes over fewer ids than the target has, and so needs an id map."""
+        """Whether the draft has fewer token ids than the target, and so needs an id map."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
@@ -153,22 +153,22 @@ class DraftConfig:
 
     @property
     def is_causal(self) -> bool | None:
-        """The one causality of all layers, or None where they differ."""
+        """Whether all layers are causal; None if layers differ."""
         return self.causal[0] if len(set(self.causal)) == 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
-    """What a draft has to know of its target, whatever its layers are. None is what the config does not state.
+    """The facts about a target that a draft depends on, for any kind of target. None: the config lacks the fact.
 
-    layer_kinds   one a layer: full, sliding, chunked, latent, linear, convolution, mamba or feed-forward, or the name
-                  that the config has for another kind; empty where the config does not say
-    windows       one a layer, None where it has none; empty where it is not known
-    rope          the one rope of all layers; where kinds of layers differ, `ropes` has one for each kind that has any
-    nested_in     the key of a wrapper's config that the decoder's is found in
-    quantization  how the weights are packed, as the config names it
-    not_known     what the config says beyond a dense decoder of full and sliding layers, such as experts. A target
-                  with anything in it can be served by engines, and is not run here.
+    layer_kinds    one per layer: full, sliding, chunked, latent, linear, convolution, mamba, feed-forward, or another
+                   name from the config; empty if unknown
+    windows        one per layer, None for a layer without a window; empty if unknown
+    rope           the rope of all layers. If kinds of layers differ, `ropes` has one per kind with a rope instead.
+    nested_in      the key of a wrapper's config that holds the decoder's config
+    quantization   the name that the config has for the packing of the weights
+    not_known      features beyond a dense decoder of full and sliding layers, such as experts. Native code of this
+                   runtime supports none of them.
     """
 
     model_type: str
@@ -195,7 +195,7 @@ class TargetFacts:
 
     @property
     def embedding_scale(self) -> float:
-        """What the target multiplies rows of its embedding with as it looks them up. Source: transformers' Gemma."""
+        """The factor by which the target multiplies rows of its embedding. Source: transformers' Gemma."""
         return float(self.hidden_size**0.5) if self.model_type.lower().startswith("gemma") else 1.0
 
     def __post_init__(self) -> None:
@@ -205,9 +205,9 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Feed-forwards of which a router chooses `num_chosen` for each row, in place of one, in some layers.
+    """Experts in some layers, in place of one feed-forward. A router chooses `num_chosen` experts for each row.
 
-    Scores are the router's probabilities; with `has_normalised_scores` those of the chosen experts sum to one.
+    Scores are the router's probabilities. With `has_normalised_scores` the scores of the chosen experts sum to one.
     """
 
     num_experts: int
@@ -226,7 +226,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnCache:
-    """Bytes of a cache that a target keeps by itself: of each token, and of each text besides."""
+    """The size of a target's own cache: bytes per token, and further bytes per text."""
 
     token_bytes: int = 0
     text_bytes: int = 0
@@ -234,10 +234,11 @@ class OwnCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig(TargetFacts):
-    """A decoder target, known well enough to be run: of full and sliding layers, unless it keeps its own cache.
+    """A decoder target that can run: with full and sliding layers, or with its own cache.
 
-    `other_kv_shapes` has KV heads and their size of the layers in which they are others than those of the config.
-    With `own_cache` none of its KV is in our pages, and heads and windows are nobody's to read but its own code's.
+    other_kv_shapes   KV heads and head size of layers that differ from the config
+    own_cache         the target keeps its KV in its own cache and not in pages; only its own code reads its heads and
+                      windows
     """
 
     intermediate_size: int
@@ -272,19 +273,23 @@ class TargetConfig(TargetFacts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs. None and "auto" mean "decide from the checkpoints and the machine".
+    """The settings of an engine. None and "auto" mean: decide from the checkpoints and the machine.
 
-    A step with prompts has `max_batched_tokens` rows at most, those of requests that decode included; a quarter is
-    for prompts in any case. `kv_memory_bytes` sets the size of the page pool; without it the pool takes the memory
-    that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of their results when scheduling is
-    asynchronous. Requests without a seed get theirs from `seed`; with None, that is another number each time. With
-    `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width` steps verify as many rows of
-    a block as promise the most tokens a second on this GPU, or decode plainly: the text is the same, and the
-    acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native family,
-    transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
-    cache where our pages do not do, and with "transformers-cache" in any case. `device_map` spreads the target over
-    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices. In the
-    folder `prefix_store` prompts that were run are kept, for later runs of the same pair to begin with.
+    max_batched_tokens       the most rows of a step with prompts, including decoding requests. At least a quarter of
+                             the rows is for prompts.
+    kv_memory_bytes          the size of the page pool. Without it the pool gets the memory that
+                             `gpu_memory_utilization` allows.
+    max_in_flight            steps that asynchronous scheduling queues before it reads results
+    graphs                   capture decode steps on a GPU as CUDA graphs
+    adaptive_width           verify as many rows of each block as give the most tokens per second on this GPU, or decode
+                             plainly. The text stays the same; the counted acceptance is capped.
+    target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
+                             over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
+                             if a family supports the target, otherwise transformers.
+    device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
+                             modules to devices
+    prefix_store             the folder that keeps prompts for later runs of the same pair
+    seed                     seeds of requests without a seed are derived from it; with None it is random
     """
 
     device: str = "auto"
@@ -312,27 +317,33 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise UsageError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+                raise UsageError(field=name, found=getattr(self, name), expected=", ".join(choices))
         for name in ("max_num_requests", "page_size", "max_in_flight"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(field=name, found=getattr(self, name), expected="at least 1")
         for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes"):
             value = getattr(self, name)
-            if value is not None and value < (0 if name == "num_draft_tokens" else 1):
-                raise UsageError(f"{name} must be positive, got {value}")
+            minimum = 0 if name == "num_draft_tokens" else 1
+            if value is not None and value < minimum:
+                raise UsageError(field=name, found=value, expected=f"at least {minimum}")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+            found = self.gpu_memory_utilization
+            raise UsageError(field="gpu_memory_utilization", found=found, expected="above 0 and at most 1")
         if self.device_map is not None and self.target_runtime == "native":
-            raise UsageError("a device map is for targets that transformers runs, not for --target-runtime native")
+            raise UsageError(
+                "--device-map does not go with --target-runtime native: only transformers spreads a target",
+                id="device-map-of-native-target", field="device_map", found=self.device_map,
+            )  # fmt: skip
 
     @property
     def wanted_runtime(self) -> str:
-        """Whose code is to run the target, or `auto`."""
+        """The `target_runtime` with the effect of `device_map`, which needs transformers."""
         is_hosted = self.device_map is not None and self.target_runtime != "transformers-cache"
         return "transformers" if is_hosted else self.target_runtime
 
     @property
     def is_async(self) -> bool:
+        """Whether steps are queued before the results of earlier steps are read."""
         return self.scheduling == "async"
 
 
@@ -343,7 +354,7 @@ CHOICES = {
     "scheduling": ("async", "sync"),
     "target_runtime": ("auto", "native", "transformers", "transformers-cache"),
 }
-"""What each engine setting that is a word may be."""
+"""Engine settings with a fixed set of values."""
 
 
 def _require_count(name: str, value: object, minimum: int = 1) -> None:

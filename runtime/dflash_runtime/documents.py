@@ -142,7 +142,7 @@ def schema_of(title: str, *kinds: type) -> dict[str, Any]:
     """JSON Schema of a document that has one of these classes."""
     defs: Defs = {}
     found = [_object_schema(kind, defs) for kind in kinds]
-    body = found[0] if len(found) == 1 else {"oneOf": found}
+    body = found[0] if len(found) == 1 else {"anyOf": found}
     head = {"$schema": SCHEMA_DIALECT, "title": title}
     return head | body | ({"$defs": dict(sorted(defs.items()))} if defs else {})
 
@@ -439,16 +439,25 @@ def _field_keys(kind: Any) -> Iterator[_Key]:
         default = MISSING if field.default is NO_DEFAULT else field.default
         if field.default_factory is not NO_DEFAULT:
             default = field.default_factory()
+        kind = _json_type(hints[field.name])
+        if OPTIONAL in marks and default is None:
+            kind = _without_null(kind)
         yield _Key(
             name=field.name.rstrip("_"),
             attribute=field.name,
-            type=_json_type(hints[field.name]),
+            type=kind,
             description=_description(marks),
             default=default,
             is_inline=INLINE in marks,
             is_optional=OPTIONAL in marks,
             is_required=OPTIONAL not in marks and NOT_REQUIRED not in marks,
         )
+
+
+def _without_null(kind: _JsonType) -> _JsonType:
+    """The type of a key that is left out instead of being null."""
+    members = [member for member in kind.members if member is not SCALARS[NoneType]] if isinstance(kind, _Union) else []
+    return members[0] if len(members) == 1 else _Union(tuple(members)) if members else kind
 
 
 def _computed_keys(kind: type) -> Iterator[_Key]:

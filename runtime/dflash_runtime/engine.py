@@ -1,15 +1,14 @@
-"""The step loop: schedule a batch, queue it on the device, commit results that have come back.
+"""The step loop: schedule a batch, queue it on the device, commit the results of earlier steps.
 
-Synchronous, a step's results are read before the next is scheduled. Asynchronous, `max_in_flight` steps are queued
-before the oldest one's results are read, so the device never waits for the host; where a long one is queued, tokens
-of the steps before are committed while it runs. The scheduler does not know how many drafts the steps in flight
-accept, and plans for every count they can give: pages are reserved as if all were accepted, a request that the queued
-steps end in any case is left out, and nothing is preempted while a step is in flight.
+The synchronous loop reads the results of a step before it schedules the next one. The asynchronous loop queues
+`max_in_flight` steps before it reads the results of the oldest one, so the device never waits for the host. While a
+long step runs, the loop commits the tokens of earlier steps. The scheduler does not know how many drafts the steps in
+flight accept, so it plans for every count. It reserves pages as if all drafts were accepted. It leaves out a request
+that the queued steps surely end. It preempts requests only without steps in flight.
 
-A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
-many run at a time; out of memory, with half as many rows. One that fails alone, and again, ends with the error,
-and the others go on. So a batch that does not fit the memory is cut until it does, and a request that cannot be run is
-found by itself.
+A failed step is undone. All requests restart from their tokens in an empty pool, half as many run at a time, and after
+a lack of memory with half as many rows. A request that fails twice while it runs alone ends with the error; the other
+requests continue. So a batch shrinks until it fits the memory, and a request that cannot run is found.
 """
 
 import logging
@@ -34,24 +33,24 @@ from dflash_runtime.transfers import HandoffPlan, Transfers
 logger = logging.getLogger(__name__)
 
 NUM_GOOD_STEPS = 200
-"""Steps without a failure after which the load that was shed is doubled: each attempt may cost a prefill of all."""
+"""Good steps in a row before a reduced load is doubled. A wrong attempt costs a prefill of all requests."""
 
 LONG_ROWS = 256
-"""Rows of a step that keeps the device busy while the host reads what came before: an H200 some 9 ms and more."""
+"""Rows of a long step. It takes an H200 9 ms or more, so that the host can read earlier results meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens of a request that became final; none where it only ended."""
+    """New tokens of a request. The list is empty if the request only ended."""
 
     request: Request
     token_ids: list[int]
 
 
 class Engine:
-    """Takes requests and steps until none is left. `max_in_flight` 0 is the synchronous loop.
+    """Runs requests in steps. `max_in_flight` 0 is the synchronous loop.
 
-    `seed` is what the seeds of requests without one are made from; None takes another in every engine.
+    Requests without a seed get one that is derived from `seed`. With None, every engine draws its own `seed`.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
-        self.transfers: Transfers | None = None  # of the call that runs, where it hands off or goes on from hand-offs
-        self.failure: DFlashError | None = None  # why nothing runs any more
+        self.transfers: Transfers | None = None  # of the running call, if it uses hand-offs
+        self.failure: DFlashError | None = None  # why the engine is closed
         self._in_flight: deque[PendingForward] = deque()
-        self._touched: dict[Request, None] = {}  # may have tokens, or an end, that nobody has heard of
-        self._is_whole = True  # host and device agree; false while a step is under way
-        self._num_failures = 0  # since a token was last committed
+        self._touched: dict[Request, None] = {}  # may have undelivered tokens or have ended
+        self._is_whole = True  # host and device agree; False during a step
+        self._num_failures = 0  # since the last committed token
         self._num_good_steps = 0  # since the last failure
         self._seed = randbits(63) if seed is None else seed
         self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Scheduler.check` for what is refused.
+        """Queue a request that `Scheduler.check` accepts.
 
         Raises:
             DFlashError: the device failed before, and the engine is closed.
@@ -87,9 +86,8 @@ class Engine:
     def step(self) -> list[Committed]:
         """Queue one step, commit the results that are due, and return what was committed.
 
-        With nothing to queue, commit the oldest results. A failed step is undone: see `RequestOutput.error` for the
-        request that ends with it. Raises only a failed assertion, and signals such as Ctrl-C that are no `Exception`;
-        the next step goes on from the committed tokens.
+        Without work to queue, commit the oldest results. A failed step is undone. Only failed assertions and exceptions
+        such as Ctrl-C are raised. The next step continues from the committed tokens.
         """
         with self._undoing_failures():
             self._advance_transfers()
@@ -105,9 +103,9 @@ class Engine:
         return self.deliver()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Committed]:
-        """Queue requests that were checked and step until they have ended. Leaving early drops those that have not.
+        """Queue checked requests and step until they have ended. Closing the generator drops unfinished requests.
 
-        When a step raises, what ended in it is yielded before.
+        If a step raises, the requests that ended in it are yielded first.
         """
         own = dict.fromkeys(requests)
         try:
@@ -124,22 +122,22 @@ class Engine:
             self.abort(list(own))
 
     def open_transfers(self, plan: HandoffPlan | None, fingerprint: Fingerprint) -> None:
-        """Let requests be handed off, or go on from hand-offs, until `close_transfers`."""
+        """Let requests be handed off, or continue from hand-offs, until `close_transfers`."""
         self.transfers = Transfers(plan, fingerprint, self.runner, self.scheduler) if plan is not None else None
 
     def close_transfers(self) -> None:
-        """Forget hand-offs that are under way."""
+        """Forget unfinished hand-offs."""
         if self.transfers is not None:
             self.transfers.close()
             self.transfers = None
 
     def deliver(self) -> list[Committed]:
-        """Tokens that were committed and not handed out yet, and requests that ended."""
+        """Committed tokens that were not delivered yet, and requests that ended."""
         committed = []
         sending: dict[Request, None] = {}
         for request in self._touched:
             if request.is_sending:
-                sending[request] = None  # it has ended when its KV is handed off, or could not be
+                sending[request] = None  # it ends when its hand-off succeeds or fails
                 continue
             token_ids = request.output_token_ids[request.num_delivered :]
             if token_ids or request.is_finished:
@@ -149,7 +147,7 @@ class Engine:
         return committed
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """Drop requests, by default all, and forget the steps in flight once none is left."""
+        """Drop requests, by default all. Without any request left, forget the steps in flight too."""
         self._mend()
         self._is_whole = False
         self.scheduler.abort(requests)
@@ -160,7 +158,7 @@ class Engine:
             self.scheduler.load.restore()
 
     def _end_of(self, own: dict[Request, None], committed: list[Committed]) -> Iterator[Committed]:
-        """Those of a call's own requests, which leave `own` when they have ended."""
+        """Yield the tokens of a call's own requests, and remove ended requests from `own`."""
         for item in committed:
             if item.request in own:
                 if item.request.is_finished:
@@ -169,16 +167,16 @@ class Engine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest results: as many steps are queued as may be, or a long one right behind it.
+        """Whether to wait for the oldest results: enough steps are queued, or a long step follows the oldest one.
 
-        That one keeps the device busy meanwhile. So tokens need not wait until it is through, and a request that has
-        ended takes part in one step more instead of two.
+        The long step keeps the device busy. So tokens need not wait for its end, and a request that has ended runs in
+        one more step instead of two.
         """
         queue = self._in_flight
         return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_rows >= LONG_ROWS)
 
     def _commit_oldest(self) -> None:
-        """Wait for the results of the oldest forward in flight, if there is one, and make its tokens final."""
+        """Wait for the results of the oldest step in flight, if there is one, and commit its tokens."""
         if not self._in_flight:
             if self.transfers is not None:
                 self.transfers.wait()
@@ -197,7 +195,7 @@ class Engine:
                 self.transfers.send(request)
 
     def _advance_transfers(self) -> None:
-        """Switch on requests whose KV has arrived, and end requests whose KV has left."""
+        """Switch on loaded requests, and end requests that were handed off."""
         if self.transfers is not None:
             self._touched |= dict.fromkeys(self.transfers.advance())
 
@@ -209,11 +207,11 @@ class Engine:
         try:
             return self.scheduler.schedule(is_drained=not self._in_flight)
         except OutOfPages:
-            return Batch()  # nothing to queue: the oldest results are committed instead, which may free pages
+            return Batch()  # the oldest results are committed instead, which may free pages
 
     @contextmanager
     def _undoing_failures(self) -> Iterator[None]:
-        """Run a step that is undone if it fails: the request it is about ends, or the next step tries less."""
+        """Run a step, and undo it if it fails: a request ends with the error, or the next step has less load."""
         self._mend()
         self._is_whole = False
         try:
@@ -231,24 +229,25 @@ class Engine:
             self.scheduler.load.add()
 
     def _mend(self) -> None:
-        """After a step that was broken off: forget what it left on the device and in the books."""
+        """Restart all requests from their tokens if the last step was interrupted."""
         if not self._is_whole:
             self._in_flight.clear()
             self.scheduler.restart()
             self._is_whole = True
 
     def _recover(self, error: Exception) -> None:
-        """After a step that failed: end the request it is about, or try again with less."""
+        """After a failed step, end the request that failed alone, or reduce the load."""
         suspects = self.scheduler.num_running or 1
         self._mend()
         self._num_failures += 1
         self._num_good_steps = 0
         reason = _explain(error)
         if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
-            self.failure = DFlashError(f"this LLM is closed: {reason.message}", hint="load the pair in a new process")
+            message = f"this LLM is closed: {reason.message}"
+            self.failure = DFlashError(message, id="llm-closed", hint="load the pair in a new process")
             self._fail(self.scheduler.live, reason)
         elif not self.scheduler.has_work:
-            logger.warning("a step failed when nothing was left to do: %s", reason.message)
+            logger.warning("a step without requests failed: %s", reason.message)
         elif suspects == 1 and self._num_failures > 1 and not self._can_shed(error):
             self._fail(self.scheduler.live[:1], reason)
             self._num_failures = 0
@@ -263,7 +262,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _can_shed(self, error: Exception) -> bool:
-        """Whether a request that runs alone may yet fit the memory, with fewer rows a step."""
+        """Whether a request that runs alone may fit the memory with fewer rows per step."""
         scheduler = self.scheduler
         return is_out_of_memory(error) and scheduler.load.max_batched_tokens > scheduler.limits.num_lookahead_tokens
 
@@ -275,10 +274,11 @@ class Engine:
 
 
 def _explain(error: Exception) -> DFlashError:
-    """What a step raised, as an error with an exit code."""
+    """The exception of a step as an error with an exit code."""
     if isinstance(error, DFlashError):
         return error
     text = str(error).strip().split("\n")[0]
     if is_out_of_memory(error):
-        return CapacityError(f"out of memory: {text}", hint="lower --max-num-requests or --max-batched-tokens")
-    return DFlashError(f"{type(error).__name__}: {text}")
+        hint = "lower --max-num-requests or --max-batched-tokens"
+        return CapacityError(f"out of memory: {text}", id="out-of-memory", hint=hint)
+    return DFlashError(f"{type(error).__name__}: {text}", id="step-failed")

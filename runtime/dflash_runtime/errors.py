@@ -1,21 +1,22 @@
-"""The errors a user can act on; anything else that escapes is a bug.
+"""Errors that a user can act on. Any other exception that reaches the command line is a bug.
 
-* DFlashError                 id, path, field, found, expected, message, hint; the command line exits with `exit_code`
-  x UsageError            2   options that contradict each other
-    - RequestError        2   a prompt or sampling parameters the engine cannot serve
-  x CheckpointError       3   a checkpoint that breaks its own rules
-    - InvalidConfig       3   one field: where, what was found, what was expected
-    - TensorMismatch      3   missing, unexpected and misshapen tensors, all at once
-    - PairMismatch        3   a draft and a target that do not fit each other
-    - InvalidHandoff      3   a hand-off that is malformed, truncated or not what was saved
-    - HandoffMismatch     3   a hand-off of another pair, or without all its rows
-  x GateFailed            3   a threshold that was asked for was not met
-  x CheckpointNotFound    4   absent, gated, offline, or a revision that does not exist
-  x PeerUnreachable       4   a process at the other end of a hand-off that does not answer, or is gone
-  x UnsupportedError      5   sound, but not something this tool serves
-    - UnknownFormat       5   no known dialect, or a relative of DFlash
-    - LossyConversion     5   something would be lost
-  x CapacityError         6   out of device memory, pages or disk
+error                 exit code   situation
+DFlashError                   1   the root of all errors
+  UsageError                  2   options that contradict each other, or an invalid value
+    RequestError              2   a prompt or sampling parameters that the engine cannot serve
+  CheckpointError             3   a malformed checkpoint
+    InvalidConfig             3   a missing or wrong field of a config
+    TensorMismatch            3   missing, unexpected and misshapen tensors, all in one error
+    PairMismatch              3   a draft and a target that do not fit each other
+    InvalidHandoff            3   a malformed, truncated or altered hand-off
+    HandoffMismatch           3   a hand-off of another pair, or with missing rows
+  GateFailed                  3   a threshold of the user was missed
+  CheckpointNotFound          4   an absent or gated checkpoint, an unknown revision, or no network
+  PeerUnreachable             4   the other process of a hand-off does not answer, or has ended
+  UnsupportedError            5   valid input that this tool does not support
+    UnknownFormat             5   an unknown dialect, or a relative of DFlash
+    LossyConversion           5   a conversion that would lose something
+  CapacityError               6   not enough device memory, KV pages or disk space
 """
 
 import re
@@ -25,6 +26,9 @@ from typing import Any
 
 from dflash_runtime.phrases import shorten
 
+MAX_FOUND_CHARS = 80
+"""The most characters of `found` in a message."""
+
 
 class _Missing:
     def __repr__(self) -> str:
@@ -32,20 +36,19 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
-"""As `found`: the field is absent."""
+"""The value of `found` for an absent field."""
 
 
 class DFlashError(Exception):
-    """Root of every error that a user can act on. The command line prints it as one line and exits with `exit_code`.
+    """An error that a user can act on. The command line prints it as one line and exits with `exit_code`.
 
-    id        names the situation in kebab-case: `resume-without-rows`. By default it names the class: `usage-error`.
-    path      the file or folder at fault
-    field     the option, config key, tensor or row at fault
-    found     the value that was found, MISSING if the field is absent
-    expected  the value or form that was expected, in words
-    hint      the next command to try
-
-    Without a `message`, the sentence is written from `field`, `found` and `expected`.
+    message    the sentence; without one it is written from `field`, `found` and `expected`
+    id         the situation in kebab-case, `resume-without-rows`; by default the class, `usage-error`
+    path       the file or folder at fault; the message begins with it
+    field      the option, config key, tensor or row at fault
+    found      the wrong value, or MISSING
+    expected   the expected value or form, in words
+    hint       the command to try next
     """
 
     exit_code = 1
@@ -73,7 +76,7 @@ class DFlashError(Exception):
 
 
 class UsageError(DFlashError):
-    """Options that contradict each other or cannot be understood."""
+    """Options that contradict each other, or a value that is not valid."""
 
     exit_code = 2
 
@@ -83,13 +86,13 @@ class RequestError(UsageError):
 
 
 class CheckpointError(DFlashError):
-    """A checkpoint that is present but malformed."""
+    """A malformed checkpoint."""
 
     exit_code = 3
 
 
 class InvalidConfig(CheckpointError):
-    """One field of a config that is missing or holds a wrong value."""
+    """A missing or wrong field of a config."""
 
     def __init__(
         self,
@@ -105,9 +108,9 @@ class InvalidConfig(CheckpointError):
 
 
 class TensorMismatch(CheckpointError):
-    """Every missing, unexpected and misshapen tensor of a checkpoint.
+    """All missing, unexpected and misshapen tensors of a checkpoint.
 
-    `wrong` maps a tensor's name to what was found and what was expected.
+    `wrong` maps the name of a misshapen tensor to the shape that was found and the shape that was expected.
     """
 
     def __init__(
@@ -138,43 +141,43 @@ class PairMismatch(CheckpointError):
 
 
 class InvalidHandoff(CheckpointError):
-    """A hand-off that is not what was saved: malformed, cut short or altered."""
+    """A malformed, truncated or altered hand-off."""
 
 
 class HandoffMismatch(CheckpointError):
-    """A hand-off that this engine cannot go on from: of another pair, or without rows that it needs."""
+    """A hand-off that this engine cannot continue from: it is of another pair, or lacks rows."""
 
 
 class GateFailed(DFlashError):
-    """A threshold the user asked for was not met, or validation found errors."""
+    """A threshold of the user was missed, or validation found errors."""
 
     exit_code = 3
 
 
 class CheckpointNotFound(DFlashError):
-    """Absent, gated, unreachable, or a revision that does not exist."""
+    """An absent, gated or unreachable checkpoint, or an unknown revision."""
 
     exit_code = 4
 
 
 class PeerUnreachable(DFlashError):
-    """The process at the other end of a hand-off does not answer, or is gone."""
+    """The other process of a hand-off does not answer, or has ended."""
 
     exit_code = 4
 
 
 class UnsupportedError(DFlashError):
-    """Sound input that this tool does not serve."""
+    """Valid input that this tool does not support."""
 
     exit_code = 5
 
 
 class UnknownFormat(UnsupportedError):
-    """A checkpoint of no known dialect, or of a named relative of DFlash."""
+    """A checkpoint of an unknown dialect, or of a relative of DFlash."""
 
 
 class LossyConversion(UnsupportedError):
-    """A conversion that would lose something. The message names what and why."""
+    """A conversion that would lose something. The message names the loss and the reason."""
 
 
 class CapacityError(DFlashError):
@@ -185,7 +188,7 @@ class CapacityError(DFlashError):
 
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
-    """Add the file's path to errors raised by code that knows only its content."""
+    """Add a file's path to errors of code that knows only the content."""
     try:
         yield
     except (InvalidConfig, InvalidHandoff, UnsupportedError) as error:
@@ -196,14 +199,14 @@ def naming_file(path: object) -> Iterator[None]:
 
 
 def _listed(items: Sequence[str], separator: str, limit: int = 100) -> str:
-    """A list that stays readable where a file has thousands of the kind."""
+    """The first `limit` items, and the number of the others."""
     rest = len(items) - limit
     return separator.join(items[:limit]) + (f"{separator}and {rest} more" if rest > 0 else "")
 
 
 def _sentence(field: str | None, found: Any, expected: str | None) -> str:
     """`--top-p: found 2.0, expected a number from 0 to 1`."""
-    found_text = "missing" if found is MISSING else f"found {shorten(repr(found), 80)}"
+    found_text = "missing" if found is MISSING else f"found {shorten(repr(found), MAX_FOUND_CHARS)}"
     return f"{field}: {found_text}, expected {expected}"
 
 

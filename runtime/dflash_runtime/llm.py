@@ -1,6 +1,6 @@
 """Offline generation: `LLM(target, draft).generate(prompts, params)`.
 
-From a call to the target's forward it is six calls, and a test counts them:
+The target's forward is six calls deep, and a test counts them:
 
     LLM.generate -> LLM.stream -> Engine.run -> Engine.step -> Runner.submit -> Runner._decode -> Target
 """
@@ -27,6 +27,7 @@ from dflash_runtime.errors import DFlashError, RequestError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.lossless import Lossless, check_lossless
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -44,7 +45,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens one request gained in one step; `output` is set with its last, and where it ended without any."""
+    """New tokens of one request. `output` is set if the request has ended; then `token_ids` may be empty."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -52,13 +53,13 @@ class Delta:
 
 
 class LLM:
-    """A pair ready to generate: one that is loaded, or a target and a draft to load. A context manager that closes it.
+    """Generates with a loaded pair, or with a target and a draft that it loads. As a context manager it closes itself.
 
-    One `generate` or `stream` runs at a time: a second one, of another thread or begun while a stream is not read to
-    its end, is refused with a UsageError. Any number of LLMs may run on one loaded pair.
+    One `generate` or `stream` runs at a time. A second call is refused with a UsageError, from any thread and until a
+    stream was read to its end. Any number of LLMs may run on one loaded pair.
 
     Raises:
-        CapacityError: the memory left after loading holds no request.
+        CapacityError: the memory left after loading does not hold one request.
         PairMismatch, UsageError, UnsupportedError, TensorMismatch: see `load_pair`.
     """
 
@@ -84,38 +85,40 @@ class LLM:
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
-        self._call: object | None = None  # the one that runs
+        self._call: object | None = None  # identifies the running call
         self._decode = self.tokenizer.decode if self.tokenizer is not None else None
         self._lock = Lock()
 
     @property
     def limits(self) -> Limits:
-        """Limits of the engine that are fixed when the pair is loaded."""
+        """The limits of the engine, which are fixed when the pair is loaded."""
         return self.pair.limits
 
     @property
     def device(self) -> torch.device:
+        """The device of the engine."""
         return self.pair.placement.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV."""
         return self.pair.placement.dtype
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """A sentence for each feature that was switched off, naming what excludes it: another feature, or memory."""
+    def warnings(self) -> tuple[Notice, ...]:
+        """Warnings about the pair, about features that were switched off, and about steps that run slower."""
         runner = self.engine.runner
         shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
         return (*self.pair.warnings, *(shortage for shortage in shortages if shortage is not None))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer; None if its checkpoint has none, or the pair was built by hand."""
+        """The target's tokenizer; None without tokenizer files, or for a pair that was built by hand."""
         return self.pair.tokenizer
 
     @property
     def num_draft_tokens(self) -> int:
-        """K in use; 0 when decoding plainly."""
+        """K in use; 0 in plain decoding."""
         return self.limits.num_draft_tokens
 
     def warm_up(
@@ -125,15 +128,18 @@ class LLM:
         max_requests: int | None = None,
         progress: Callable[[int, int], None] = lambda num_done, total: None,
     ) -> None:
-        """Compile every kernel and capture every decode step that calls with these parameters will need.
+        """Compile the kernels and capture the decode steps that calls with these parameters need.
 
-        Without it that happens when each is first needed, which holds a call up by seconds. `params` are by default
-        greedy; `max_requests` says how many will run at a time at most; `progress` hears how much is done, and of how
-        much. What is prepared already is left as it is; where no steps are captured, as on the CPU, nothing is done.
+        Without a warm-up this happens at their first use, which delays a call by seconds. Steps that are captured
+        already are not captured again. Without CUDA graphs, as on the CPU, the call does nothing.
+
+        params         by default greedy
+        max_requests   the most requests that will run at a time
+        progress       gets the number of finished jobs, and of all jobs
 
         Raises:
             UsageError: this LLM is busy.
-            DFlashError: the device failed, which closes an LLM for good.
+            DFlashError: the device failed, which closes the LLM for good.
         """
         given = [params] if isinstance(params, SamplingParams) else list(params or [SamplingParams()])
         call = self._begin()
@@ -153,8 +159,8 @@ class LLM:
         """Complete prompts; outputs come in the order of the prompts.
 
         A prompt is a string or a list of token ids. The answer to a string also ends at the target's own stop tokens;
-        the answer to token ids ends only where `params` say so. Without a tokenizer strings are refused, and the
-        outputs have no text.
+        the answer to token ids ends only where `params` say so. Without a tokenizer, strings are refused, and the text
+        of every output is None.
 
         With `handoffs`, requests are handed off after their first token, or continue from hand-offs.
 
@@ -163,9 +169,9 @@ class LLM:
         that ended before it.
 
         Raises:
-            UsageError: `prompts` is one string; the number of `params` is neither one nor that of prompts; or this LLM
+            UsageError: `prompts` is one string, there are neither one set of `params` nor one per prompt, or this LLM
                 is busy.
-            DFlashError: the device failed in an earlier call, which closes an LLM for good.
+            DFlashError: the device failed in an earlier call, which closes the LLM for good.
         """
         finished = []
         for delta in self.stream(prompts, params, handoffs=handoffs):
@@ -180,9 +186,10 @@ class LLM:
         *,
         handoffs: HandoffPlan | None = None,
     ) -> Generator[Delta, None, None]:
-        """As `generate`, yielding tokens as they are committed. Leaving early drops what is unfinished.
+        """Complete prompts as `generate` does, and yield tokens when they are committed.
 
-        Whatever ends this, Ctrl-C included, the outputs of all requests that had ended are yielded before.
+        Closing the generator drops unfinished requests. If an exception such as Ctrl-C ends it, it first yields the
+        outputs of all ended requests.
         """
         prompts = _listed(prompts)
         if handoffs is None and self._store is not None:
@@ -205,11 +212,11 @@ class LLM:
                 self._call = None
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
-        """Judge greedy outputs against plain decoding, token by token; see `lossless`."""
+        """Compare greedy outputs with plain decoding, token by token; see `lossless`."""
         return check_lossless(self.engine.runner, outputs, self.dtype)
 
     def close(self) -> None:
-        """Drop every request, those of a stream that was not read to its end too; the LLM can be used again."""
+        """Drop every request, and end an unfinished stream. The LLM can be used again."""
         self._call = None
         self.engine.close_transfers()
         self.engine.abort()
@@ -240,7 +247,7 @@ class LLM:
 
     @property
     def _stop_token_ids(self) -> Sequence[int]:
-        """The target's own stop tokens, those of its tokenizer included."""
+        """The stop tokens of the target's configs and its tokenizer."""
         eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         return self.pair.stop_token_ids if eos is None else (*self.pair.stop_token_ids, eos)
 
@@ -248,21 +255,21 @@ class LLM:
         """The token ids of a string.
 
         Raises:
-            RequestError: the target has no tokenizer.
+            RequestError: the target lacks a tokenizer.
             CheckpointError: the tokenizer's files cannot be loaded.
         """
         if self.tokenizer is None:
             raise RequestError(
                 id="prompt-without-tokenizer", field="prompt", found=prompt,
-                expected="token ids: the target has no tokenizer",
+                expected="token ids: the target lacks a tokenizer",
             )  # fmt: skip
         return self.tokenizer.encode(prompt)
 
     def _begin(self) -> object:
-        """Take the engine for one call.
+        """Reserve the engine for one call.
 
         Raises:
-            UsageError: another call has it.
+            UsageError: another call has reserved it.
             DFlashError: the device failed, and the engine is closed.
         """
         if self.engine.failure is not None:
@@ -271,14 +278,15 @@ class LLM:
             if self._call is not None:
                 raise UsageError(
                     "this LLM is busy: another generate or stream of it has not ended",
-                    hint="read the stream to its end or close() it; threads take turns, or have an LLM each",
+                    id="llm-busy",
+                    hint="read the stream to its end or close() it; threads take turns, or use one LLM per thread",
                 )
             self._call = call = object()
         return call
 
     def _check_call(self, call: object) -> None:
         if self._call is not call:
-            raise UsageError("this LLM was closed while a stream of it was being read")
+            raise UsageError("this LLM was closed before its stream was read to the end", id="stream-closed")
 
     def __enter__(self) -> "LLM":
         return self
@@ -288,33 +296,36 @@ class LLM:
 
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
-    """An adaptive width, where it is asked for and steps have times; None is the whole block."""
+    """An adaptive width policy, or None to verify whole blocks: by config, or without measured step times."""
     if not pair.config.adaptive_width or runner.draft is None:
         return None
     if runner.graphs is None:
-        logger.warning("adaptive width is off because of models whose steps are not captured, and so not measured")
+        logger.warning("adaptive width is off: the steps of these models are not captured, so their times are unknown")
         return None
     try:
         return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        logger.warning("adaptive width is off because of memory, which does not hold all steps that are to be measured")
+        logger.warning("adaptive width is off: memory does not hold all the steps that it would measure")
         return None
 
 
 def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None:
-    """Where prompts are kept over runs, if that is asked for.
+    """The store of prompts that are kept between runs, or None by config or without a prefix cache.
 
     Raises:
-        UsageError: it is a file.
+        UsageError: the path of the store is a file.
     """
     if pair.config.prefix_store is None:
         return None
     folder = Path(pair.config.prefix_store)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: is a file, expected a folder for prompts that are kept")
+        raise UsageError(
+            f"{folder}: is a file, expected a folder",
+            id="prefix-store-is-a-file", field="prefix_store", found=str(folder), expected="a folder",
+        )  # fmt: skip
     if not pair.has_prefix_cache:
-        logger.warning("prompts are not kept in %s because of a prefix cache that is off", pair.config.prefix_store)
+        logger.warning("prompts are not kept in %s: the prefix cache is off", pair.config.prefix_store)
         return None
     return PrefixStore(folder, fingerprint, pair.config.page_size)
 
@@ -323,7 +334,7 @@ def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts of one call.
 
     Raises:
-        UsageError: one string was given, whose characters are not the prompts.
+        UsageError: `prompts` is one string, and its characters are not prompts.
     """
     if isinstance(prompts, str | bytes):
         raise UsageError(
@@ -339,7 +350,7 @@ def _params_of(
     """The sampling parameters of each prompt.
 
     Raises:
-        UsageError: there are neither one set of parameters nor as many as prompts, or of another type.
+        UsageError: there are neither one set of parameters nor one per prompt, or a value has another type.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)

@@ -1,8 +1,8 @@
-"""Whether greedy output is what plain decoding would have said, judged token by token.
+"""Check that greedy output equals plain decoding, token by token.
 
-The target reads prompt and output in one forward (teacher forcing) and each token is held against its best choice at
-that position. Batch shape changes rounding, so the best choice may differ by a near-tie: the regret, how many nats the
-token is behind, tells that from a bug. Source of the idea: pegainfer-project/pegainfer#507.
+The target reads prompt and output in one forward (teacher forcing), and each token is compared with the target's best
+choice at its position. The regret is the difference of their log probabilities in nats. Batch shape changes rounding,
+so a small regret is a near-tie, and a large one is a bug. Source of the idea: pegainfer-project/pegainfer#507.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.scheduling.request import RequestOutput
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""The largest regret that rounding can explain, by the dtype of the run."""
+"""The largest regret that rounding explains, by the dtype of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lossless:
-    """The verdict over a set of outputs."""
+    """The verdict on a set of outputs. `worst` names the token with the largest regret."""
 
     num_tokens: int
     num_near_ties: int
@@ -33,11 +33,12 @@ class Lossless:
     @property
     @computed_key
     def is_lossless(self) -> bool:
+        """Whether no token is wrong."""
         return self.num_wrong == 0
 
     @property
     def summary(self) -> str:
-        """One line for a person."""
+        """The verdict in one line."""
         exact = self.num_tokens - self.num_near_ties - self.num_wrong
         return (
             f"lossless check: {exact} of {self.num_tokens} tokens are the target's best choice, {self.num_near_ties} "
@@ -47,7 +48,7 @@ class Lossless:
 
 
 def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torch.dtype) -> Lossless:
-    """Judge every token of greedy outputs."""
+    """Compute the regret of every token of greedy outputs -> the verdict."""
     tolerance = TOLERANCE_NATS[dtype]
     num_ties = num_wrong = num_tokens = 0
     largest, worst = 0.0, ""

@@ -1,8 +1,8 @@
 """Acceptance counts under the names of vLLM's tests.
 
-`num_accepted` excludes the bonus token, `acceptance_len` includes it. A draft step is a request's verify step with
-drafts; a prefill is no draft step, nor is a step that decodes plainly. A draft beyond a step's verify width was neither
-accepted nor refused, so that step says nothing of its position.
+`num_accepted` excludes the bonus token, and `acceptance_len` includes it. Only verify steps with drafts count, not
+prefills or plain decode steps. A draft beyond a step's verify width was neither accepted nor rejected, so the step does
+not count for its position.
 """
 
 from collections import Counter
@@ -38,14 +38,14 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What vLLM's responses call `metrics`."""
+    """The field `metrics` of vLLM's responses."""
 
     speculative_decoding: SpeculativeDecoding
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """Counts over verify steps of blocks with `num_speculative_tokens` (K) drafts, all or some of them verified."""
+    """Counts over verify steps, for blocks of `num_speculative_tokens` (K) drafts. A step may verify fewer drafts."""
 
     num_speculative_tokens: Annotated[int, HIDDEN] = 0
     num_drafts: Annotated[int, COUNT, "verify steps with drafts"] = 0
@@ -58,7 +58,7 @@ class AcceptanceCounts:
         self.per_pos_accepted = self.per_pos_accepted or [0] * self.num_speculative_tokens
         self.per_pos_verified = self.per_pos_verified or [self.num_drafts] * self.num_speculative_tokens
         if len(self.per_pos_verified) != len(self.per_pos_accepted):
-            expected = f"{len(self.per_pos_accepted)} counts, as many as per_pos_accepted has"
+            expected = f"{len(self.per_pos_accepted)} counts, the length of per_pos_accepted"
             raise InvalidConfig("per_pos_verified", self.per_pos_verified, expected)
 
     def add(self, num_accepted: int, num_verified: int | None = None) -> None:
@@ -138,7 +138,7 @@ class AcceptanceCounts:
 
 
 def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> AcceptanceCounts:
-    """Pool the verify steps of finished requests."""
+    """The counts over all verify steps of finished requests."""
     counts = AcceptanceCounts(num_speculative_tokens)
     for output in outputs:
         widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
@@ -148,7 +148,7 @@ def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: i
 
 
 def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> Metrics | None:
-    """`AcceptanceCounts.metrics` of one request, with the counts of each step, as vLLM has them."""
+    """`AcceptanceCounts.metrics` of one request, with the counts of each step, as in vLLM."""
     metrics = count_acceptance([output], num_speculative_tokens).metrics if num_speculative_tokens else None
     if metrics is None or not output.acceptance_lengths:
         return metrics
@@ -163,7 +163,7 @@ def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> Metri
 
 
 def count_widths(outputs: Iterable[RequestOutput]) -> dict[int, int]:
-    """How many steps of finished requests verified so many rows, narrowest first; 1 is a step that decoded plainly."""
+    """Verified rows -> number of steps of finished requests, narrowest first. Width 1 is a plain decode step."""
     counts: Counter[int] = Counter()
     for output in outputs:
         counts[1] += output.num_plain_steps

@@ -1,4 +1,4 @@
-"""A named registry that finds its entries by importing a package, so that adding a file is enough."""
+"""A registry that finds its entries by importing a package, so that a new entry needs only a new file."""
 
 import difflib
 import importlib
@@ -12,14 +12,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name -> item, in order of registration. `kind` is the word used in messages."""
+    """Name -> item, in order of registration. `kind` is the noun for an item in messages."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorate an item to enter it under `name`; a second use of a name is a programming error."""
+        """A decorator that registers an item as `name`.
+
+        Raises:
+            ValueError: the name is registered already.
+        """
 
         def decorate(item: T) -> T:
             if name in self._items:
@@ -30,7 +34,7 @@ class Registry(Generic[T]):
         return decorate
 
     def discover(self, package: str) -> None:
-        """Import the package or module of that dotted name and each module in it, so that its decorators run."""
+        """Import a package or module and every module in it, so that their decorators run."""
         folder = importlib.import_module(package)
         for module in pkgutil.iter_modules(getattr(folder, "__path__", ()), f"{package}."):
             importlib.import_module(module.name)
@@ -40,7 +44,11 @@ class Registry(Generic[T]):
             return self._items[name]
         close = difflib.get_close_matches(name, self._items, n=1)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise UnsupportedError(f"unknown {self._kind} {name!r}{guess} (known: {', '.join(sorted(self._items))})")
+        known = ", ".join(sorted(self._items))
+        raise UnsupportedError(
+            f"unknown {self._kind} {name!r}{guess} (known: {known})",
+            id=f"unknown-{self._kind.replace(' ', '-')}", field=self._kind, found=name, expected=known,
+        )  # fmt: skip
 
     def __contains__(self, name: object) -> bool:
         return name in self._items

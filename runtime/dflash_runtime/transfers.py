@@ -1,9 +1,8 @@
-"""The hand-offs of one call of an engine: KV that is on its way to requests, and KV that leaves them.
+"""The hand-offs of one call: KV that is loaded for requests, and KV that requests hand off.
 
-Between steps the engine lets them advance, which never waits: rows that have arrived on the device are put into their
-pages, in stream order, and the request is switched on in the next step; pages whose rows have reached the other side
-are given back. Payloads that stay on the device until then are no more at once than there is room for. A load that
-fails, or takes too long, leaves its request to be prefilled here.
+Between steps the engine advances them without waiting. Loaded rows are stored in their pages, in stream order, and the
+next step switches the request on. After a request is handed off, its pages are freed. The payloads that stay on the
+device are limited (`device/payload_room.py`). If a load fails or takes too long, the request is prefilled here.
 """
 
 import logging
@@ -29,19 +28,21 @@ from dflash_runtime.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 TAKEN_SECONDS = 600.0
-"""How long pages are kept for a hand-off that nobody takes; the other side may have a long queue before it."""
+"""Seconds until a hand-off that nobody takes fails. The other side may have a long queue."""
 
 WAIT_SECONDS = 0.02
-"""How long an engine that has nothing else to do waits at a time; time limits are looked at in between."""
+"""The longest wait of an engine without other work. It checks time limits in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffPlan:
-    """What a call does with hand-offs: by which connector, and under which key each of its prompts.
+    """The hand-offs of a call: their connector, and the key of each prompt.
 
-    With `is_sending` every request ends after its first token and is handed off. Otherwise it goes on from the hand-off
-    of its key, and is prefilled here where none comes within `timeout` seconds. With `force` what does not fit is taken
-    as far as it goes, which is for finding out what that does to acceptance. `notes` go along with what is sent.
+    is_sending   every request ends after its first token and is handed off. Otherwise it continues from the hand-off of
+                 its key, or is prefilled here if none arrives within `timeout` seconds.
+    force        load a hand-off of another pair as far as it fits, to measure the effect on acceptance
+    notes        one per prompt, sent with its hand-off
+    store        load the first rows of prompts from this store, and keep new prompts there
     """
 
     connector: Connector
@@ -54,11 +55,11 @@ class HandoffPlan:
 
     @classmethod
     def of_store(cls, store: PrefixStore, num_prompts: int) -> "HandoffPlan":
-        """Begin prompts with what a store has of them, and keep what it has not."""
+        """A plan that loads the rows a store has of prompts, and keeps the other rows there."""
         return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
 
     def apply(self, request: Request) -> Request:
-        """The request as its engine is to run it."""
+        """The request with its keys and parameters for this plan."""
         key = self.keys[request.index]
         if self.is_sending:
             sent = request.params
@@ -71,18 +72,18 @@ class HandoffPlan:
 
 @dataclass(slots=True)
 class Arriving:
-    """One hand-off on its way to a request: as its connector gives it, and ready to be copied to the device."""
+    """A hand-off that is being loaded: `source` is the connector's future, and `future` adds pinned memory."""
 
     source: "Future[Handoff]"
     future: "Future[Handoff]"
     deadline: float
     moving: MovingPages | None = None
-    generation: int = 0  # of the request when its pages began to be filled
+    generation: int = 0  # of the request when `moving` began
 
 
 @dataclass(slots=True)
 class Leaving:
-    """One request on its way out: its pages are taken once there is room, then the connector has the word."""
+    """A request that is being handed off: its pages are copied when there is room, then the connector sends them."""
 
     handoff: Handoff
     moving: MovingPages | None = None
@@ -91,12 +92,13 @@ class Leaving:
 
     @property
     def has_pages(self) -> bool:
+        """Whether the hand-off needs KV; a request that ended needs none."""
         return self.handoff.finish_reason is None
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Pages of a prompt, from `first` on, on their way to a store; taken while the request holds them."""
+    """Pages of a prompt, from number `first` on, that are copied to a store while the request holds them."""
 
     request: Request
     generation: int
@@ -105,23 +107,24 @@ class Keeping:
 
     @property
     def is_held(self) -> bool:
+        """Whether the request still holds the pages."""
         return self.request.row is not None and self.request.generation == self.generation
 
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What came of a call's hand-offs."""
+    """The results of a call's hand-offs."""
 
     num_loaded: int = 0
     num_sent: int = 0
     num_bytes: int = 0
-    num_given_up: int = 0  # prefilled here instead
-    why_given_up: str = ""  # of the first of them
-    problems: dict[str, None] = field(default_factory=dict)  # of those that were forced, each once
+    num_given_up: int = 0  # requests that were prefilled here instead
+    why_given_up: str = ""  # for the first of them
+    problems: dict[str, None] = field(default_factory=dict)  # of forced hand-offs, each once
 
 
 class Transfers:
-    """The hand-offs of one call; see the module."""
+    """The hand-offs of one call. `advance` makes progress and never waits."""
 
     def __init__(self, plan: HandoffPlan, fingerprint: Fingerprint, runner: Runner, scheduler: Scheduler) -> None:
         self.plan = plan
@@ -136,17 +139,17 @@ class Transfers:
         self._kept: list[Future[None]] = []
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Fetch what requests wait for; one that was preempted meanwhile goes on with what is on its way."""
+        """Begin to load the hand-offs of requests. A preempted request continues with the load that it began."""
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
                 source = begun(self.plan.connector.load, request.load_key)
-                # In the connector's thread: copying to pinned memory takes longer than a step.
+                # This runs in the connector's thread, because a copy to pinned memory takes longer than a step.
                 future = then(source, self._runner.porter.pin)
                 self._arriving[request] = Arriving(source, future, time.monotonic() + self.plan.timeout)
 
     def send(self, request: Request) -> None:
-        """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
+        """Begin to hand off a request right after its prefill."""
         leaving = Leaving(self._describe(request))
         if leaving.has_pages:
             state = self._runner.take_state(request)
@@ -155,7 +158,7 @@ class Transfers:
         self._advance_leaving_one(request)
 
     def keep(self, request: Request) -> None:
-        """Take the pages of a prompt that was run, of which its store has not all."""
+        """Begin to copy the pages of a prompt that its store does not have."""
         store = self.plan.store
         if store is None or request.row is None or request.is_private:
             return
@@ -167,39 +170,39 @@ class Transfers:
             self._advance_keeping()
 
     def advance(self) -> list[Request]:
-        """Do what can be done without waiting; returns requests that gained tokens, or ended."""
+        """Make progress without waiting -> the requests that gained tokens or ended."""
         self._advance_keeping()
         return [*self._advance_arriving(), *self._advance_leaving()]
 
     def wait(self) -> None:
-        """Wait a little for the next thing to come, where the engine has nothing else to do."""
+        """Wait up to WAIT_SECONDS for progress. For an engine without other work."""
         futures: list[Future[Any]] = [item.future for item in self._arriving.values()]
         futures += [item.future for item in self._leaving.values() if item.future is not None]
         if futures:
             wait(futures, WAIT_SECONDS, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Forget what is under way; the connector goes on with what it has begun."""
+        """Forget unfinished hand-offs. The connector finishes the transfers that it has begun."""
         for request in list(self._arriving):
             self._drop(request)
         self._leaving.clear()
         self._settle_keeping()
         if self.counts.num_given_up > 1:
-            logger.warning("%d prompts in all were run here, since no hand-off came", self.counts.num_given_up)
+            logger.warning("%d prompts were prefilled here because no hand-off arrived", self.counts.num_given_up)
 
     def _advance_arriving(self) -> Iterator[Request]:
         for request, arriving in list(self._arriving.items()):
             if request.is_finished or request.load_key is None:
-                self._drop(request)  # it failed, or was given up
+                self._drop(request)  # the request failed, or its load was given up
             elif request.is_loading and self._is_due(arriving):
                 yield from self._arrive(request, arriving)
 
     def _is_due(self, arriving: Arriving) -> bool:
-        """Whether there is anything to do about it: it has come, failed, or is late."""
+        """Whether a hand-off has arrived, has failed, or is late."""
         return arriving.future.done() or time.monotonic() > arriving.deadline
 
     def _arrive(self, request: Request, arriving: Arriving) -> Iterator[Request]:
-        """Take the next step with what came for a request."""
+        """Make progress with a hand-off that is due -> the request once it is finished."""
         try:
             handoff = self._result(request, arriving)
             if arriving.moving is None or arriving.generation != request.generation:
@@ -218,14 +221,14 @@ class Transfers:
 
     def _result(self, request: Request, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
-            raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s", id="handoff-late")
+            raise PeerUnreachable(f"no hand-off arrived within {self.plan.timeout:g} s", id="handoff-late")
         return result(arriving.future)
 
     def _check(self, request: Request, handoff: Handoff) -> None:
-        """Refuse what is not this request's, or of another pair.
+        """Refuse a hand-off of another prompt or of another pair.
 
         Raises:
-            HandoffMismatch: naming every difference.
+            HandoffMismatch: names every difference.
         """
         if handoff.prompt_token_ids != request.prompt_token_ids:
             raise HandoffMismatch(
@@ -241,7 +244,7 @@ class Transfers:
             check_handoff(handoff, self._fingerprint, expected)
 
     def _begin_in(self, request: Request, handoff: Handoff) -> MovingPages:
-        """Begin to fill a request's pages; those that it shares hold the same already."""
+        """Begin to fill a request's pages. Pages that it shares have their rows already."""
         if handoff.finish_reason is not None:
             return MovingPages({}, ())
         num_pages = -(-handoff.kv_len // self._runner.page_size)
@@ -249,7 +252,7 @@ class Transfers:
         return self._runner.porter.begin_in(handoff.tensors, request.pages[:num_pages], first)
 
     def _take_over(self, request: Request, handoff: Handoff) -> None:
-        """Let a request go on from what is in its pages."""
+        """Switch on a request whose pages are filled."""
         if not handoff.is_beginning:
             request.seed = handoff.seed
         if handoff.finish_reason is None:
@@ -259,10 +262,10 @@ class Transfers:
         self.counts.num_bytes += handoff.num_bytes
 
     def _give_up(self, request: Request, error: DFlashError) -> None:
-        """Prefill a request here, since its KV does not come; said once."""
+        """Prefill a request here instead of loading it, and log the reason once."""
         if not self.counts.num_given_up:
             self.counts.why_given_up = error.message
-            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, error.message)
+            logger.warning("hand-off %s was not loaded (%s): prefilling its prompt", request.load_key, error.message)
         self.counts.num_given_up += 1
         self._scheduler.give_up_loading(request)
 
@@ -270,7 +273,7 @@ class Transfers:
         self._arriving.pop(request).source.cancel()
 
     def _describe(self, request: Request) -> Handoff:
-        """A request's hand-off, as yet without tensors."""
+        """A request's hand-off, still without tensors."""
         assert request.send_key is not None
         return Handoff(
             key=request.send_key,
@@ -284,7 +287,7 @@ class Transfers:
         )
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
-        """Why a request ends at its first token in any case, if it does."""
+        """Why a request ends at its first token; None if it does not."""
         params = request.sent_params or request.params
         is_last = params.max_new_tokens <= 1 or request.total_len >= self._scheduler.limits.max_model_len
         return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None
@@ -295,11 +298,11 @@ class Transfers:
                 yield request
 
     def _advance_leaving_one(self, request: Request) -> bool:
-        """Whether a request has been let go of."""
+        """Make progress with a hand-off -> whether it has finished or failed."""
         leaving = self._leaving[request]
         if leaving.future is None and leaving.has_pages and not request.pages:
-            leaving.future = Future()  # a step has failed, and taken all pages with it
-            error = DFlashError("its pages were lost before they were handed off", id="pages-lost")
+            leaving.future = Future()  # a step failed, and the pages were lost
+            error = DFlashError("the pages of the request were lost before the hand-off", id="pages-lost")
             leaving.future.set_exception(error)
         if leaving.future is None and (not leaving.has_pages or self._is_taken(request, leaving)):
             leaving.future = begun(self.plan.connector.save, self._complete(leaving))
@@ -310,18 +313,18 @@ class Transfers:
         return True
 
     def _is_taken(self, request: Request, leaving: Leaving) -> bool:
-        """Whether all pages have been taken, which begins when there is room for them; until then they wait as KV."""
+        """Whether all pages have been copied. The copy begins when there is room for the payload."""
         if leaving.moving is None and self._room.take(request, leaving.handoff.kv_len, self._is_wanted):
             stays = self.plan.connector.takes_device
             leaving.moving = self._runner.porter.begin_out(request.pages, leaving.handoff.kv_len, stays=stays)
         return leaving.moving is not None and self._runner.porter.advance(leaving.moving)
 
     def _is_wanted(self, request: Request) -> bool:
-        """Whether the other side waits for a request that leaves."""
+        """Whether the other side waits for this request."""
         return self.plan.connector.is_wanted(self._leaving[request].handoff.key)
 
     def _complete(self, leaving: Leaving) -> Handoff:
-        """A hand-off with the tensors that were taken; its rows are all there, as steps have written them."""
+        """The hand-off with its copied tensors and all their rows."""
         if leaving.moving is None:
             return leaving.handoff
         leaving.handoff = replace(
@@ -332,7 +335,7 @@ class Transfers:
         return leaving.handoff
 
     def _advance_keeping(self) -> None:
-        """Take more pages of the prompts that still hold them, and hand what was taken of the others to the store."""
+        """Copy more pages of requests that still hold them, and give finished copies to the store."""
         for item in list(self._keeping):
             is_done = self._runner.porter.advance(item.moving, begins=item.is_held)
             if is_done and item.moving.num_done:
@@ -343,23 +346,24 @@ class Transfers:
                 self._keeping.remove(item)
 
     def _settle_keeping(self) -> None:
-        """Wait until pages that were to be kept are written; where some are not, say why, once."""
+        """Wait until all copied pages are in the store. If some cannot be written, log the first reason."""
         while self._keeping:
             self._advance_keeping()
         failures = [error for error in (future.exception() for future in self._kept) if error is not None]
         if failures:
-            logger.warning("prompts are not kept: %s", failures[0])
+            logger.warning("%d prompts are not kept: %s", len(failures), failures[0])
         self._kept = []
 
     def _leave(self, request: Request, leaving: Leaving) -> None:
-        """Let go of a request that was handed off, or could not be."""
+        """End a request after its hand-off has finished, failed or timed out."""
         del self._leaving[request]
         self._room.give_back(request)
         assert leaving.future is not None
         try:
             if not leaving.future.done():
                 leaving.future.cancel()
-                raise PeerUnreachable(f"nobody took it within {TAKEN_SECONDS:g} s", id="handoff-not-taken-in-time")
+                message = f"nobody took the hand-off within {TAKEN_SECONDS:g} s"
+                raise PeerUnreachable(message, id="handoff-not-taken-in-time")
             result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)

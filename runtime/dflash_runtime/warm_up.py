@@ -1,7 +1,7 @@
-"""What happens once, made to happen at start: kernels compiled, decode steps captured, prompts of all sizes prefilled.
+"""The warm-up: compile kernels, capture decode steps and prefill prompts of all sizes before the first request.
 
-Prompts go the way of every request, so whatever a prefill launches is compiled, however it is cut. Nothing of them is
-left: no page is in the prefix cache, no seed was drawn, and nothing was learnt of how long answers are.
+Warm-up prompts run like requests, so that every kernel of a prefill is compiled. They leave no trace: no pages in the
+prefix cache, no drawn seeds, and no change in the expected length of answers.
 """
 
 import logging
@@ -23,17 +23,18 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 64
-"""Prompts that are prefilled at once; more of them are no other launches."""
+"""The most prompts to prefill at once. More prompts launch the same kernels."""
 
 CONTEXTS, FEW_ROWS = (512, LONG_CONTEXT), 16
-"""Tokens after which so few rows of a prompt follow: their keys are cut into parts, and long ones have other tiles."""
+"""Context lengths, and prompt rows after them. Few rows after a context split its keys, and long contexts have other
+tiles."""
 
 Progress = Callable[[int, int], None]
-"""Hears how much is done, and of how much."""
+"""Gets the number of finished jobs, and the number of all jobs."""
 
 
 def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None, progress: Progress) -> None:
-    """Prepare an engine whose steps are captured for requests with these parameters; see `LLM.warm_up`.
+    """Prepare an engine for requests with these parameters, if its steps are captured; see `LLM.warm_up`.
 
     Raises:
         DFlashError: the device failed, and the engine is closed.
@@ -59,9 +60,9 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
 
 
 def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) -> list[StepMode]:
-    """The modes of all steps that so many requests with these parameters can come to share, the widest first.
+    """The modes of all steps that `bucket` requests with these parameters may have, widest first.
 
-    Plain steps with room for prompts, of other requests, come before the plain ones.
+    Plain steps with room for prompts come before plain steps without it.
     """
     limits, policy = engine.scheduler.limits, engine.scheduler.width_policy
     block = limits.num_lookahead_tokens
@@ -79,9 +80,9 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
-    """Prompts that run together, batch by batch: of each power of two alone, and many at once; see `gated_rows` too.
+    """The batches of prompts to prefill: one prompt of each power of two and of `gated_rows`, and many prompts at once.
 
-    Each kind of sampling chooses a first token. No two prompts begin alike, so that none is found in the prefix cache.
+    Each kind of sampling chooses a first token. All prompts begin differently, so that the prefix cache never has them.
     """
     limits = engine.scheduler.limits
     most, longest = limits.max_batched_tokens, limits.max_model_len - 1
@@ -96,9 +97,9 @@ def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_reques
 
 
 def gated_rows(engine: Engine) -> list[int]:
-    """The fewest rows of a prompt for which feed-forward layers gate in their product, if a step has so many.
+    """The smallest prompt for which feed-forward layers apply the gate in the product, if a step may have its rows.
 
-    That has a kernel of its own, and is chosen by how rows fill the device: powers of two may all be passed over.
+    That product has its own kernel, and runs only if its tiles fill the device well. Perhaps no power of two does.
     """
     limits, target = engine.scheduler.limits, engine.runner.target
     most = min(limits.max_batched_tokens, limits.max_model_len - 1)
@@ -108,13 +109,13 @@ def gated_rows(engine: Engine) -> list[int]:
 
 
 def contexts_of(engine: Engine) -> list[int]:
-    """CONTEXTS, as far as the model is so long."""
+    """CONTEXTS, limited to the model's length."""
     longest = engine.scheduler.limits.max_model_len - 1 - FEW_ROWS
     return [context for context in dict.fromkeys(min(context, longest) for context in CONTEXTS) if context > 0]
 
 
 def run_in_chunks(engine: Engine, kind: SamplingParams, context: int) -> None:
-    """Run a prompt of which few rows follow a context that steps before have prefilled.
+    """Run a prompt in two steps: a context first, then FEW_ROWS rows.
 
     Raises:
         DFlashError: the device failed, and the engine is closed.
@@ -133,7 +134,7 @@ def _prompt(index: int, length: int, kind: SamplingParams, vocab_size: int) -> R
 
 
 def run_once(engine: Engine, requests: Sequence[Request]) -> None:
-    """Run requests to their end and forget them, and whatever the prefix cache held. Those without pages are left out.
+    """Run requests to their end, then forget them and clear the prefix cache. Skip requests that the pool cannot hold.
 
     Raises:
         DFlashError: the device failed, and the engine is closed.
@@ -143,9 +144,9 @@ def run_once(engine: Engine, requests: Sequence[Request]) -> None:
     try:
         for request in requests:
             try:
-                scheduler.add(request)  # not by way of the engine, which would draw a seed
+                scheduler.add(request)  # `Engine.add` would draw a seed
             except DFlashError as error:
-                logger.info("not warmed up with %d tokens: %s", request.prompt_len, error.message)
+                logger.info("no warm-up with %d tokens: %s", request.prompt_len, error.message)
         while scheduler.has_work:
             engine.step()
     finally:

@@ -129,7 +129,7 @@ def test_without_accelerate_the_hint_names_the_extra(monkeypatch: pytest.MonkeyP
 
 def test_the_native_runtime_refuses_a_device_map() -> None:
     assert EngineConfig(target_runtime="native").wanted_runtime == "native"
-    with pytest.raises(UsageError):
+    with refuses(UsageError, "device-map-of-native-target", field="device_map", found="auto"):
         EngineConfig(device_map="auto", target_runtime="native")
     assert EngineConfig(device_map="auto").wanted_runtime == "transformers"
 

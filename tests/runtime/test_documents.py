@@ -168,6 +168,7 @@ WRONG: dict[str, tuple[Any, str, str, Any]] = {
     "fraction for a whole number": (changed("num_steps", to=2.0), "wrong-value", "num_steps", 2.0),
     "below a limit": (changed("num_steps", to=-1), "wrong-value", "num_steps", -1),
     "infinite": (changed("spans", 0, "high", to=math.inf), "wrong-value", "spans[0].high", math.inf),
+    "null for a key that is left out": (changed("id", to=None), "wrong-value", "id", None),
     "null": (changed("name", to=None), "wrong-value", "name", None),
     "not a choice": (changed("way", to="wide"), "wrong-value", "way", "wide"),
     "not of the enumeration": (changed("reason", to="error"), "wrong-value", "reason", "error"),
@@ -251,7 +252,7 @@ def test_a_schema_describes_every_key_and_holds_what_is_written() -> None:
     assert properties["num_steps"] == {"type": "integer", "minimum": 0, "description": "verify steps"}
     assert properties["mean"] == {"type": ["number", "null"], "description": "Tokens per step."}
     assert properties["kind"] == {"const": "result"}
-    assert properties["id"] == {"type": ["string", "integer", "null"]}
+    assert properties["id"] == {"type": ["string", "integer"]}  # left out instead of null
     assert properties["settings"] == {"type": "object", "additionalProperties": {}}
     assert properties["by_batch"]["additionalProperties"] == {"type": "array", "items": {"type": "number"}}
     assert schema["$defs"]["Span"]["description"] == "Lower and upper end."

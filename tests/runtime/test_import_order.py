@@ -1,4 +1,4 @@
-"""The rooms of the runtime: imports point downwards, and what is below the models needs no torch."""
+"""Folders of the runtime import only lower folders, and the folders below the models work without torch."""
 
 import ast
 import subprocess
@@ -20,7 +20,7 @@ ROOMS = (
     "drafts",
     "device",
 )
-"""From the bottom up; a room may import from itself and from those before it. What is named in none is on top."""
+"""From bottom to top. A room (folder or module) imports only itself and lower rooms. All other modules are on top."""
 
 TORCH_FREE = ("checkpoint", "scheduling")
 PLAIN = {"dflash_kernels.temperature"}
@@ -35,7 +35,7 @@ def room(module: str) -> str:
 
 
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """Modules a file imports, and whether it does so whenever it is itself imported."""
+    """The modules that a file imports, and whether it imports them at once."""
     tree = ast.parse(file.read_text())
     later = {
         node
@@ -59,7 +59,7 @@ def test_imports_point_downwards(file: Path) -> None:
             assert LEVELS.get(room(module), len(ROOMS)) <= level, f"{own} imports {module}"
 
 
-def test_every_room_is_there() -> None:
+def test_every_room_exists() -> None:
     names = {item.name.removesuffix(".py") for item in PACKAGE.iterdir()}
     assert set(LEVELS) <= names
     assert names - set(LEVELS) - {"__init__", "__pycache__"} == {
@@ -74,7 +74,7 @@ def test_every_room_is_there() -> None:
 
 
 @pytest.mark.parametrize("folder", TORCH_FREE)
-def test_torch_is_imported_only_where_it_is_used(folder: str) -> None:
+def test_torch_is_imported_only_inside_functions(folder: str) -> None:
     for file in (PACKAGE / folder).glob("*.py"):
         at_once = {module.split(".")[0] for module, is_at_once in imports(file) if is_at_once and module not in PLAIN}
         assert not at_once & {"torch", "numpy", "transformers", "safetensors", "dflash_kernels"}, file.name

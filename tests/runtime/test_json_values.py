@@ -1,4 +1,4 @@
-"""In JSON a bool is no number."""
+"""A bool is not a JSON number."""
 
 from dflash_runtime.json_values import is_int, is_number
 

@@ -1,6 +1,6 @@
-"""Greedy speculative output equals plain decoding, token for token, whatever the draft proposes.
+"""Greedy speculative output equals plain decoding, token for token, for any draft.
 
-Single requests in float32: batch shape changes float32 sums, so batches are compared in float64.
+Batch shape changes float32 sums, so float32 tests run single requests, and batches are compared in float64.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ PARAMS = SamplingParams(max_new_tokens=20)
 
 
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49)
-"""Prompts that end around the bounds of blocks and pages."""
+"""Prompt lengths around the ends of blocks and pages."""
 
 AT_BOTH_ENDS = [1, pytest.param(3, marks=pytest.mark.slow), 7]
-"""Numbers of drafts at which scripted drafts are tried; a trained one is run at 3 too."""
+"""Values of K for scripted drafts. A trained draft runs with 3 too."""
 
 
 def prompts_of(lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -71,18 +71,18 @@ def check_draft(name: str, num_draft_tokens: int, prompts: list[tuple[int, ...]]
     outputs = bundled_llm(bundled_draft_model(name), num_draft_tokens).generate(prompts, PARAMS)
     assert [output.token_ids for output in outputs] == plain
     accepted = sum(sum(output.acceptance_lengths) - len(output.acceptance_lengths) for output in outputs)
-    assert accepted > len(outputs)  # the drafts do take part
+    assert accepted > len(outputs)  # some drafts are accepted
 
 
 @cache
 def oracle(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The target's text a little past the limit, so that even the last block of a draft that knows it is right."""
+    """The target's text to a block after the limit, so that a scripted draft knows its last block too."""
     longer = SamplingParams(max_new_tokens=PARAMS.max_new_tokens + 8)
     return bundled_llm(None, 0).generate([prompt], longer)[0].token_ids
 
 
 @pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
-def test_always_right_draft_is_accepted_whole(
+def test_a_draft_that_is_always_right_is_always_accepted(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     draft = bundled_draft_model()
@@ -94,7 +94,7 @@ def test_always_right_draft_is_accepted_whole(
 
 
 @pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
-def test_always_wrong_draft_is_never_accepted(
+def test_a_draft_that_is_always_wrong_is_never_accepted(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     draft = bundled_draft_model()
@@ -106,7 +106,7 @@ def test_always_wrong_draft_is_never_accepted(
 
 
 @pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
-def test_mask_proposing_draft_changes_nothing(
+def test_a_draft_that_proposes_its_mask_token_changes_nothing(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     llm = bundled_llm(always_mask(bundled_draft_model()), num_draft_tokens)
@@ -137,14 +137,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 @cache
 def plain_in_float64() -> tuple[list[tuple[int, ...]], SamplingParams, list[RequestOutput]]:
-    """Prompts around the bounds of pages, and what the target says to them, past the next bound."""
+    """Prompts with lengths around the ends of pages, their parameters, and the outputs of plain decoding."""
     prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), [1, 15, 16, 33, 40], strict=False)]
     params = SamplingParams(max_new_tokens=12)
     return prompts, params, bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
 
 
 def layout_cases() -> list[Any]:
-    """Each layout, in turn with one draft or the other and at one K or the other; the rest is slow."""
+    """All cases of draft, layout and K. One case per layout runs by default, and the others are slow."""
     by_default = {
         ("tiny", "as trained", 7), ("tiny:reduced", "causal", 1), ("tiny", "window", 1),
         ("tiny:reduced", "causal window", 7),
@@ -155,7 +155,7 @@ def layout_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "layout", "num_draft_tokens"), layout_cases())
 def test_batches_in_float64(name: str, layout: str, num_draft_tokens: int) -> None:
-    """Both drafts under every attention layout, five prompts at once through three rows."""
+    """Five prompts run with three requests at a time, for both drafts and every attention layout."""
     num_layers = bundled_draft(name).config.num_layers
     causal, window = LAYOUTS[layout].get("causal", False), LAYOUTS[layout].get("window")
     draft = bundled_draft_model(

@@ -47,8 +47,8 @@ def test_counts_by_hand() -> None:
     }
 
 
-def test_a_request_has_what_vllm_says_of_its_steps() -> None:
-    """Three steps of K = 3, the second one verified to width 2; the bonus is in the mean only."""
+def test_the_metrics_of_a_request_are_those_of_vllm() -> None:
+    """Three steps of K = 3, the second one with verify width 2. Only the mean counts bonus tokens."""
     metrics = request_metrics(replace(output(4, 2, 1), verify_widths=(4, 2, 4)), 3)
     assert to_json(metrics) == {
         "speculative_decoding": {
@@ -71,8 +71,8 @@ def test_a_request_has_what_vllm_says_of_its_steps() -> None:
     assert request_metrics(output(), 0) is None
 
 
-def test_a_draft_that_is_not_verified_is_not_refused_either() -> None:
-    """Steps of widths 2, 4 and 3: position 3 was verified once, and accepted then."""
+def test_an_unverified_draft_does_not_count_as_rejected() -> None:
+    """With widths 2, 4 and 3, position 3 was verified once, and accepted."""
     narrow = replace(output(2, 4, 1), verify_widths=(2, 4, 3))
     counts = count_acceptance([narrow], 3)
     assert counts.per_pos_verified == [3, 2, 1]
@@ -91,14 +91,14 @@ def test_acceptance_length_is_one_plus_the_rates() -> None:
     assert abs(counts.acceptance_len - 1 - sum(counts.per_pos_acceptance_rates)) < 1e-12
 
 
-def test_no_steps_give_no_figures() -> None:
+def test_without_steps_there_are_no_rates() -> None:
     counts = AcceptanceCounts(7)
     assert counts.acceptance_len is None
     assert counts.overall_acceptance_rate is None
     assert counts.per_pos_acceptance_rates == []
 
 
-def test_truncated_and_untruncated_differ_only_in_the_last_step() -> None:
+def test_committed_and_acceptance_lengths_differ_only_in_the_last_step() -> None:
     from dflash_runtime.scheduling.request import SamplingParams
     from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 

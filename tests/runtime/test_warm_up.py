@@ -1,4 +1,4 @@
-"""Warming up: what is captured and in which order, what is compiled, and that nothing of it is left."""
+"""The warm-up: the captured steps and their order, the compiled kernels, and no trace in later results."""
 
 import gc
 import logging
@@ -27,6 +27,7 @@ from dflash_runtime.warm_up import step_modes
 from dflash_testing.graphs import StandInGraphs, with_stand_ins
 from dflash_testing.launches import seen_launches
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+from dflash_testing.refusals import refuses
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=1.0)
 FILTERED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9)
@@ -41,7 +42,7 @@ def small_llm(**engine: Any) -> LLM:
     return random_llm(target, draft, 3, **(settings | engine))
 
 
-def test_modes_are_those_of_all_mixes() -> None:
+def test_every_mix_of_sampling_has_its_modes() -> None:
     greedy, sampled, filtered = (StepMode(4, *kind) for kind in ((True, False), (False, False), (False, True)))
     engine = small_llm().engine
     assert step_modes(engine, [GREEDY, GREEDY], 3) == [greedy]
@@ -52,7 +53,7 @@ def test_modes_are_those_of_all_mixes() -> None:
     assert step_modes(engine, [GREEDY, narrow], 3) == [greedy, StepMode(2, is_greedy=True, has_filters=False)]
 
 
-def test_every_width_that_an_adaptive_engine_chooses_from_is_captured() -> None:
+def test_every_width_of_an_adaptive_engine_is_captured() -> None:
     engine = small_llm().engine
     times = StepTimes({3: {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5}})
     engine.scheduler.width_policy = AdaptiveWidth(times, 3)
@@ -60,7 +61,7 @@ def test_every_width_that_an_adaptive_engine_chooses_from_is_captured() -> None:
     assert modes == [(4, 0), (3, 0), (2, 0), (1, 192), (1, 0)]
 
 
-def test_every_bucket_is_captured_once_the_largest_first() -> None:
+def test_every_bucket_is_captured_once_and_the_largest_first() -> None:
     llm = small_llm(max_num_requests=12)
     graphs = with_stand_ins(llm)
     seen: list[tuple[int, int]] = []
@@ -75,8 +76,8 @@ def test_every_bucket_is_captured_once_the_largest_first() -> None:
     assert len(graphs.attempts) == num_captured
 
 
-def test_mixed_requests_find_every_graph() -> None:
-    """Greedy, sampled and filtered requests in one queue: whichever share a step, it was captured at start."""
+def test_any_mix_of_requests_finds_its_graph() -> None:
+    """Greedy, sampled and filtered requests are in one queue, and share steps in any mix."""
     params = [(GREEDY, SAMPLED, FILTERED)[index % 3] for index in range(len(PROMPTS))]
     llm = small_llm()
     graphs = with_stand_ins(llm)
@@ -87,7 +88,7 @@ def test_mixed_requests_find_every_graph() -> None:
 
 
 class Echo:
-    """A step that gives back its rows, or fails."""
+    """A step that returns its rows, or fails."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -98,7 +99,7 @@ class Echo:
         return (rows,)
 
 
-def test_large_batches_are_captured_when_they_come() -> None:
+def test_large_batches_are_captured_when_first_needed() -> None:
     echo = Echo()
     graphs = StandInGraphs(echo.decode, 4096)
     modes = [StepMode(4, is_greedy=True, has_filters=False)]
@@ -114,8 +115,8 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.token_ids, output.drafts, output.num_cached) for output in outputs]
 
 
-def test_a_warm_up_leaves_nothing_behind() -> None:
-    """Seeds that the engine draws, the prefix cache, and what is expected of answers are as in an engine without."""
+def test_a_warm_up_leaves_no_trace() -> None:
+    """Drawn seeds, the prefix cache and the expected length of answers are the same as without a warm-up."""
     cold, warm = small_llm(seed=5, scheduling="async"), small_llm(seed=5, scheduling="async")
     with_stand_ins(warm)
     warm.warm_up(SAMPLED)
@@ -124,7 +125,7 @@ def test_a_warm_up_leaves_nothing_behind() -> None:
     assert traces(warm.generate(PROMPTS, SAMPLED)) == traces(cold.generate(PROMPTS, SAMPLED))
 
 
-def test_without_graphs_there_is_nothing_to_do() -> None:
+def test_without_graphs_a_warm_up_does_nothing() -> None:
     llm = small_llm()
     seen: list[int] = []
     llm.warm_up(progress=lambda num_done, total: seen.append(num_done))
@@ -135,14 +136,14 @@ def test_a_busy_llm_is_not_warmed_up() -> None:
     llm = small_llm()
     stream = llm.stream(PROMPTS[:2], GREEDY)
     next(stream)
-    with pytest.raises(UsageError, match="busy"):
+    with refuses(UsageError, "llm-busy"):
         llm.warm_up()
     llm.close()
     llm.warm_up()
 
 
-def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, that Python sees too; and the text of every batch size stays what it is."""
+def test_a_step_without_memory_for_its_graph_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    """There is one warning, also in `LLM.warnings`, and the text is the same for every batch size."""
     llm = small_llm()
     graphs = with_stand_ins(llm)
     graphs.refused = {3, 2}
@@ -150,9 +151,10 @@ def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(caplog: pytest.
         llm.warm_up()
         outputs = llm.generate(PROMPTS, GREEDY)
     assert [bucket for bucket, _ in graphs.captured] == [1]
-    assert len(graphs.attempts) == 3, "what does not fit is not tried again in every step"
+    assert len(graphs.attempts) == 3, "a capture without memory is not repeated in every step"
     assert [record.message for record in caplog.records] == list(llm.warnings)
-    assert "decode steps of 3 requests run slower" in llm.warnings[0]
+    assert [warning.id for warning in llm.warnings] == ["no-memory-for-graphs"]
+    assert "3 requests" in llm.warnings[0]
     assert traces(outputs) == traces(small_llm().generate(PROMPTS, GREEDY))
 
 
@@ -164,7 +166,7 @@ def test_other_errors_of_a_capture_are_raised() -> None:
 
 
 def test_pages_are_freed_with_their_llm() -> None:
-    """At once, with graphs too: a second LLM finds the memory that the first one had."""
+    """They are freed at once, even with graphs, so that a second LLM gets their memory."""
     llm = small_llm()
     with_stand_ins(llm)
     llm.warm_up()
@@ -181,7 +183,7 @@ def test_pages_are_freed_with_their_llm() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
-    """By the keys under which Triton would keep its kernels: prompts of many lengths, batches that grow and shrink."""
+    """Later launches use only kernels, by Triton's cache keys, of the warm-up. Prompts and batches have many sizes."""
     llm = small_llm(kernels="triton", page_size=2, num_pages=200, seed=5)
     with_stand_ins(llm)
     with seen_launches(compute="choices") as launches:
@@ -195,9 +197,10 @@ def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
 
 
 @pytest.mark.interpreter
-def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts and whole, with the tiles of short contexts and those of long ones, though no prompt is longer than a
-    step has rows: a step cuts prompts where others leave it few.
+def test_attention_of_prompts_after_contexts_is_not_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention runs in parts and whole, and with tiles for short and for long contexts.
+
+    Every prompt fits one step, but other requests leave a step few rows, so that it divides prompts.
     """
     short, long = RaggedShape(16, 16, 4, 2, has_descriptors=True), RaggedShape(32, 16, 8, 2)
     monkeypatch.setattr(
@@ -220,8 +223,8 @@ def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.Monk
 
 
 @pytest.mark.interpreter
-def test_nor_are_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though no power of two fills the device."""
+def test_gated_products_of_many_rows_are_not_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here powers of two never use this kernel."""
     shape = ManyRowsShape(16, 16, 16, tiles_together=2, num_stages=3, num_warps=4)
 
     def only_some(num_rows: int, *_: object) -> ManyRowsShape | None:
@@ -241,8 +244,8 @@ def test_nor_are_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.interpreter
-def test_nor_is_anything_when_requests_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is resumed has tokens already, and is switched on beside one that has none, or alone."""
+def test_preempted_requests_compile_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed request is switched on together with a fresh request, or alone."""
     llm = small_llm(kernels="triton", page_size=2, num_pages=36, seed=5)
     with_stand_ins(llm)
     switched_on: list[tuple[int, int]] = []

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from dflash_cli.engines.serving_engine import Release
 from dflash_cli.handoff.two_servers.launch import Launch
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.layer_kinds import FULL, LATENT, STATE_KINDS
 from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.documents import HIDDEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,13 @@ class EngineConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDraft:
-    """The draft as a server is told of it; `method` is that of speculation, None where it is not stated."""
+    """The draft that a server is started with."""
 
     name: str | None
     revision: str | None = None
-    method: str | None = None
-    num_draft_tokens: int | None = None
-    kv_dtype: str | None = None
+    method: Annotated[str | None, "of speculation"] = None
+    num_draft_tokens: Annotated[int | None, "without the anchor"] = None
+    kv_dtype: Annotated[str | None, HIDDEN] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,23 +103,6 @@ class Server:
         is_full = facts is not None and set(facts.layer_kinds) == {FULL}
         return is_full and config is not None and set(config.windows) == {None}
 
-    def to_json(self) -> dict[str, Any]:
-        draft = self.draft
-        return {
-            "file": str(self.launch.path),
-            "version": self.launch.version,
-            "connectors": [item.name for item in self.connectors],
-            "draft": None
-            if draft is None
-            else {name: getattr(draft, name) for name in ("name", "revision", "method", "num_draft_tokens")},
-            "target": self.target,
-            "tensor_parallel": self.tensor_parallel,
-            "kv_cache_dtype": self.kv_dtype,
-            "page_size": self.page_size,
-            "is_draft_read": self.config is not None,
-            "is_target_read": self.target_facts is not None,
-        }
-
 
 def release_of(version: str | None, fallback: Release) -> Release:
     """`0.33.0` of `v0.33.0+cu130`; the engine's release that was asked for where no version is stated."""
@@ -134,3 +118,35 @@ def release_of(version: str | None, fallback: Release) -> Release:
 def heads_of_rank(num_heads: int, tensor_parallel: int) -> int:
     """KV heads that one rank holds; heads are repeated where there are more ranks."""
     return max(1, num_heads // tensor_parallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerEntry:
+    """One server, as its file describes it."""
+
+    file: str
+    version: Annotated[str | None, "as the file states it"]
+    connectors: tuple[str, ...]
+    draft: ServedDraft | None
+    target: str | None
+    tensor_parallel: int
+    kv_cache_dtype: str
+    page_size: int | None
+    is_draft_read: Annotated[bool, "whether the draft could be read here"]
+    is_target_read: bool
+
+    @classmethod
+    def of(cls, server: Server) -> "ServerEntry":
+        """The entry of a server."""
+        return cls(
+            file=str(server.launch.path),
+            version=server.launch.version,
+            connectors=tuple(item.name for item in server.connectors),
+            draft=server.draft,
+            target=server.target,
+            tensor_parallel=server.tensor_parallel,
+            kv_cache_dtype=server.kv_dtype,
+            page_size=server.page_size,
+            is_draft_read=server.config is not None,
+            is_target_read=server.target_facts is not None,
+        )

@@ -1,24 +1,26 @@
 """Whether the draft's context arrives at the decode server: every rule on two servers, and a verdict."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar, Literal
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import Role, find_checkpoint, open_checkpoint
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.handoff.two_servers.launch import read_launch
-from dflash_cli.handoff.two_servers.server import ServedDraft, Server
+from dflash_cli.handoff.two_servers.server import ServedDraft, Server, ServerEntry
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
 from dflash_cli.rules.subject import Subject, open_subject
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, UsageError
 
-TEXTS = {
+Outcome = Literal["arrives", "lost", "refused", "unknown"]
+TEXTS: Mapping[Outcome, str] = {
     "arrives": "the draft's context arrives",
     "lost": "the draft's context does not arrive, and acceptance falls",
     "refused": "the servers do not work together",
@@ -28,19 +30,17 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class TransferVerdict:
-    """What becomes of the draft's context: arrives, lost, refused with the whole request, or unknown."""
+    """What becomes of the draft's context KV."""
 
-    outcome: str
-    reasons: tuple[str, ...]
-    joined: str
+    outcome: Annotated[Outcome, "refused: the servers do not work together"]
+    reasons: Annotated[tuple[str, ...], "ids of rules"]
+    joined: Annotated[str, HIDDEN]
 
     @property
+    @computed_key
     def text(self) -> str:
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
         return f"{self.joined}: {TEXTS[self.outcome]}{because}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, "reasons": list(self.reasons), "text": self.text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -67,17 +67,48 @@ class TransferReport(Shown):
         """Whether the pair does not pass; with `strict`, warnings count too."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "engine": str(self.transfer.named),
-            "servers": {server.role: server.to_json() for server in self.transfer.servers},
-            "num_rules": self.num_rules,
-            "num_errors": self.count("error"),
-            "num_warnings": self.count("warning"),
-            "findings": [finding.to_json() for finding in self.findings],
-            "verdict": self.verdict.to_json(),
-            "notes": list(self.notes),
-        }
+    @property
+    def document(self) -> "TransferDocument":
+        prefill, decode = (
+            next(ServerEntry.of(item) for item in self.transfer.servers if item.role == role)
+            for role in ("prefill", "decode")
+        )
+        return TransferDocument(
+            passed=not self.fails(),
+            engine=str(self.transfer.named),
+            servers=ServerEntries(prefill, decode),
+            num_rules=self.num_rules,
+            num_errors=self.count("error"),
+            num_warnings=self.count("warning"),
+            findings=self.findings,
+            verdict=self.verdict,
+            notes=self.notes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEntries:
+    """Both servers by role."""
+
+    prefill: ServerEntry
+    decode: ServerEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferDocument:
+    """Result of `dflash validate-handoff`."""
+
+    KIND: ClassVar[str] = "validate-handoff"
+
+    passed: bool
+    engine: str
+    servers: ServerEntries
+    num_rules: int
+    num_errors: int
+    num_warnings: int
+    findings: tuple[Finding, ...]
+    verdict: TransferVerdict
+    notes: tuple[str, ...]
 
 
 def validate_transfer(
@@ -122,11 +153,12 @@ def _verdict(transfer: Transfer, findings: list[Finding]) -> TransferVerdict:
     doubts = [item for item in findings if item.severity == "warning" and item.outcome != "serves"]
     names = dict.fromkeys(item.name for pair in (transfer.carriers or ()) for item in pair[:1])
     joined = ", ".join([str(transfer.named), " to ".join(names)]) if names else str(transfer.named)
-    for outcome, chosen in (
-        ("refused", [item for item in errors if item.outcome == "stops"]),
-        ("lost", errors),
-        ("unknown", doubts),
-    ):
+    causes: dict[Outcome, list[Finding]] = {
+        "refused": [item for item in errors if item.outcome == "stops"],
+        "lost": errors,
+        "unknown": doubts,
+    }
+    for outcome, chosen in causes.items():
         if chosen:
             return TransferVerdict(outcome, tuple(dict.fromkeys(item.id for item in chosen)), joined)
     return TransferVerdict("arrives", (), joined)

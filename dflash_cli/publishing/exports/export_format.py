@@ -4,7 +4,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped
@@ -39,6 +39,18 @@ class Exported:
 
     text: str
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportDocument:
+    """Result of `dflash export`."""
+
+    KIND: ClassVar[str] = "export"
+
+    to: str
+    output: Annotated[str | None, "the file that was written"]
+    content: str
+    warnings: tuple[str, ...]
 
 
 class ExportFormat(ABC):

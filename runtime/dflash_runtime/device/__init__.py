@@ -1,1 +1,1 @@
-"""What runs on the device: one step, its state, KV and results."""
+"""The device side of the runtime: models, KV pages, request state, CUDA graphs and results of a step."""

@@ -1,11 +1,11 @@
-"""Which attention each backend can compute, and whether a pair needs another.
+"""The kinds of attention that each backend computes, and a check of a pair against them.
 
-A backend is a set of kernels, and its entry in `BACKENDS` says which attention it computes. A checkpoint that needs
-another kind is refused before it is loaded, never served with another mask. Each layer is judged by its
-own needs: a causal draft runs on a backend that has only causal attention.
+A backend is a set of kernels. Its entry in `BACKENDS` lists the attention that it computes. A checkpoint that needs
+another kind is refused before it is loaded; no backend serves it with another mask. The check looks at each layer by
+itself: a causal draft runs on a backend that has only causal attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -14,7 +14,7 @@ from dflash_runtime.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """What a backend can do; `max_head_dim` None is no limit."""
+    """The attention that a backend computes. `max_head_dim` None means any head size."""
 
     causal: bool = True
     non_causal: bool = True
@@ -24,6 +24,7 @@ class Capability:
     max_head_dim: int | None = None
 
     def can(self, need: "Need") -> bool:
+        """Whether the backend computes this attention."""
         if need.window is None:
             return self.causal if need.is_causal else self.non_causal
         return self.causal_window if need.is_causal else self.non_causal_window
@@ -31,9 +32,9 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Attention one layer asks for."""
+    """The attention that one layer needs."""
 
-    where: str
+    layer: str
     is_causal: bool
     window: int | None
 
@@ -56,23 +57,31 @@ def check_capability(
     *,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
-    """Refuse a pair, or a draft alone, whose attention a backend cannot do.
+    """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
     Raises:
-        UnsupportedError: naming the layer, what it needs, and the backends that can.
+        UnsupportedError: names the layer, its attention, and the backends that compute it.
     """
     capability = backends[backend]
     if dtype not in capability.dtypes:
-        raise UnsupportedError(f"the {backend} backend does not compute in {dtype}{_others(dtype, backends)}")
+        raise UnsupportedError(
+            id="dtype-not-computed", field="dtype", found=dtype,
+            expected=f"{_listed(capability.dtypes)} for the {backend} backend{_others(dtype, backends)}",
+        )  # fmt: skip
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
             hint = f"--kernels {able[0]}" if able else None
-            raise UnsupportedError(f"{need.where} needs {need}, which the {backend} backend cannot do", hint=hint)
+            raise UnsupportedError(
+                f"{need.layer} needs {need}, which the {backend} backend does not compute",
+                id="attention-not-computed", field=need.layer, found=str(need), hint=hint,
+            )  # fmt: skip
     paged = (target if target is not None and target.own_cache is None else None, draft)
     widest = max((size for config in paged if config is not None for _, size in config.kv_shapes), default=0)
     if capability.max_head_dim is not None and widest > capability.max_head_dim:
-        raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
+        raise UnsupportedError(
+            field="head_dim", found=widest, expected=f"at most {capability.max_head_dim} for the {backend} backend"
+        )
 
 
 def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:
@@ -88,4 +97,8 @@ def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]
 
 def _others(dtype: str, backends: Mapping[str, Capability]) -> str:
     able = [name for name, capability in backends.items() if dtype in capability.dtypes]
-    return f" ({', '.join(able)} does)" if able else ""
+    return f", or {dtype} for {_listed(able)}" if able else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,6 +1,6 @@
-"""What one decode step works on: how its tokens are sampled, what was drafted, and the rows that are verified.
+"""The data of one decode step: how tokens are sampled, the drafted tokens, and the rows to verify.
 
-Axis letters: R requests, W rows of each that are verified.
+Axis letters: R requests, W verified rows per request.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dflash_runtime.device.decode_graphs import StepMode
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one forward are sampled, [R] each."""
+    """Sampling parameters of one forward, [R] each."""
 
     temperatures: Tensor
     top_ks: Tensor
@@ -23,32 +23,32 @@ class Sampling:
     mode: StepMode
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order of the kernels, to which each value stands for all of a request's block rows."""
+        """The values in the order of the kernels' arguments. One value is for all block rows of a request."""
         return self.temperatures, self.top_ks, self.top_ps
 
     def after(self, positions: Tensor) -> Tensor:
-        """Positions of the tokens that are sampled after these rows; a greedy step needs none."""
+        """Positions of the tokens sampled after these rows. A greedy step does not read them."""
         return positions if self.mode.is_greedy else positions + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafted tokens, and the distribution of R * (W - 1) rows they were sampled from where they were sampled."""
+    """Drafted tokens. Sampled tokens come with the R * (W - 1) distributions that they were sampled from."""
 
-    token_ids: Tensor  # [R, W - 1] over the target's ids; negative where the draft proposes nothing
-    distribution: Distribution | Tensor | None = None  # over the draft's ids
+    token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
+    distribution: Distribution | Tensor | None = None  # over ids of the draft
 
     @classmethod
     def empty(cls, anchors: Tensor) -> "Proposal":
-        """No drafts after these anchors [R], which is plain decoding."""
+        """No draft tokens after these anchors [R]: plain decoding."""
         return cls(anchors.new_empty((len(anchors), 0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a decode step verifies: the blocks of R requests, W rows of each."""
+    """The blocks that a decode step verifies, W rows of each of R requests."""
 
-    rows: Tensor  # [R] of the state
+    rows: Tensor  # [R] rows of the state
     step: StepRows
     page_table: Tensor
     sampling: Sampling
@@ -59,8 +59,8 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """Rows whose context KV is to be written, in any shape; those whose slot is PAD are not."""
+    """Rows to write context KV for. Positions and slots may have any shape. Rows with slot PAD are not written."""
 
-    features: Tensor | None  # [T, F], of the target's tapped layers
+    features: Tensor | None  # [T, F] outputs of the target's tapped layers
     positions: Tensor
     slots: Tensor

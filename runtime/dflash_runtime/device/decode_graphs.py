@@ -1,9 +1,8 @@
-"""Decode steps captured once as CUDA graphs and replayed: one launch instead of hundreds.
+"""Decode steps captured as CUDA graphs and replayed: one launch instead of hundreds.
 
-A graph is captured for a bucket of requests and a mode. It reads which requests take part from a buffer of batch rows;
-everything else, lengths and pages included, lies in the device state, and what follows from shapes is the same for
-every context. A batch smaller than its bucket is filled with the padding row, which is always done: it reads and writes
-no KV, and commits nothing.
+Each graph is for a bucket of requests and a mode. It reads the state rows of its requests from a buffer; lengths, pages
+and all else are in the device state. A batch smaller than its bucket is padded with the padding row, which is always
+done: it reads and writes no KV, and commits nothing.
 
 Axis letters: R requests of a bucket.
 """
@@ -24,20 +23,21 @@ from torch import Tensor
 
 from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.models.placement import as_current
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 START_REQUESTS = 256
-"""The largest batch whose graphs are captured at start. Those of larger ones are when they first come: to capture one
-takes about as long as such a step, of which thousands follow."""
+"""The largest batch whose graphs are captured at start. Graphs of larger batches are captured when first needed: a
+capture takes about as long as one such step, and thousands of these steps follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMode:
     """The host's choices for a step: rows to verify per block, how tokens are sampled, and room for prompt rows.
 
-    A verify width of 1 is plain decoding: there is no draft to verify, so the draft does not run.
+    With a verify width of 1 the draft does not run; that is plain decoding.
     """
 
     verify_width: int
@@ -58,7 +58,7 @@ class StepMode:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """One captured step, the rows that it reads, [R], and what it writes: see `DecodeGraphs`."""
+    """One captured step, the buffer of state rows [R] that it reads, and the results that it writes."""
 
     graph: torch.cuda.CUDAGraph
     rows: Tensor
@@ -66,29 +66,29 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Graphs of `decode(rows [R], mode) -> results`, captured at start or when first asked for.
+    """Graphs of `decode(rows [R], mode) -> results`, captured at start or when first needed.
 
-    Results are packed: those of the rows, [R, ...], and in a step with room for prompts those of prompts that end.
+    The results are the packed results of the rows, [R, ...], and with room for prompts also of prompts that end.
 
-    All share one pool of memory, since only one runs at a time and its results are copied before the next one does.
+    All graphs share one memory pool: only one runs at a time, and its results are copied before the next one runs.
     """
 
     def __init__(
         self, decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]], max_requests: int, device: torch.device
     ) -> None:
-        # A runner has its graphs and not the other way round: its KV is freed as soon as nobody uses the runner.
+        # Graphs do not keep their runner alive, so its KV is freed with the last reference to the runner.
         self._decoder = WeakMethod(decode)
         self._max_requests = max_requests
         self.padding_row = max_requests
         self._device = device
         self._pool: Any = None  # torch gives the type of a handle no public name
-        # None where memory did not hold a graph: such steps are launched one by one.
+        # None after a capture without enough memory. Those steps run uncaptured.
         self._graphs: dict[tuple[int, StepMode], DecodeGraph | None] = {}
         self._memory = GraphMemory(device)
 
     @property
-    def shortage(self) -> str | None:
-        """A warning, where memory held not all that was asked for."""
+    def shortage(self) -> Notice | None:
+        """A warning if memory did not hold every graph."""
         return self._memory.shortage
 
     def __len__(self) -> int:
@@ -96,27 +96,27 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> tuple[tuple[int, StepMode], ...]:
-        """Bucket and mode of every graph, in the order they were captured."""
+        """Bucket and mode of every graph, in order of capture."""
         return tuple(key for key, graph in self._graphs.items() if graph is not None)
 
     def missing(
         self, modes_of: Callable[[int], Iterable[StepMode]], max_requests: int | None = None
     ) -> list[tuple[int, StepMode]]:
-        """What has to be captured so that batches up to `max_requests`, and START_REQUESTS, find their graph.
+        """Bucket and mode of every graph to capture for batches of up to `max_requests`, and at most START_REQUESTS.
 
-        `modes_of` says which modes steps of a bucket can have. The largest bucket comes first: smaller ones then fit
-        into the memory it has freed.
+        `modes_of` gives the modes of a bucket's steps. The largest bucket comes first, so that smaller buckets fit into
+        the memory that it has freed.
         """
         limit = min(max_requests or self._max_requests, self._max_requests, START_REQUESTS)
         buckets = sorted({bucket_of(count, self._max_requests) for count in range(1, limit + 1)}, reverse=True)
         return [(bucket, mode) for bucket in buckets for mode in modes_of(bucket) if (bucket, mode) not in self._graphs]
 
     def padded(self, rows: Sequence[int]) -> list[int]:
-        """Batch rows, filled up to the size of their bucket."""
+        """State rows, padded to the size of their bucket."""
         return [*rows, *[self.padding_row] * (bucket_of(len(rows), self._max_requests) - len(rows))]
 
     def replay(self, rows: Sequence[int], mode: StepMode) -> tuple[Tensor, ...]:
-        """Queue a step of these batch rows -> its results, which the next replay overwrites."""
+        """Queue a step of these state rows -> its results, which the next replay overwrites."""
         bucket = bucket_of(len(rows), self._max_requests)
         if (bucket, mode) not in self._graphs:
             self.capture(bucket, mode)
@@ -134,9 +134,9 @@ class DecodeGraphs:
     def capture(self, bucket: int, mode: StepMode) -> DecodeGraph | None:
         """Capture one graph, or note that memory does not hold it.
 
-        Before that the step runs on padding alone, which changes nothing; with prompts that are laid out already, as
-        it will again. It is run for every graph, not once a mode: kernels are specialised and matrix products chosen by
-        the number of rows, and neither may be compiled or loaded while a graph is captured.
+        First the step runs on padding, which changes nothing, and on prompts in the step's room, which run again later.
+        It runs for every graph, because kernels and matrix products depend on the number of rows, and none of them may
+        be compiled or loaded during a capture.
         """
         started = time.perf_counter()
         captured = None
@@ -147,7 +147,7 @@ class DecodeGraphs:
         self._graphs[bucket, mode] = captured
         if captured is None:
             if not len(self):
-                self._pool = None  # torch does not open a pool again that no graph has
+                self._pool = None  # torch does not reopen a pool without graphs
             self._memory.give_back()
         else:
             seconds = time.perf_counter() - started
@@ -160,7 +160,7 @@ class DecodeGraphs:
         return decode(rows, mode)
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
-        """Run a step where it is to be captured, so that what cuBLAS keeps for that stream lies outside the graphs."""
+        """Run a step on the capture stream, so that cuBLAS allocates its workspace for it outside the graphs."""
         stream = capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -168,11 +168,11 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, ...]]:
-        """Capture a step -> the graph, its rows and its results. What other threads do meanwhile is their affair."""
+        """Capture a step -> the graph, its rows and its results. Other threads may use the GPU meanwhile."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
         recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        # A capture that fails may leave its stream the current one.
+        # A failed capture may leave its stream as the current stream.
         with no_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             results = self._decode(rows, mode)
         return graph, rows, results
@@ -180,7 +180,7 @@ class DecodeGraphs:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: the graphs of an engine that was forgotten are freed then, which ends a capture."""
+    """Suspend garbage collection. During a capture it could free graphs of another engine, which breaks the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -192,18 +192,18 @@ def no_collection() -> Iterator[None]:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which its graphs are captured; torch's own belongs to whichever device came first."""
+    """The stream for captures on a device. torch's default capture stream is on the device that captured first."""
     return torch.cuda.Stream(device)
 
 
 def bucket_of(num_requests: int, max_requests: int) -> int:
-    """The size of the graph for so many requests, at most a quarter larger: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
+    """The bucket of a batch, at most a quarter larger than the batch: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
     grain = max(1, (1 << (num_requests.bit_length() - 1)) // 4)
     return min(-(-num_requests // grain) * grain, max_requests)
 
 
 def kinds_of(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
-    """How steps can be sampled whose requests have these parameters, in any mix: whether greedy, whether filtered."""
+    """Every (is_greedy, has_filters) of a step that mixes requests with these parameters."""
     own = sorted({(item.is_greedy, item.has_filters) for item in params}, reverse=True)
     mixes = [mix for size in range(1, len(own) + 1) for mix in combinations(own, size)]
     kinds = [(all(is_greedy for is_greedy, _ in mix), any(has_filters for _, has_filters in mix)) for mix in mixes]

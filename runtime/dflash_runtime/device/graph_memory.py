@@ -1,4 +1,4 @@
-"""What becomes of a capture that memory does not hold: it is given back, and said once what runs slower for it."""
+"""Captures that run out of memory: their memory is freed, and one warning says which steps run slower."""
 
 import logging
 from collections.abc import Iterator
@@ -7,35 +7,37 @@ from contextlib import contextmanager
 import torch
 
 from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.notices import Notice
 
 logger = logging.getLogger(__name__)
 
 
 class GraphMemory:
-    """Whether memory has held all graphs of a kind that were asked for."""
+    """Whether the device memory held all CUDA graphs of one kind."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.shortage: str | None = None  # a warning, where it has not
+        self.shortage: Notice | None = None
 
     @contextmanager
     def attempt(self, slower: str) -> Iterator[None]:
-        """Capture in here; where memory runs out, `slower` says what is from then on, and nothing is raised."""
+        """Run a capture. If memory runs out, raise nothing and set `shortage`; `slower` says what runs slower now."""
         try:
             yield
         except Exception as error:
-            # Ending a capture that has failed fails as well.
+            # After a failed capture, ending the capture fails too. The first error is then the context of the second.
             if not any(map(is_out_of_memory, (error, error.__context__))):
                 raise
-            logger.info("no memory for a capture: %s", slower)
+            logger.info("out of memory during a capture: %s", slower)
             if self.shortage is None:
-                self.shortage = (
-                    f"{slower}, since memory does not hold their CUDA graphs: lower --gpu-memory-utilization, "
-                    "--kv-memory or --max-num-requests"
+                self.shortage = Notice(
+                    f"{slower}, because memory does not hold their CUDA graphs: lower --gpu-memory-utilization, "
+                    "--kv-memory or --max-num-requests",
+                    id="no-memory-for-graphs",
                 )
                 logger.warning(self.shortage)
 
     def give_back(self) -> None:
-        """Let others have what a failed attempt has taken, once nothing of it is left."""
+        """Free the memory of a failed capture, after the last reference to it is gone."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

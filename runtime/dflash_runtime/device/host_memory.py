@@ -1,4 +1,4 @@
-"""How much memory of the host a process may still take, which its control group may bound."""
+"""Free host memory of this process, within the limit of its control group."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ GROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping: files that are cached count as free."""
+    """Bytes that this process can allocate without swapping. Cached files count as free."""
     found = [_machine_bytes(), _group_bytes()]
     return min(item for item in found if item is not None)
 
@@ -17,14 +17,13 @@ def _machine_bytes() -> int:
     available = _fields(MEMINFO).get("MemAvailable:")
     if available is not None:
         return available * 1024
-    name = (
-        "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    )  # macOS tells only the latter
+    # macOS reports only the size of its memory.
+    name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _group_bytes() -> int | None:
-    """What is left of the limit of the control group, None where there is no limit."""
+    """Free bytes below the limit of the control group, or None without a limit."""
     limit, used = (_read(GROUP / name).strip() for name in ("memory.max", "memory.current"))
     if not limit.isdigit() or not used.isdigit():
         return None
@@ -33,7 +32,7 @@ def _group_bytes() -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The lines of a file that have a name and a number."""
     rows = (line.split() for line in _read(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Attention of one forward whose first rows are blocks of requests that decode, and the others prompts.
+"""Attention of one forward over blocks of decoding requests, followed by prompt rows.
 
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
 """
@@ -17,9 +17,9 @@ from dflash_runtime.device.prefill import RaggedAttention
 
 @dataclass(frozen=True, slots=True)
 class JoinedAttention:
-    """An `Attend` that has two of them, over one cache. Both store KV, in one launch.
+    """An `Attend` over blocks and prompts in one cache. The KV of both is stored in one launch.
 
-    With a stream for prompts theirs runs beside that of blocks, as far as these leave room on the device.
+    With `prompt_stream`, the attention of prompts runs in parallel with the attention of blocks.
     """
 
     blocks: PagedAttention
@@ -31,6 +31,7 @@ class JoinedAttention:
     def join(
         cls, blocks: PagedAttention, prompts: RaggedAttention, prompt_stream: torch.cuda.Stream | None = None
     ) -> "JoinedAttention":
+        """Join the attention of blocks and prompts."""
         assert blocks.slots is not None
         return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)), prompt_stream)
 
@@ -52,7 +53,7 @@ class JoinedAttention:
         softmax: Softmax = PLAIN,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
+        """See `models.layers.Attend`; writes into `out` [T, H, D] if it is given."""
         count = len(self.slots) - len(self.prompts.slots)
         out = room_for(query) if out is None else out
         with self._beside():
@@ -63,7 +64,7 @@ class JoinedAttention:
         return out
 
     def _beside(self) -> AbstractContextManager[object]:
-        """In which launches go to the stream of prompts, behind what was queued until now."""
+        """A context in which launches go to the stream of prompts, after everything queued so far."""
         if self.prompt_stream is None:
             return nullcontext()
         self.prompt_stream.wait_stream(torch.cuda.current_stream())

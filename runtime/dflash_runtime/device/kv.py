@@ -1,10 +1,10 @@
 """KV tensors in pages, and attention over them.
 
-Target and draft have tensors of their own and share page numbers: a page that holds a token's target KV holds its
-draft context KV as well.
+Target and draft have separate tensors and share page numbers: the page that holds a token's target KV also holds its
+draft context KV.
 
-Axis letters: P pages, L layers, W numbers of a row's keys in the layer that has most, R requests, N rows a request, T
-flat rows (R * N), H heads, KV heads of keys and values, D head dim.
+Axis letters: P pages, L layers, W numbers in a row's keys in the widest layer, R requests, N rows per request,
+T flat rows (R * N), H heads, KV heads of keys and values, D head dim.
 """
 
 import math
@@ -24,10 +24,9 @@ from dflash_runtime.models.placement import Placement
 class KVCache:
     """Keys and values of every layer, with slots `page * page_size + offset`.
 
-    `pages` is [P, L, 2, page_size, W]: keys, then values, so that a page is one piece of memory over all layers and can
-    be sent as one. All else are views of it: `keys` and `values`
-    [L, P, page_size, KV, D], or [L, P, page_size, 1, W] where layers differ in their heads; and `layers`, the keys and
-    values of each layer in its own shape, [P, page_size, KV, D].
+    pages          [P, L, 2, page_size, W], keys then values. A page is contiguous over all layers, and is sent as one.
+    keys, values   views [L, P, page_size, KV, D], or [L, P, page_size, 1, W] if layers differ in their heads
+    layers         views of each layer's keys and values in its own shape, [P, page_size, KV, D]
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
-    """Zeros; on the CPU in memory that is taken where it is first written, so that pages nobody fills cost nothing."""
+    """A tensor of zeros. On the CPU a page takes memory only when it is first written."""
     num_bytes = math.prod(shape) * placement.dtype.itemsize
     if placement.device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, device=placement.device, dtype=placement.dtype)
@@ -59,12 +58,12 @@ def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
 
 
 def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """The part of a layer's rows [P, page_size, W] that its heads take, [P, page_size, KV, D]."""
+    """The part of a layer's rows [P, page_size, W] that its heads use, [P, page_size, KV, D]."""
     return rows[:, :, : num_heads * head_dim].view(*rows.shape[:2], num_heads, head_dim)
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
-    """KV bytes one token takes over all layers, in pages or in the target's own cache."""
+    """KV bytes per token over all layers, in pages or in the target's own cache."""
     own_cache = getattr(config, "own_cache", None)
     if own_cache is not None:
         return int(own_cache.token_bytes)
@@ -72,15 +71,15 @@ def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> i
 
 
 def _width(config: TargetConfig | DraftConfig) -> int:
-    """Numbers of the keys of one token in the layer that has most."""
+    """Numbers in the keys of one token in the widest layer."""
     return max(heads * size for heads, size in config.kv_shapes)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """An `Attend` over one cache for one forward: context from pages, the block dense.
+    """An `Attend` over one cache for one forward: the context is read from pages, the block is dense.
 
-    With `slots` [R, N] the block's K and V are stored as well; a draft's are not, so its noise never enters a page.
+    With `slots` [R, N] the block's K and V are stored in pages too. A draft's block is never stored there.
     """
 
     kernels: Kernels
@@ -100,7 +99,7 @@ class PagedAttention:
         causal: tuple[bool, ...],
         windows: tuple[int | None, ...],
     ) -> "PagedAttention":
-        """For one request whose context lies in the cache's first pages, in order; its block is not stored."""
+        """Attention of one request with its context in the cache's first pages, in order. Its block is not stored."""
         num_pages = max(1, -(-context_len // cache.page_size))
         table = torch.arange(num_pages, device=cache.pages.device)[None]
         return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
@@ -127,7 +126,7 @@ class PagedAttention:
         softmax: Softmax = PLAIN,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
+        """See `models.layers.Attend`; writes into `out` [T, H, D] if it is given."""
         num_requests = len(self.context_lens)
         attended = self.kernels.block_attention(
             query.view(num_requests, -1, *query.shape[1:]),

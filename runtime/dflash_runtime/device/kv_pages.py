@@ -1,11 +1,11 @@
-"""KV of one request out of its pages and into pages, as a payload has it; see `kv_transfer.handoff`.
+"""Copy the KV of one request from its pages to a payload, and from a payload to pages; see `kv_transfer.handoff`.
 
-What is taken or put is so in stream order: what is taken is what every step queued before has written, and what is put
-is there for every step queued after. Copies between device and host run on a stream of their own, piece by piece, so
-that the device needs room for a few pieces and not for a payload. Nobody waits: `PagePorter.advance` does what can be
-done.
+Copies keep stream order: a payload has the rows of every step queued before, and every step queued later reads the
+copied rows. Copies between device and host run on a separate stream, piece by piece, so that the device needs memory
+for a few pieces instead of a whole payload. Nothing waits: `PagePorter.advance` starts and finishes the pieces that it
+can.
 
-Axis letters: P pages, L layers, W numbers of a row's keys in the layer that has most.
+Axis letters: P pages, L layers, W numbers in a row's keys in the widest layer.
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from dflash_runtime.device.state import Uploader
 from dflash_runtime.models.placement import as_current
 
 PIECE_BYTES = 64 * 2**20
-"""What is copied at a time, in whole pages: long enough for the link, short beside a step."""
+"""Bytes per copy, rounded to whole pages: large enough to use the link well, and short compared with a step."""
 
 MAX_PIECES = 4
-"""Pieces of one request that are on their way at a time."""
+"""The most pieces of one request that are copied at the same time."""
 
 
 @dataclass(slots=True)
 class MovingPiece:
-    """Columns `[begin, end)` of a request's pages on their way, and what the device holds of them meanwhile."""
+    """Pages `[begin, end)` of a request that are being copied, with their tensors on the device."""
 
     begin: int
     end: int
@@ -37,15 +37,16 @@ class MovingPiece:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the copy has run; never waits."""
+        """Whether the copy has finished. Does not wait."""
         return self.event is None or self.event.query()
 
 
 @dataclass(slots=True)
 class MovingPages:
-    """Pages of a request on their way out of its KV into `tensors`, or from there into its KV; in order.
+    """A copy of a request's pages to `tensors`, or from `tensors` to its pages, in order.
 
-    Columns `[first, num_done)` have been moved. `num_tokens` is set on the way out: rows past them become zeros.
+    Pages `[first, num_done)` have been copied. `num_tokens` is set if pages are copied to `tensors`; later rows become
+    zeros.
     """
 
     tensors: Mapping[str, Tensor]
@@ -61,11 +62,12 @@ class MovingPages:
 
     @property
     def is_out(self) -> bool:
+        """Whether pages are copied to `tensors`."""
         return self.num_tokens is not None
 
 
 class PagePorter:
-    """Moves the pages of a runner's caches, each under the name that payloads have for it."""
+    """Copies pages of a runner's caches. `caches` maps the tensor names of payloads to caches."""
 
     def __init__(self, caches: Mapping[str, KVCache], device: torch.device, upload: Uploader) -> None:
         self._caches = caches
@@ -76,17 +78,17 @@ class PagePorter:
         self._pages_at_a_time = max(1, PIECE_BYTES // max(1, page_bytes))
 
     def shapes(self, num_tokens: int) -> dict[str, tuple[int, ...]]:
-        """The shape each tensor of a payload of so many tokens has."""
+        """The shapes of the tensors in a payload of `num_tokens` tokens."""
         return {name: _shape(cache, -(-num_tokens // cache.page_size)) for name, cache in self._caches.items()}
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of a payload's pages of so many tokens."""
+        """Bytes of the pages in a payload of `num_tokens` tokens."""
         return sum(-(-num_tokens // cache.page_size) * cache.page_bytes for cache in self._caches.values())
 
     def begin_out(self, pages: Sequence[int], num_tokens: int, *, stays: bool = False) -> MovingPages:
-        """Begin to take the first `num_tokens` rows in these pages, which hold them until `advance` says it is done.
+        """Begin to copy the first `num_tokens` rows of these pages to the host, or with `stays` to the device.
 
-        They go to the host, or where `stays` is set to other memory of the device.
+        The pages must keep their content until `advance` returns True.
         """
         pages = pages[: max((shape[0] for shape in self.shapes(num_tokens).values()), default=0)]
         on_device = {"device": self._device} if stays else {"pin_memory": self._stream is not None}
@@ -97,9 +99,10 @@ class PagePorter:
         return MovingPages(tensors, pages, num_tokens=num_tokens)
 
     def begin_in(self, tensors: Mapping[str, Tensor], pages: Sequence[int], first: int) -> MovingPages:
-        """Begin to put a payload's pages from column `first` on into a request's; those before are another's.
+        """Begin to copy a payload's pages, from number `first` on, to the pages of a request.
 
-        Where a tensor is missing, or is of fewer layers, zeros are stored: nothing of who had the page before.
+        The request shares earlier pages with other requests. Zeros are stored for a missing tensor and for missing
+        layers, because the pages may hold rows of an earlier request.
         """
         fitting = {
             name: tensors[name]
@@ -110,7 +113,7 @@ class PagePorter:
 
     @torch.inference_mode()
     def advance(self, moving: MovingPages, *, begins: bool = True) -> bool:
-        """Do what can be done of a move without waiting; whether it is done, as far as it `begins` anything more."""
+        """Continue a copy without waiting -> whether it is finished. Without `begins`, start no more pieces."""
         num_pages = len(moving.pages) if begins else moving.num_begun
         with as_current(self._device):
             self._land(moving)
@@ -124,11 +127,11 @@ class PagePorter:
         return moving.num_done == num_pages
 
     def pin(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Put tensors where the device can copy them from by itself. Takes as long as copying them; for any thread."""
+        """The tensors in pinned memory. Takes as long as a copy, and may run in any thread."""
         return tensors if self._stream is None else {name: _pinned(tensor) for name, tensor in tensors.items()}
 
     def _land(self, moving: MovingPages) -> None:
-        """Note the pieces that have come, oldest first; on the way in they are put into their pages now."""
+        """Count the copied pieces, oldest first. Pieces from a payload are now stored in their pages."""
         while moving.flying and moving.flying[0].is_ready:
             piece = moving.flying.popleft()
             if not moving.is_out:
@@ -136,7 +139,7 @@ class PagePorter:
             moving.num_done = piece.end
 
     def _take(self, moving: MovingPages, begin: int, end: int) -> MovingPiece:
-        """Columns out of their pages, behind all steps that are queued, and towards where they go."""
+        """Read pages after all queued steps, and start to copy them to their destination."""
         taken = {}
         columns = self._upload.ints(moving.pages[begin:end])
         for name, cache in self._caches.items():
@@ -149,7 +152,7 @@ class PagePorter:
         return self._send(moving, MovingPiece(begin, end, taken, None))
 
     def _send(self, moving: MovingPages, piece: MovingPiece) -> MovingPiece:
-        """Copy a piece that was taken to where the move goes."""
+        """Start to copy a piece to its destination."""
         rows = {name: tensor[piece.begin : piece.end] for name, tensor in moving.tensors.items()}
         if self._stream is None or any(item.is_cuda for item in rows.values()):
             for name, tensor in piece.tensors.items():
@@ -165,7 +168,7 @@ class PagePorter:
         return piece
 
     def _fetch(self, moving: MovingPages, begin: int, end: int) -> MovingPiece:
-        """Columns of a payload on their way to the device, from pinned memory."""
+        """Start to copy pages of a payload from pinned memory to the device."""
         rows = {name: tensor[begin:end] for name, tensor in moving.tensors.items()}
         if self._stream is None:
             return MovingPiece(begin, end, rows, None)
@@ -176,6 +179,7 @@ class PagePorter:
         return MovingPiece(begin, end, copies, self._stream.record_event())
 
     def _put(self, piece: MovingPiece, pages: Sequence[int]) -> None:
+        """Store a piece in its pages."""
         columns = self._upload.ints(pages[piece.begin : piece.end])
         for name, cache in self._caches.items():
             rows = piece.tensors.get(name)

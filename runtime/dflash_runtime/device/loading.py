@@ -1,4 +1,4 @@
-"""Load a pair onto a device: everything that is decided once, before anything runs."""
+"""Load a pair onto a device, after every choice that is made once: device, kernels, limits and features."""
 
 import logging
 import time
@@ -27,6 +27,7 @@ from dflash_runtime.models.hosted_quantization import Quantization, read_quantiz
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.weights import Weights, loaded_bytes
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPair:
-    """Models on a device with all that was resolved for them; any number of `LLM`s may run on one.
+    """Models on a device, with their resolved settings. Any number of `LLM`s may run on one pair.
 
-    In `config`, features that exclude each other are switched off, and `warnings` has a sentence about each. `draft`
-    can be any object with the interface of `drafts.draft.Draft`. `rounding` names what was rounded after loading, to
-    see what another number format does. `weight_digests` has those of the weights of `target` and `draft`.
+    draft            any object with the interface of `drafts.draft.Draft`
+    config           the engine config, without features that exclude each other
+    warnings         one per feature that was switched off, and others about the pair
+    rounding         the values that were rounded after loading, in a trial of another number format
+    weight_digests   digests of the weights of `target` and `draft`
+    stop_token_ids   ids that end a text, by the target's configs
     """
 
     target: Target
@@ -46,7 +50,7 @@ class LoadedPair:
     placement: Placement
     limits: Limits
     config: EngineConfig
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Notice, ...] = ()
     draft_weights: Weights | None = None
     target_runtime: TargetRuntime = "native"
     target_quantization: str | None = None
@@ -57,18 +61,18 @@ class LoadedPair:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether decode steps are captured as CUDA graphs: where Triton runs, and models say that this is safe."""
+        """Whether decode steps are captured as CUDA graphs: Triton kernels run, and both models allow it."""
         models = [self.target] if self.draft is None else [self.target, self.draft]
         is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
         return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
 
     @property
     def has_prefix_cache(self) -> bool:
-        """Whether prompts that begin alike share pages: not where a target keeps its own cache, since pages lack it."""
+        """Whether prompts that begin alike share pages. A target with its own cache keeps its KV outside the pages."""
         return self.config.prefix_cache and self.target.config.own_cache is None
 
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
-        """The same pair with its draft's weights read by another config."""
+        """The same pair with a draft of the same weights and another config."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"
         return replace(self, draft=build_draft(config, self.draft_weights, self.target, self.placement))
 
@@ -78,15 +82,15 @@ class LoadedPair:
 
 
 def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None) -> LoadedPair:
-    """Resolve what the config leaves open, refuse what cannot run, then load the weights.
+    """Resolve the config, refuse a pair that cannot run, then load the weights.
 
-    With no draft, or `num_draft_tokens` 0, the target decodes plainly.
+    Without a draft, or with `num_draft_tokens` 0, the target decodes plainly.
 
     Raises:
         PairMismatch: the draft was not made for the target.
-        UsageError: more tokens to draft than the draft was trained for, or a device that does not exist.
+        UsageError: the config asks for more draft tokens than the draft was trained for, or for an unknown device.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
-        CapacityError: memory does not hold the pair, as far as headers tell.
+        CapacityError: memory does not hold the pair, by the sizes in the headers.
     """
     config = config or EngineConfig()
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
@@ -99,7 +103,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
     if limits.num_draft_tokens == 0:
         draft = None
-    # A block may begin on the model's last position, so rope tables reach a block past it.
+    # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
     placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map))
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
@@ -142,9 +146,9 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
 def _weight_bytes(
     target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime
 ) -> WeightBytes:
-    """What will be loaded, from the headers; what they refuse is refused here, before a target is loaded.
+    """Bytes of the weights to load, by the headers. Refuses malformed headers before a target is loaded.
 
-    transformers reads a target into the memory of the host and moves it to a GPU from there.
+    transformers reads a target into host memory first, and then moves it to a GPU.
     """
     size = target_bytes(target, dtype, runtime)
     owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
@@ -158,24 +162,28 @@ def _digests(target: TargetSource, draft: DraftLike | None) -> dict[str, str]:
     return digests
 
 
-def slow_warning(target: TargetConfig) -> str:
-    """What is said of every target that no native family runs."""
+def slow_warning(target: TargetConfig) -> Notice:
+    """The warning about a target that transformers runs."""
     if target.own_cache is not None:
-        return (
-            f"the {target.model_type} target runs very slowly: transformers' own code with its own cache, one request "
-            "after another, without prefix cache and CUDA graphs; its times say nothing of the pair's speed"
+        text = (
+            f"the {target.model_type} target runs very slowly: transformers runs it with its own cache, one request "
+            "after another, without prefix cache and CUDA graphs; measured times do not show the pair's speed"
         )
-    return (
-        f"the {target.model_type} target runs slowly: transformers' own code over our pages, without CUDA graphs; "
-        "its times say nothing of the pair's speed"
-    )
+    else:
+        text = (
+            f"the {target.model_type} target runs slowly: transformers runs it over this engine's pages, without CUDA "
+            "graphs; measured times do not show the pair's speed"
+        )
+    return Notice(text, id="slow-target")
 
 
-def quantised_warning(quantization: Quantization, dtype: str) -> str:
-    """What is said of every target whose weights are packed."""
-    if not quantization.is_unpacked:
-        return f"the target's weights are packed ({quantization.method}) and computed with by the code of its package"
-    return (
-        f"the target's weights are dequantised to {dtype} while they are loaded ({quantization.method}); activations "
-        "are not quantised, as they may be in an engine"
-    )
+def quantised_warning(quantization: Quantization, dtype: str) -> Notice:
+    """The warning about a target with packed weights."""
+    if quantization.is_unpacked:
+        text = (
+            f"the target's weights are dequantised to {dtype} while they are loaded ({quantization.method}); "
+            "activations are not quantised, but an inference server may quantise them"
+        )
+    else:
+        text = f"the target's weights stay packed ({quantization.method}); the code of that package computes with them"
+    return Notice(text, id="quantised-target")

@@ -1,7 +1,7 @@
-"""What memory is for: weights first, then what a step takes besides, and pages of KV for all that is left.
+"""How memory is divided: weights first, then the working memory of steps, and KV pages from the rest.
 
-Whether weights fit is known from the headers, before any is read. What a step takes is derived from the shapes of the
-pair, before anything has run. `log_use` says after the warm-up what it really took.
+Headers tell whether the weights fit, before they are read. The working memory of a step follows from the shapes of the
+pair, before anything runs. `log_use` logs the memory that is really in use after the warm-up.
 """
 
 import logging
@@ -26,18 +26,18 @@ HOST_SHARE = 0.5
 """Share of the free memory that the KV cache may take on a machine without a GPU."""
 
 WORKSPACE_BYTES = 256 * 2**20
-"""What libraries keep for themselves: cuBLAS for each of two streams, compiled kernels, split attention's parts."""
+"""Memory that libraries keep: cuBLAS workspaces of two streams, compiled kernels, partial results of attention."""
 
 GRAPH_BYTES = 4 * 2**20
-"""What the driver keeps of one captured step, beside the memory that it works in."""
+"""Memory that the driver keeps per captured step, without the working memory of the step."""
 
 NUM_GRAPHS = 64
-"""Graphs that are counted for each width: buckets times kinds of sampling of an ordinary run."""
+"""Expected graphs per width: the buckets of a usual run times its kinds of sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """What the weights of a pair take once they are loaded; `passing` is what the host holds of them meanwhile."""
+    """Bytes of a pair's loaded weights. `passing` bytes are in host memory while the weights load."""
 
     target: int
     draft: int
@@ -46,9 +46,9 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether memory holds a pair with one request at its shortest, which is known before any weight is read.
+    """A check before loading: does memory hold the pair and one request of the shortest length?
 
-    Who sets the size of the KV cache has taken over what is left to steps.
+    If the config sets the size of the KV cache, the user decides how much memory is left for steps.
     """
 
     config: EngineConfig
@@ -58,35 +58,38 @@ class Fit:
     placement: Placement
 
     def check(self, weights: WeightBytes) -> Placement:
-        """The placement, in which a target that is spread by itself knows what each device may take.
+        """The placement, with the bytes of weights per device if the target is spread automatically.
 
         Raises:
-            CapacityError: the pair does not fit, with the arithmetic.
+            CapacityError: the pair does not fit; `found` has the parts and their bytes.
         """
         placement = self.placement
         device, spread, name = placement.device, placement.spread, f"weights of the target in {placement.dtype_name}"
         if spread is not None:
-            left = self._left({"embedding and head of the target": self._borrowed_bytes(), **self._parts(weights)})
+            left = self._left({"the target's embedding and head": self._borrowed_bytes(), **self._parts(weights)})
             if spread.modules is not None:
                 return placement
             budgets = share_out(device, left, self._step_bytes(), self.config.gpu_memory_utilization)
             if weights.target > sum(budgets.values()):
                 shares = ", ".join(f"{_gib(size)} of {_name(key)}" for key, size in budgets.items())
-                raise CapacityError(f"too large to be spread: {_gib(weights.target)} {name}, which may take {shares}")
+                raise CapacityError(
+                    f"too large to be spread: {_gib(weights.target)} {name}, which may use {shares}",
+                    id="too-large-to-spread", found={name: weights.target},
+                )  # fmt: skip
             return replace(placement, spread=Spread(max_bytes=budgets))
         self._left({name: weights.target, **self._parts(weights)})
         if device.type == "cuda" and weights.passing > (free := available_bytes()):
-            what = {"weights of the target on their way to the GPU": weights.passing}
-            raise _too_large(what, free, "the host", "--device-map auto loads them where they will lie")
+            parts = {"weights of the target, which pass through host memory": weights.passing}
+            raise _too_large(parts, free, "the host", "--device-map auto loads weights straight to their device")
         return placement
 
     def _parts(self, weights: WeightBytes) -> dict[str, int]:
-        """What takes memory beside a target."""
+        """Bytes of every part of the engine's memory but the target's weights."""
         page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
         return {
             "weights of the draft": weights.draft,
             "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
-            "what steps take": self._step_bytes(),
+            "working memory of steps": self._step_bytes(),
         }
 
     def _step_bytes(self) -> int:
@@ -96,12 +99,16 @@ class Fit:
         return scratch + own_cache_bytes(self.target, self.limits)
 
     def _borrowed_bytes(self) -> int:
-        """What the draft and the choice of tokens read of a spread target, and is therefore on the device too."""
+        """Bytes of a spread target's embedding and head. The engine's device has them too, for draft and sampling."""
         rows = self.target.vocab_size * (1 if self.target.tie_word_embeddings else 2)
         return rows * self.target.hidden_size * self.placement.dtype.itemsize
 
     def _left(self, parts: dict[str, int]) -> int:
-        """What is free beside these parts."""
+        """Bytes that stay free with these parts.
+
+        Raises:
+            CapacityError: the parts do not fit.
+        """
         device = self.placement.device
         free = _free_bytes(device, self.config.gpu_memory_utilization)
         if sum(parts.values()) > free:
@@ -116,10 +123,10 @@ def fit_num_pages(
     limits: Limits,
     placement: Placement,
 ) -> int:
-    """Pages for every request at full length, or as many as the memory that is free after loading allows.
+    """Pages for every request at full length, or fewer if the free memory after loading does not hold them.
 
     Raises:
-        CapacityError: memory does not hold a single request at its shortest, with the arithmetic.
+        CapacityError: memory does not hold one request of the shortest length.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -131,30 +138,31 @@ def fit_num_pages(
         withheld = scratch_bytes(config, target, draft, limits, placement) + own_cache_bytes(target, limits)
         share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
         budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
-        logger.info("%s are kept free for steps", _gib(withheld))
+        logger.info("%s reserved for steps", _gib(withheld))
     affordable = max(0, budget) // page_bytes
     needed = _least_pages(config, limits)
     if affordable < needed:
         raise CapacityError(
             f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
             f"{token_bytes} bytes per token, but only {budget} bytes are free",
+            id="kv-cache-too-small", field="kv_memory_bytes", found=budget, expected=f"{needed * page_bytes} bytes",
             hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
-        )
+        )  # fmt: skip
     return min(wanted, affordable)
 
 
 def scratch_bytes(
     config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
 ) -> int:
-    """Bytes that steps need besides KV and weights.
+    """Bytes of working memory that steps need, without KV and weights.
 
-    Steps with prompts and others that are launched one by one share memory. Captured steps have some of their own,
-    which the largest of them decides.
+    Steps with prompts and uncaptured steps share memory. Captured steps have their own memory, as much as the largest
+    of them needs.
     """
     num_taps = draft.num_taps if draft is not None else 0
     decode = _decode_bytes(config, target, draft, limits, placement)
     forward = limits.max_rows * row_bytes(target, num_taps, placement.dtype)
-    # While tokens are chosen, the hidden states and features of prompts are kept: the draft's context KV is made last.
+    # Hidden states and features of prompts stay in memory while tokens are chosen: context KV is written last.
     kept = limits.max_rows * 2 * (1 + num_taps) * target.hidden_size * placement.dtype.itemsize
     shared = max(forward, kept + decode) + _table_bytes(config, limits)
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
@@ -162,24 +170,24 @@ def scratch_bytes(
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
     graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
     if config.adaptive_width or not limits.num_draft_tokens:
-        # Plain steps are captured twice, with room for prompts and without.
+        # Plain steps are captured twice: with room for prompts, and without.
         graphs += NUM_GRAPHS * GRAPH_BYTES
         decode += RIDGE_ROWS * row_bytes(target, num_taps, placement.dtype)
     return shared + decode + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
 
 
 def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype: torch.dtype) -> int:
-    """Captured forwards with prompts: what the largest works in, and what it is given and leaves."""
+    """Bytes of the largest captured forward with prompts: working memory, inputs and outputs."""
     heads = max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
     numbers = heads + (1 + num_taps) * target.hidden_size
     return row_buckets(limits.max_rows)[-1] * (row_bytes(target, num_taps, dtype) + numbers * dtype.itemsize)
 
 
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:
-    """Bytes of one row where a forward holds most: in a feed-forward layer, or when features are put together.
+    """The most bytes that a forward holds per row: in a feed-forward layer, or when it joins the features.
 
-    The residual stream before and after, its norm and the sublayer's output; queries, keys and values, rotated too, of
-    which the last may still be held; gate, up and their product; tapped outputs and the features made of them.
+    A row has the residual stream before and after the layer, its norm and the sublayer's output. It has queries, keys
+    and values, twice because of rotation. It has gate, up and their product, tapped outputs, and the joined features.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size
@@ -187,8 +195,9 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
 
 
 def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
-    """Gate, up and their product; with experts those of each that is chosen, or its outputs three times: as they come,
-    scaled, and put in place.
+    """Numbers per row inside a feed-forward layer: gate, up and their product.
+
+    With experts, each chosen expert has these too. Its output is held three times: computed, scaled and reordered.
     """
     dense = 3 * config.intermediate_size
     experts = config.experts if isinstance(config, TargetConfig) else None
@@ -200,9 +209,9 @@ def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
 def _decode_bytes(
     config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
 ) -> int:
-    """The largest decode step: a row of the target for each position of each block, and logits of both models.
+    """Bytes of the largest decode step: a target row for each position of each block, and logits of both models.
 
-    The references, not the kernels, also write the distributions that sampled drafts are judged by.
+    Reference kernels also write the distributions by which sampled drafts are accepted. Triton kernels do not.
     """
     num_drafted = limits.max_num_requests * limits.num_draft_tokens
     num_verified = limits.max_num_requests * limits.num_lookahead_tokens
@@ -217,7 +226,7 @@ def _decode_bytes(
 
 
 def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
-    """What a target that keeps its own cache has of each text however long it is, and the scores of its attention."""
+    """Bytes that a target with its own cache needs per text of any length, and for attention scores; otherwise 0."""
     if target.own_cache is None:
         return 0
     scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))
@@ -225,25 +234,25 @@ def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
 
 
 def _table_bytes(config: EngineConfig, limits: Limits) -> int:
-    """The page table, and the copy of its rows that a step takes."""
+    """Bytes of the page table, and of the copy of its rows in a step."""
     num_columns = -(-(limits.max_model_len + limits.num_lookahead_tokens) // config.page_size)
     return 2 * (limits.max_num_requests + 1) * num_columns * torch.int64.itemsize
 
 
 def log_use(device: torch.device) -> None:
-    """Say what the memory of a GPU holds after the warm-up, to be compared with what was kept free."""
+    """Log how the memory of a GPU is used after the warm-up, to compare it with the estimates before loading."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     logger.info(
-        "memory: %s hold weights, KV and state, %s more are held for steps, %s are outside torch, %s of %s are free",
+        "memory: %s for weights, KV and state, %s more for steps, %s outside torch, %s of %s free",
         _gib(allocated), _gib(reserved - allocated), _gib(total - free - reserved), _gib(free), _gib(total),
     )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that host or device has no memory left; torch has no class of its own for the host."""
+    """Whether an error means that host or device memory is exhausted. For host memory torch raises a RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
@@ -255,28 +264,30 @@ def _token_bytes(target: TargetConfig, draft: DraftConfig | None, placement: Pla
 
 
 def _least_pages(config: EngineConfig, limits: Limits) -> int:
-    """Pages of one request at its shortest, and the one that is never used."""
+    """Pages of one request of the shortest length, and the page that is never used."""
     return 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
 
 
 def _free_bytes(device: torch.device, utilization: float) -> int:
-    """What a pair may take of a device."""
+    """Free bytes on a device that a pair may use."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what an LLM before this one had is not in use, but torch's
+        torch.cuda.empty_cache()  # torch still holds the memory of an earlier LLM
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - utilization))
     return available_bytes()
 
 
 def _too_large(parts: dict[str, int], free: int, where: str, hint: str) -> CapacityError:
-    """Parts with their bytes, and what is free of so much."""
+    """An error that lists the parts with their bytes, and the free bytes."""
     listed = " + ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
     total = f" = {_gib(sum(parts.values()))}" if len(parts) > 1 else ""
-    return CapacityError(f"too large for {where}: {listed}{total}, {_gib(free)} are free", hint=hint)
+    return CapacityError(
+        f"too large for {where}: {listed}{total}, {_gib(free)} are free", id="pair-too-large", found=parts, hint=hint
+    )
 
 
 def _savings(config: EngineConfig, placement: Placement) -> str:
-    """What makes a pair smaller."""
+    """A hint: options that make the pair smaller."""
     options = []
     if placement.device.type == "cuda" and placement.spread is None:
         options.append("--device-map auto spreads the target over GPUs and host memory")
@@ -288,7 +299,7 @@ def _savings(config: EngineConfig, placement: Placement) -> str:
 
 
 def _name(device: torch.device | int | str) -> str:
-    """As users read it."""
+    """The name of a device in messages."""
     text = f"cuda:{device}" if isinstance(device, int) else str(device)
     return "the host" if text == "cpu" else text
 

@@ -1,19 +1,19 @@
-"""The fingerprint of a loaded pair: everything that decides what a row of its KV holds, and how rows lie in pages."""
+"""The fingerprint of a loaded pair: everything that decides the content of its KV and the layout of its pages."""
 
 from typing import Any
 
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.kv_transfer.fingerprint import NO_DRAFT, Fingerprint
 
 LAYOUT = "pages, layers, keys and values, rows, heads"
-"""Of the tensors of a payload; another layout gets another name."""
+"""The order of dimensions in payload tensors. Another order needs another name."""
 
 
 def fingerprint(pair: LoadedPair) -> Fingerprint:
-    """Two pairs with the same fingerprint can go on from each other's KV.
+    """The fingerprint of a pair. Pairs with equal fingerprints can continue from each other's KV.
 
-    Weights are told by digests, not by what they are called; where a pair was put together by hand there are none.
+    Weights count by their digests and not by their names. A pair built by hand lacks digests.
     """
     target, config = pair.target.config, pair.config
     fields: dict[str, Any] = {
@@ -35,7 +35,7 @@ def fingerprint(pair: LoadedPair) -> Fingerprint:
 
 def _draft_fields(pair: LoadedPair, draft: DraftConfig | None) -> dict[str, Any]:
     if draft is None:
-        return {"draft": "none"}
+        return {"draft": NO_DRAFT}
     return {
         "draft": draft.family,
         "draft weights": pair.weight_digests.get("draft"),

@@ -1,4 +1,4 @@
-"""Room on a device for payloads that are handed off from there, so that many at once do not take what steps need."""
+"""A limit on payloads that stay on the device until they are handed off, so that steps keep the memory they need."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from dflash_runtime.device.runner import Runner
 from dflash_runtime.scheduling.request import Request
 
 ROOM_SHARE = 0.5
-"""Share of the memory that is free beside weights, KV and steps when a call begins; the rest is for what fragments."""
+"""Share of the free memory at the start of a call that payloads may use. The rest allows for fragmentation."""
 
 
 class PayloadRoom:
-    """How many bytes of payloads may lie on a device at once. One that is alone always may, however large it is."""
+    """Bytes of payloads that may be on a device at once. A single payload is always allowed."""
 
     def __init__(self, runner: Runner, num_bytes: float) -> None:
         self._porter = runner.porter
@@ -24,7 +24,7 @@ class PayloadRoom:
 
     @classmethod
     def beside(cls, runner: Runner, *, is_bounded: bool) -> Self:
-        """Room in what a runner's device has free; without end where payloads leave it by themselves."""
+        """The room on a runner's device. It is unlimited if payloads do not stay on the device."""
         if not is_bounded:
             return cls(runner, math.inf)
         device = runner.device
@@ -32,10 +32,11 @@ class PayloadRoom:
         return cls(runner, free * ROOM_SHARE)
 
     def take(self, request: Request, num_tokens: int, is_wanted: Callable[[Request], bool]) -> bool:
-        """Take room for the payload of so many tokens, if there is any.
+        """Take room for a request's payload of `num_tokens` tokens; False if there is not enough.
 
-        For what the other side waits for there is, unless it waits for one that has room too, which it will have taken
-        soon: it may ask in any order, and those it has not asked for would keep their room until it has.
+        A payload that the other side waits for may exceed the limit, unless the other side also waits for a payload
+        that has room already. The other side may ask for payloads in any order. Without this exception, payloads that
+        it does not ask for yet could hold all the room.
         """
         needed = self._porter.num_bytes(num_tokens)
         has_room = not self._taken or sum(self._taken.values()) + needed <= self._num_bytes
@@ -45,5 +46,5 @@ class PayloadRoom:
         return True
 
     def give_back(self, request: Request) -> None:
-        """Give back what a request has taken, if it has taken any."""
+        """Free the room of a request, if it has any."""
         self._taken.pop(request, None)

@@ -1,11 +1,11 @@
-"""Forwards with prompts captured as CUDA graphs piece by piece: what lies between the attentions of two layers is one.
+"""Forwards with prompts captured as CUDA graphs in pieces. A piece is everything between the attention of two layers.
 
-To launch a forward with prompts kernel by kernel takes the host longer than a GPU takes to run it, up to some thousand
-rows. Whole, it can't be captured: how rows are cut into prompts and blocks differs from step to step. But only
-attention looks at that. So all else is captured for a bucket of rows, and attention is launched in between, over the
-rows that are there. Those that fill the bucket hold what was there before, keep no KV, and nobody reads them.
+Up to about a thousand rows, the host needs longer to launch a forward with prompts than a GPU needs to run it. The
+whole forward cannot be captured, because the division of rows into prompts and blocks changes from step to step. Only
+attention depends on that division. So everything else is captured for a bucket of rows, and attention is launched in
+between over the rows of the step. Padding rows of the bucket keep no KV, and nobody reads them.
 
-A forward is cut by running it: the `Attend` it is given ends a piece whenever it is asked to read, and begins the next.
+Running a forward divides it: its `Attend` ends a piece at every call of `read`, and begins the next.
 
 Axis letters: T flat rows, M rows of the largest bucket, H heads, KV heads of keys and values, D head dim, F features.
 """
@@ -32,29 +32,34 @@ from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.row_buckets import bucket_of_rows, row_buckets
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
+from dflash_runtime.notices import Notice
 
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
-"""Query heads, heads of keys and values, and their size: (H, KV, D)."""
+"""Query heads, key-value heads, and head size: (H, KV, D)."""
 
 Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records what is launched between `begin` and `end`, to be launched again."""
+    """Records the launches between `begin` and `end`, for replay."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """In which to record; one that fails leaves nothing open."""
+        """A context in which to record. It closes an open recording if an error leaves it."""
         ...
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Begin a recording."""
+        ...
 
-    def end(self) -> Replay: ...
+    def end(self) -> Replay:
+        """End the recording -> a function that replays it."""
+        ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all in one pool of memory: of one forward they run in order, and of two never at once."""
+    """Records CUDA graphs in one memory pool. Graphs of one forward run in order; two forwards never overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,9 +76,9 @@ class CudaRecorder:
                 yield
             finally:
                 if self._graph is not None:
-                    with suppress(RuntimeError):  # a capture that has failed says so again when it is ended
+                    with suppress(RuntimeError):  # ending a failed capture raises its error again
                         self._graph.capture_end()
-                    self._graph = self._pool = None  # torch does not open a pool again whose graphs are gone
+                    self._graph = self._pool = None  # torch does not reopen a pool after its graphs are freed
         torch.cuda.current_stream().wait_stream(stream)
 
     def begin(self) -> None:
@@ -90,7 +95,7 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is launched up to the attention of a layer, and that attention."""
+    """The launches before the attention of a layer, and the parameters of that attention."""
 
     replay: Replay
     layer: int
@@ -100,7 +105,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A captured forward: its pieces, and what follows the last attention."""
+    """A captured forward: its pieces, and the launches after the last attention."""
 
     before_attention: tuple[Piece, ...]
     rest: Replay
@@ -108,18 +113,19 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What pieces and attention read and write, whichever bucket: that of a smaller one lies at the beginning."""
+    """Tensors that pieces and attention read and write, for all buckets. A smaller bucket uses the first rows."""
 
     token_ids: Tensor  # [M]
     positions: Tensor  # [M]
     slots: Tensor  # [M]
     hidden: Tensor  # [M, hidden]
     features: Tensor  # [M, F]
-    heads: Tensor  # queries, keys and values of one layer, of M rows where it has most
-    attended: Tensor  # likewise
+    heads: Tensor  # queries, keys and values of one layer, for M rows of the widest layer
+    attended: Tensor  # outputs of attention, for M rows of the widest layer
 
     @classmethod
     def of(cls, target: Target, num_taps: int, num_rows: int, device: torch.device) -> "Buffers":
+        """Buffers for forwards of a target with up to `num_rows` rows."""
         config, dtype = target.config, target.embedding.dtype
         ints = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
         heads = max((config.num_heads + 2 * num_kv) * size for num_kv, size in config.kv_shapes)
@@ -132,7 +138,7 @@ class Buffers:
         return cls(*ints, *parts)
 
     def fill(self, token_ids: Tensor, positions: Tensor, slots: Tensor, num_rows: int) -> None:
-        """Bring T rows into a bucket of `num_rows`."""
+        """Copy T rows into a bucket of `num_rows`."""
         count = len(token_ids)
         self.token_ids[:count].copy_(token_ids)
         self.positions[:count].copy_(positions)
@@ -140,16 +146,16 @@ class Buffers:
         self.slots[count:num_rows].fill_(PAD)
 
     def heads_of(self, shape: Shape, num_rows: int) -> Tensor:
-        """Queries, keys and values of so many rows, as one layer has them: [T, H + 2 KV, D]."""
+        """Queries, keys and values of T rows in the shape of one layer: [T, H + 2 KV, D]."""
         num_heads, num_kv, size = shape
         return _shaped(self.heads, num_rows, num_heads + 2 * num_kv, size)
 
     def attended_of(self, shape: Shape, num_rows: int) -> Tensor:
-        """[T, H, D]."""
+        """Outputs of attention of T rows in the shape of one layer: [T, H, D]."""
         return _shaped(self.attended, num_rows, shape[0], shape[2])
 
     def at_attention(self, shape: Shape, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What attention reads, queries [T, H, D], keys and values [T, KV, D], and where it writes, [T, H, D]."""
+        """Queries [T, H, D], keys and values [T, KV, D], and the output [T, H, D] of one layer's attention."""
         num_heads, num_kv, _ = shape
         query, keys, values = self.heads_of(shape, num_rows).split((num_heads, num_kv, num_kv), dim=1)
         return query, keys, values, self.attended_of(shape, num_rows)
@@ -157,9 +163,9 @@ class Buffers:
 
 @dataclass(slots=True)
 class CuttingAttention:
-    """An `Attend` that attends to nothing: a layer's read ends a piece, and the next one begins behind it.
+    """An `Attend` without attention: `read` ends a piece and begins the next one.
 
-    Without a recorder nothing is recorded, which is how a forward is rehearsed.
+    Without a recorder it records nothing, which is a rehearsal of the forward.
     """
 
     kernels: Kernels
@@ -179,7 +185,7 @@ class CuttingAttention:
         return KVPlace(*self.cache.layers[layer], self.buffers.slots[: self.num_rows])
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        """Leave the layer's heads where attention finds them -> where it will have written [T, H, D]."""
+        """Copy the layer's heads into the buffers -> the buffer with the output of attention, [T, H, D]."""
         shape = (query.shape[1], *keys.shape[1:])
         torch.cat((query, keys, values), dim=1, out=self.buffers.heads_of(shape, self.num_rows))
         if self.recorder is not None:
@@ -189,7 +195,7 @@ class CuttingAttention:
 
 
 class PiecewiseGraphs:
-    """Forwards of a target with prompts, captured at start or when a bucket of rows is first asked for."""
+    """Forwards of a target with prompts, captured at start or when a bucket of rows is first needed."""
 
     def __init__(
         self,
@@ -205,22 +211,22 @@ class PiecewiseGraphs:
         self._buckets = row_buckets(max_rows)
         self._recorder = recorder or CudaRecorder(self._device)
         self._buffers: Buffers | None = None
-        # None where memory did not hold the pieces: such forwards are launched kernel by kernel.
+        # None after a capture without enough memory. Those forwards run uncaptured.
         self._captured: dict[int, Pieces | None] = {}
         self._memory = GraphMemory(self._device)
 
     @property
-    def shortage(self) -> str | None:
-        """A warning, where memory held not all that was asked for."""
+    def shortage(self) -> Notice | None:
+        """A warning if memory did not hold every capture."""
         return self._memory.shortage
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """Buckets that are captured, in that order."""
+        """The captured buckets, in order of capture."""
         return tuple(bucket for bucket, pieces in self._captured.items() if pieces is not None)
 
     def missing(self) -> list[int]:
-        """Buckets that are still to be captured, the largest first: smaller ones fit into the memory it has freed."""
+        """The buckets to capture, largest first, so that smaller buckets fit into the memory that it has freed."""
         return [bucket for bucket in reversed(self._buckets) if bucket not in self._captured]
 
     def __call__(
@@ -231,7 +237,7 @@ class PiecewiseGraphs:
         taps: Sequence[int],
         wanted: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """As a target's call, with its taps: in pieces, unless rows are so many that a GPU takes longer than the host.
+        """Call the target: in pieces up to PIECEWISE_ROWS rows, otherwise uncaptured. See `Target.__call__`.
 
         The next call overwrites the features.
         """
@@ -267,14 +273,14 @@ class PiecewiseGraphs:
     def capture(self, bucket: int) -> None:
         """Capture the forward of a bucket, or note that memory does not hold it.
 
-        Before that it runs once, so that nothing is compiled or loaded meanwhile.
+        First the forward runs once, so that no kernel is compiled or loaded during the capture.
         """
         started = time.perf_counter()
         captured = None
         with as_current(self._device), self._memory.attempt(f"prompts of up to {bucket} tokens begin slower"):
             if self._buffers is None:
                 self._buffers = Buffers.of(self._target, len(self._taps), self._buckets[-1], self._device)
-            self._buffers.slots.fill_(PAD)  # what is run here keeps nothing
+            self._buffers.slots.fill_(PAD)  # these runs store no KV
             with self._recorder.recording():
                 self._forward(bucket, self._buffers, None)
                 captured = self._record(bucket, self._buffers)
@@ -290,7 +296,7 @@ class PiecewiseGraphs:
         return Pieces(tuple(pieces), self._recorder.end())
 
     def _forward(self, bucket: int, buffers: Buffers, recorder: Recorder | None) -> list[Piece]:
-        """Run the target over a bucket of rows, attention left out."""
+        """Run the target without attention over a bucket of rows."""
         attend = CuttingAttention(self._kernels, self._cache, buffers, bucket, recorder)
         ids, positions = buffers.token_ids[:bucket], buffers.positions[:bucket]
         hidden, features = self._target(ids, positions, attend, self._taps)
@@ -301,5 +307,5 @@ class PiecewiseGraphs:
 
 
 def _shaped(room: Tensor, num_rows: int, num_heads: int, size: int) -> Tensor:
-    """The beginning of a buffer as rows of so many heads."""
+    """The beginning of a buffer as [T, heads, D]."""
     return room.flatten()[: num_rows * num_heads * size].view(num_rows, num_heads, size)

@@ -1,12 +1,12 @@
 """The prompt rows of a step: the chunks of all its prompts, laid out as flat rows for one forward of the target.
 
-The rows of each chunk follow those of the chunk before. Token ids and lengths go to the device in one copy. The device
+The rows of one chunk follow the rows of another. Token ids and lengths go to the device in one copy. The device
 computes positions and slots from them.
 
-A fresh request has no token yet: the step chooses its first one. A resumed request was preempted, and continues from
-its last token.
+A fresh request starts without output tokens: the step chooses the first one. A resumed request was preempted, and
+continues from its last token.
 
-Axis letters: T flat rows, G chunks, E requests whose prefill ends, F fresh requests among them.
+Axis letters: T flat rows, G chunks, E requests that end their prefill, F fresh requests among them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +33,12 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RaggedAttention:
-    """An `Attend` over the target's cache for one forward of flat rows, whose KV it stores as well."""
+    """An `Attend` over the target's cache for one forward of flat rows. It stores their KV too."""
 
     kernels: Kernels
     cache: KVCache
-    page_table: Tensor  # [B, P], of all batch rows
-    plans: Mapping[tuple[int, int], tuple[RaggedPlan, Tensor]]  # by KV heads and their size
+    page_table: Tensor  # [B, P], of all rows of the state
+    plans: Mapping[tuple[int, int], tuple[RaggedPlan, Tensor]]  # by KV heads and head size
     windows: tuple[int | None, ...]
     slots: Tensor  # [T]
 
@@ -60,7 +60,7 @@ class RaggedAttention:
         softmax: Softmax = PLAIN,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
+        """See `models.layers.Attend`; writes into `out` [T, H, D] if it is given."""
         return self.kernels.ragged_attention(
             query,
             keys,
@@ -76,7 +76,7 @@ class RaggedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """The chunks of a step as flat rows, and the requests whose prefill ends with them."""
+    """The chunks of a step as flat rows, and the requests that end their prefill with them."""
 
     chunks: tuple[Chunk, ...]  # without empty chunks
     token_ids: Tensor  # [T]
@@ -101,12 +101,12 @@ class PromptRows:
 
     @property
     def wanted(self) -> Tensor:
-        """The flat rows whose hidden states are read [F]; without fresh requests the first row, which nobody reads."""
+        """The flat rows to compute hidden states for: `last_rows` [F], or row 0 without fresh requests."""
         return self.last_rows if self.num_fresh else self.last_rows.new_zeros(1)
 
     @property
     def ready(self) -> ReadyRows:
-        """The rows of the state to switch on, whose requests decode from the next step on."""
+        """The rows of the state to switch on. Their requests decode from the next step on."""
         return ReadyRows(self.rows, self.kv_lens, self.remaining, self.anchors)
 
 
@@ -161,7 +161,7 @@ class PromptLayout:
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:
-    """The rows of chunks, one after the other."""
+    """The flat rows of each chunk, one chunk after the other."""
     lens = [chunk.end - chunk.start for chunk in chunks]
     firsts = accumulate(lens, initial=0)
     return [
@@ -173,7 +173,7 @@ def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:
 def plan_chunks(
     segments: Sequence[Segment], config: TargetConfig, shape_of: Callable[[int], RaggedShape], device: torch.device
 ) -> dict[tuple[int, int], RaggedPlan]:
-    """Cut segments for each number and size of the target's KV heads, into tiles that follow from the size."""
+    """Divide segments into tiles of attention, for each number and size of KV heads. The size decides the tiles."""
     return {
         (heads, size): plan_ragged(segments, config.num_heads, heads, shape_of(size), device)
         for heads, size in dict.fromkeys(config.kv_shapes)
@@ -181,5 +181,5 @@ def plan_chunks(
 
 
 def is_resumed(request: Request) -> bool:
-    """Whether it has tokens already, and goes on from its last one."""
+    """Whether a request has output tokens already, and continues from the last one."""
     return bool(request.output_token_ids)

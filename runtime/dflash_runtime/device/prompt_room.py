@@ -1,8 +1,9 @@
-"""Room for the rows of prompts in captured decode steps: what `prefill.py` lays out, in a tensor that does not move.
+"""Room for prompt rows in captured decode steps: the layout of prompts in a tensor with a fixed address.
 
-A step of few decoding rows and few of prompts (`scheduling/step_load.py`) is captured whole, for a number of prompt
-rows. What prompts do not fill is padding: rows without a page, which keep no KV and which nobody reads; tiles of
-attention without rows; and the padding row of the device state, done already, for prompts that end.
+A step with few decoding rows and few prompt rows (`scheduling/step_load.py`) is one CUDA graph for a fixed number of
+prompt rows. Prompts fill the first rows, and padding fills the others. Padding rows lack a page, so that their KV is
+not stored, and nobody reads them. Padding tiles of attention are empty. A padding prompt uses the padding row of the
+state, which is done.
 
 Axis letters: T rows of the room, E prompts that may end.
 """
@@ -27,11 +28,11 @@ from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
 MOST_PROMPTS = 8
-"""Prompts that a step has room for; with more of them in so few rows it is launched another way."""
+"""The most prompts of a captured step. Steps with more prompts run another way."""
 
 
 class PromptRoom:
-    """Room for prompts that have at most `num_rows` rows together."""
+    """Room for prompts with at most `num_rows` rows in total."""
 
     def __init__(self, num_rows: int, layout: PromptLayout) -> None:
         self.num_rows = num_rows
@@ -48,13 +49,13 @@ class PromptRoom:
         self._ints = layout.upload.ints([value for values in lists for value in values])
 
     def holds(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether these chunks fit; one that switches on a resumed request does not."""
+        """Whether these chunks fit. The last chunk of a resumed request never fits."""
         num_rows = sum(chunk.end - chunk.start for chunk in chunks)
         is_resuming = any(chunk.is_last and is_resumed(chunk.request) for chunk in chunks)
         return not is_resuming and len(chunks) <= self._num_prompts and num_rows <= self.num_rows
 
     def fill(self, chunks: Sequence[Chunk]) -> tuple[Request, ...]:
-        """Lay out chunks that fit, in one copy -> the requests whose prompts they end, in order of their results."""
+        """Copy chunks into the room -> the requests that end their prefill, in the order of their results."""
         self._layout.upload.over(self._ints, [value for values in self._lists(chunks) for value in values])
         return tuple(chunk.request for chunk in chunks if chunk.is_last)
 
@@ -82,10 +83,12 @@ class PromptRoom:
         return plan_chunks(segments, self._layout.config, shape_of, pages.device)
 
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """Plans of attention, then tokens, positions and rows of the page table, [T] each; then of prompts that end
-        their last rows, rows of the state, KV lengths and what they may commit, [E] each.
+        """The content of the room.
+
+        First come the plans of attention. Then come token ids, positions and rows of the page table, [T] each. The end
+        has last flat rows, rows of the state, KV lengths and remaining tokens of prompts that end, [E] each.
         """
-        segments, nobody = segments_of(chunks), self._padding_row
+        segments, padding_row = segments_of(chunks), self._padding_row
         plans = self._plan(segments)
         last = [
             (segment.first_row + segment.num_rows - 1, chunk.request)
@@ -94,11 +97,11 @@ class PromptRoom:
         by_row = [
             ([token for chunk in chunks for token in chunk.request.token_slice(chunk.start, chunk.end)], 0),
             ([position for chunk in chunks for position in range(chunk.start, chunk.end)], 0),
-            ([row_of(chunk.request) for chunk in chunks for _ in range(chunk.start, chunk.end)], nobody),
+            ([row_of(chunk.request) for chunk in chunks for _ in range(chunk.start, chunk.end)], padding_row),
         ]
         by_prompt = [
             ([row for row, _ in last], 0),
-            ([row_of(request) for _, request in last], nobody),
+            ([row_of(request) for _, request in last], padding_row),
             ([request.rows_to_prefill for _, request in last], 0),
             ([request.remaining(self._layout.max_model_len) for _, request in last], 0),
         ]

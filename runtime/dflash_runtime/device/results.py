@@ -1,9 +1,8 @@
-"""The results of a step on their way back to the host.
+"""The copy of a step's results to the host.
 
-Each step packs its results into one small tensor and queues a copy of it to pinned memory behind its own work. Reading
-waits for that copy alone. The engine reads the oldest step only after queueing later ones, so the device always has
-work; a result may therefore belong to a request that has ended meanwhile. It carries the generation number by which the
-scheduler recognises that.
+Each step packs its results into one small tensor, and queues a copy to pinned memory after its own work. Reading waits
+for that copy alone. The engine queues later steps before it reads the oldest one, so that the device always has work.
+A request may end before its results are read. The scheduler recognises such results by their generation number.
 
 Axis letters: R requests, N block rows.
 """
@@ -21,7 +20,7 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PendingForward:
-    """A forward in flight: what arrives of it, the chunks it fills, and how many rows of the target it has."""
+    """A step in flight: the results that are being copied, its chunks, and its number of target rows."""
 
     arriving: tuple[tuple[tuple[Request, ...], Tensor], ...]  # requests, [R, NUM_FIELDS + 2N - 1] int64 on the host
     event: torch.cuda.Event | None
@@ -32,7 +31,7 @@ class PendingForward:
     def send(
         cls, parts: Sequence[tuple[Sequence[Request], Tensor | None]], device: torch.device, batch: Batch
     ) -> "PendingForward":
-        """Start the copies to the host of packed results and whose they are; None where no tokens come of a part."""
+        """Start to copy packed results to the host. A part without tokens has None as results."""
         arriving = tuple((tuple(requests), _sent(packed)) for requests, packed in parts if packed is not None)
         event = torch.cuda.Event() if device.type == "cuda" else None
         if event is not None:
@@ -40,7 +39,7 @@ class PendingForward:
         return cls(arriving, event, batch.chunks, batch.num_rows)
 
     def read(self) -> list[tuple[Request, StepOutput]]:
-        """Wait for the forward and unpack what it gave."""
+        """Wait for the step, and unpack its results."""
         if self.event is not None:
             self.event.synchronize()
         return [
@@ -51,13 +50,14 @@ class PendingForward:
 
 
 def _sent(packed: Tensor) -> Tensor:
-    """Results on their way to pinned memory; those of the host stay where they are."""
+    """Start to copy results to pinned memory. Results on the CPU are returned as they are."""
     if not packed.is_cuda:
         return packed
     return torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
 
 
 def _unpacked(row: Sequence[int]) -> StepOutput:
+    """The output in one row of packed results; see `step_rows.pack_results`."""
     num_rows = (len(row) - NUM_FIELDS + 1) // 2
     num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
     is_finite = num_finite >= num_committed

@@ -17,11 +17,11 @@ The way of a prompt through a step:
 Blocks and prompts share a forward, so that the target's weights are read once. If both have few rows, the whole step is
 one CUDA graph (`prompt_room.py`). Otherwise the forward runs in captured pieces (`piecewise_graphs.py`), or uncaptured.
 
-Nothing here waits for the device. A request whose block would pass the model's limit runs with no drafts accepted: it
+Nothing here waits for the device. If the block of a request would pass the model's limit, no draft is accepted, which
 is plain decoding. A request that is done runs too, and changes nothing.
 
-Axis letters: R requests, N block rows, W verified rows, K drafted tokens, T flat rows, E requests whose prefill ends,
-F fresh requests among them, V vocabulary.
+Axis letters: R requests, N block rows, W verified rows, K drafted tokens, T flat rows, E requests that end their
+prefill, F fresh requests among them, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -53,14 +53,14 @@ from dflash_runtime.scheduling.limits import rows_to_ridge
 from dflash_runtime.scheduling.request import Request
 
 REGRET_ROWS = 256
-"""Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
+"""Rows whose logits are computed at a time for `regrets`. The logits of a whole text may not fit into memory."""
 
 Results = list[tuple[Sequence[Request], Tensor | None]]
 """Requests with their packed results [R, ...], which are None if the requests get no tokens."""
 
 
 class Runner:
-    """Executes batches on one device. Without a draft (K = 0) it decodes plainly."""
+    """Runs batches on one device. Without a draft (K = 0) it decodes plainly."""
 
     def __init__(self, pair: LoadedPair, num_pages: int) -> None:
         self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
@@ -72,9 +72,9 @@ class Runner:
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
-        # A block may begin on the last position, so the table is a block wider than the model is long.
+        # A block may begin on the last position, so the table has room for one block more than the model's length.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
-        # The last row is never given to a request: graphs fill their batches with it.
+        # The last row is the padding row of graphs. No request gets it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
         self._layout = PromptLayout(
@@ -220,7 +220,7 @@ class Runner:
         return self._start(prompts, hidden), context
 
     def _start(self, prompts: PromptRows, hidden: Tensor | None) -> Tensor | None:
-        """Choose first tokens and switch on every request whose prefill ends.
+        """Choose first tokens, and switch on every request that ends its prefill.
 
         `hidden` [F, hidden] are the hidden states of `prompts.last_rows`. Returns the packed results of the F fresh
         requests, or None without fresh requests.
@@ -243,28 +243,28 @@ class Runner:
         return chosen[:, 0], is_finite[:, 0]
 
     def take_state(self, request: Request) -> TextState:
-        """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
+        """The state of a request right after its prompt; empty unless the target has its own cache."""
         return self.texts.take(request) if self.texts is not None else TextState()
 
     @torch.inference_mode()
     def take_over(self, request: Request, handoff: Handoff) -> None:
-        """Let a request go on from a hand-off whose rows are in its pages: its state, and its seed.
+        """Set the state and the seed of a request from a hand-off, after its rows were stored in the request's pages.
 
         Raises:
-            HandoffMismatch: the state of a target that keeps its own cache is not one of this target.
+            HandoffMismatch: the target has its own cache, and the hand-off's state is of another target.
         """
         with as_current(self.device):
             if self.texts is not None:
                 state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
             row = row_of(request)
-            self.state.seeds[row : row + 1].fill_(request.seed)  # to assign to one element is to wait for the device
+            self.state.seeds[row : row + 1].fill_(request.seed)  # assigning to one element would wait for the device
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
-        """How many nats each output token is behind the target's best choice there, by one forward over the text.
+        """By how many nats the target's best choice is more likely than each output token.
 
-        Uses no pages and leaves the state alone; waits for the device.
+        Runs one forward over the text. Uses no pages, does not change the state, and waits for the device.
         """
         with as_current(self.device):
             text = self._upload.ints([*prompt_ids, *output_ids])
@@ -274,27 +274,27 @@ class Runner:
             hidden, _ = self.target(text[:-1], positions, attend, ())
             rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
             said = text[len(prompt_ids) :].split(REGRET_ROWS)
-            parts = [self._behind(*part).tolist() for part in zip(rows, said, strict=True)]
+            parts = [self._regrets_of(*part).tolist() for part in zip(rows, said, strict=True)]
             return [float(value) for part in parts for value in part]
 
-    def _behind(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Nats that tokens [T] are behind the best choice after rows [T, hidden]."""
+    def _regrets_of(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """The regrets of tokens [T] after rows [T, hidden]: how many nats the best choice is ahead, [T]."""
         logits = self.target.head(hidden)
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
 
     def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
-        """Draft, for batch rows [R], up to what goes through the target."""
+        """Draft for state rows [R] -> the blocks that the target verifies."""
         width = mode.verify_width
         block = self.limits.num_lookahead_tokens if width > 1 else 1
-        # A block keeps its length where a request is near the model's limit, and where fewer rows of it are verified:
-        # in a non-causal block every row depends on how many follow.
+        # A block keeps its length near the model's limit and with fewer verified rows: in a non-causal block every row
+        # depends on the number of rows after it.
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
         sampling = self._sampling(rows, mode)
         proposal = self._propose(step, page_table, sampling) if width > 1 else Proposal.empty(rows)
-        # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
-        # so it becomes 0 here.
+        # A draft may leave a position empty with a negative id, which is never accepted. The embedding lacks rows for
+        # negative ids, so the target reads id 0.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
         return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), step.positions[:, :width])
 
@@ -309,7 +309,7 @@ class Runner:
         )
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
-        """Draft whole blocks [R, N]; choose what is verified. The block's K and V stay out of the pages."""
+        """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages."""
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
@@ -327,7 +327,7 @@ class Runner:
         return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
-        """Token ids of the draft's vocabulary -> the target's ids."""
+        """The target's ids of the draft's token ids."""
         assert self.draft is not None
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
@@ -342,11 +342,11 @@ class Runner:
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's choice after each row: hidden states [T, hidden] -> token ids [R, W], how many drafts count,
-        [R], and whether the logits are finite, [R, W].
+        """Choose the target's token after each row of hidden states [T, hidden].
 
-        What is chosen where they are not is some id of the vocabulary, and not to be committed. Sampled drafts are
-        judged by rejection with their own distribution; others by whether the target would say the same.
+        Returns token ids [R, W], the most drafts that may be accepted [R], and whether logits are finite [R, W]. Ids
+        from logits that are not finite must not be committed. Sampled drafts are accepted or rejected by their
+        distribution. A greedy draft is accepted if it equals the target's choice.
         """
         logits = self.target.head(hidden)
         token_ids, is_finite, distribution = self.kernels.sample(
@@ -362,7 +362,7 @@ class Runner:
         return chosen, max_accepted, is_finite.view_as(positions)
 
     def _attend_target(self, blocks: Blocks) -> PagedAttention:
-        """The target's attention over the rows' pages, where it stores the KV of verified rows."""
+        """The target's attention over the pages of blocks. It stores the KV of verified rows."""
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal = (True,) * config.num_layers
@@ -371,15 +371,15 @@ class Runner:
         )
 
     def _write_context(self, rows: ContextRows | None) -> None:
-        """Context KV of rows; those with PAD are dropped."""
+        """Write the draft's context KV of rows. Rows with slot PAD are dropped."""
         if self.draft is None or self.draft_kv is None or rows is None or rows.features is None:
             return
         self.draft.write_context(rows.features, rows.positions.flatten(), self.draft_kv, rows.slots.flatten())
 
     def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
-        """Page table of rows [R], at least as far as `num_tokens` tokens reach, where that is known: [R, P'].
+        """The page table of state rows [R], with columns for at least `num_tokens` tokens if it is given: [R, P'].
 
-        Only the references are given less than all of it: their attention reads whatever the table could hold.
+        Only reference kernels get fewer columns than the whole table, because their attention reads all columns.
         """
         whole = self.state.page_table[rows]
         if num_tokens is None or self.kernels.name != "reference":
@@ -388,7 +388,7 @@ class Runner:
 
     def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
         state = self.state
-        # Nobody reads them in a greedy step, so that any rows will do.
+        # A greedy step reads none of these values, so that any rows will do.
         chosen = slice(len(rows)) if mode.is_greedy else rows
         return Sampling(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode

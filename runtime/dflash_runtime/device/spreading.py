@@ -1,4 +1,4 @@
-"""Spread a hosted target over GPUs and the host's memory: what was asked for, and what each device may take of it."""
+"""Spread a hosted target over GPUs and host memory: read `--device-map`, and bound the weights of each device."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,38 +17,43 @@ AUTO = "auto"
 DISK = "disk"
 
 KV_SHARE = 0.25
-"""Share of the engine's device that is left for KV, of what is free beside a draft and steps."""
+"""Share of the free memory, without the draft and steps, that stays free for KV on the engine's device."""
 
 HOST_SHARE = 0.9
 """Share of the host's available memory that weights may take."""
 
 
 def resolve_spread(text: str | None) -> Spread | None:
-    """What `auto`, the name of a device, or a JSON file of modules and devices asks for.
+    """Read a device map: `auto`, the name of a device, or the path of a JSON file that maps modules to devices.
 
     Raises:
-        UnsupportedError: accelerate is not installed, or a device that does not exist.
-        UsageError, CheckpointNotFound: what is none of the three.
+        UnsupportedError: accelerate is not installed, or a device does not exist.
+        UsageError: the text or a value in the file is not a device.
+        CheckpointNotFound: the file does not exist.
     """
     if text is None:
         return None
     if find_spec("accelerate") is None:
         raise UnsupportedError(
-            "--device-map needs accelerate, which is not installed", hint="pip install 'dflash-cli[big]'"
-        )
+            "--device-map needs accelerate, which is not installed",
+            id="no-accelerate", field="--device-map", found=text, hint="pip install 'dflash-cli[big]'",
+        )  # fmt: skip
     if text == AUTO:
         return Spread()
     if not text.endswith(".json"):
-        return Spread({"": _read_device(text, f"--device-map {text}")})
+        return Spread({"": _read_device(text, "--device-map")})
     path = Path(text)
     if not path.is_file():
-        raise CheckpointNotFound(f"--device-map {text}: no such file")
+        raise CheckpointNotFound(field="--device-map", found=text, expected="a file that exists")
     stated = parse_json(path.read_bytes(), path)
-    return Spread({module: _read_device(device, f"{text}: {module!r}") for module, device in stated.items()})
+    return Spread({module: _read_device(device, module, path) for module, device in stated.items()})
 
 
 def share_out(device: torch.device, left: int, withheld: int, utilization: float) -> dict[int | str, int]:
-    """Bytes of weights that each device may take; `left` of the engine's own, and of others all but `withheld`."""
+    """Bytes of weights that each device may hold.
+
+    `left` bytes are free on the engine's device. On every other GPU, `withheld` bytes stay free.
+    """
     budgets: dict[int | str, int] = {}
     own = int(left * (1 - KV_SHARE))
     if device.type == "cpu":
@@ -60,14 +65,15 @@ def share_out(device: torch.device, left: int, withheld: int, utilization: float
     return {**budgets, "cpu": int(available_bytes() * HOST_SHARE)}
 
 
-def _read_device(value: Any, where: str) -> int | str:
-    """A device as accelerate writes it."""
+def _read_device(value: Any, field: str, path: Path | None = None) -> int | str:
+    """A device as accelerate writes it: the number of a GPU, `cpu` or `disk`."""
     if value == DISK:
         return DISK
     if not is_int(value) and not isinstance(value, str):
-        raise UsageError(f"{where}: found {value!r}, expected the number of a GPU, cpu or disk")
+        raise UsageError(path=path, field=field, found=value, expected="the number of a GPU, cpu or disk")
     try:
         device = resolve_device(value if isinstance(value, str) else f"cuda:{value}")
     except UsageError as error:
-        raise UsageError(f"{where}: found {value!r}, expected auto, a JSON file, cpu, cuda:N or disk") from error
+        expected = "auto, a JSON file, cpu, cuda:N or disk" if path is None else "cpu, cuda:N or disk"
+        raise UsageError(path=path, field=field, found=value, expected=expected) from error
     return "cpu" if device.type == "cpu" else device.index

@@ -1,9 +1,9 @@
-"""The state of each batch row on the device, which steps read and write without waiting for the host.
+"""The device state of requests, one row each. Steps read and write it without waiting for the host.
 
-A request holds one row from admission to its end. The host writes a row when a request is admitted, when pages are
-added and when the request is switched on, for all requests of a step together; every step writes lengths, anchor and
-done flag. All of that happens in stream order, so a row may be given to a new request while steps of the old one are
-still queued: those steps find the row done, and their results carry the old generation number.
+A request holds one row from admission to its end. The host writes a row when a request is admitted, gains pages, or is
+switched on, for all requests of a step together. Every step writes lengths, anchors and done flags. All of this happens
+in stream order, so a row may go to a new request while steps of the old request are queued. Those steps find the row
+done, and their results have the old generation number.
 
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
@@ -26,25 +26,27 @@ _NO_FIELDS = [0] * (NUM_CHANGE_FIELDS - 5 + MAX_STOP_IDS)
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Tensors over all rows, [B] unless said otherwise."""
+    """Tensors over all rows, [B] unless another shape is given."""
 
     kv_lens: Tensor
     anchors: Tensor
     remaining: Tensor  # tokens that may still be committed
     done: Tensor  # bool; a row without a running request is done
     generations: Tensor
-    reserved_lens: Tensor  # first position that no page is reserved for
-    widths: Tensor  # rows of a block to verify, the anchor included
+    reserved_lens: Tensor  # first position without a reserved page
+    widths: Tensor  # rows of a block to verify, including the anchor
     temperatures: Tensor  # float64
     top_ks: Tensor
     top_ps: Tensor  # float64
     seeds: Tensor
     stop_ids: Tensor  # [B, S], -1 where unused
-    page_table: Tensor  # [B, P], 0 where no page is owned
+    page_table: Tensor  # [B, P], 0 without a page
     kernels: Kernels
 
     @classmethod
     def empty(cls, num_rows: int, max_pages: int, kernels: Kernels, device: torch.device) -> "DeviceState":
+        """A state of `num_rows` rows without requests."""
+
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
@@ -70,12 +72,12 @@ class DeviceState:
 
     @property
     def row_state(self) -> RowState:
-        """What the two ends of a decode step read and write."""
+        """The tensors that a decode step reads and writes."""
         return RowState(*(getattr(self, name) for name in RowState._fields))
 
     @property
     def held_rows(self) -> HeldRows:
-        """What rows have from when they are given to requests."""
+        """The tensors that change when rows are given to requests."""
         return HeldRows(*(getattr(self, name) for name in HeldRows._fields))
 
     def admit(
@@ -86,10 +88,9 @@ class DeviceState:
         page_size: int,
         upload: "Uploader",
     ) -> None:
-        """Give rows to requests and pages to rows, in one copy and one launch; a row stays done until it is
-        switched on.
+        """Give rows to requests and pages to rows, in one copy and one launch.
 
-        A row begins without pages: those of the request itself are among the additions.
+        A row stays done until it is switched on. A new row starts without pages; its pages are among the additions.
         """
         if not (requests or additions):
             return
@@ -107,7 +108,7 @@ class DeviceState:
 
 
 def _gains(additions: Sequence[PageAddition]) -> dict[int, tuple[int, list[int]]]:
-    """Where each row's new pages begin, and all of them: a row's additions follow one another."""
+    """The first column and the pages that each row gains. A row's additions are adjacent."""
     gains: dict[int, tuple[int, list[int]]] = {}
     for item in additions:
         column, pages = gains.setdefault(item.row, (item.column, []))
@@ -117,7 +118,7 @@ def _gains(additions: Sequence[PageAddition]) -> dict[int, tuple[int, list[int]]
 
 
 def _fields(request: Request, full_width: int) -> list[int]:
-    """What a row that is given has: see `NUM_CHANGE_FIELDS`; then its stop ids, filled up with -1."""
+    """The fields of a request's new row, see `NUM_CHANGE_FIELDS`, and its stop ids, padded with -1."""
     params = request.params
     width = min(params.verify_width or full_width, full_width)
     stops = params.effective_stops
@@ -127,15 +128,15 @@ def _fields(request: Request, full_width: int) -> list[int]:
 
 
 def row_of(request: Request) -> int:
-    """Its row of the device state."""
+    """The row of the device state that a request holds."""
     assert request.row is not None
     return request.row
 
 
 class Uploader:
-    """Host lists to device tensors without waiting.
+    """Copies host lists to device tensors without waiting.
 
-    Each upload has pinned memory of its own; torch's allocator hands it out again only after the copy has run.
+    Each upload has its own pinned memory. torch's allocator reuses that memory only after the copy has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,17 +144,18 @@ class Uploader:
         self._is_cuda = device.type == "cuda"
 
     def ints(self, values: Sequence[int]) -> Tensor:
+        """A list as a device tensor, int64."""
         return self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
 
     def over(self, tensor: Tensor, values: Sequence[int]) -> None:
-        """Integers in place of those of a tensor [N], behind what is queued that reads them."""
+        """Overwrite a tensor [N], after every queued step that reads it."""
         tensor.copy_(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda), non_blocking=True)
 
     def lists(self, *lists: Sequence[int]) -> list[Tensor]:
-        """Several lists in one copy.
+        """Several lists as device tensors, int64, in one copy.
 
-        Each begins at a multiple of 16 bytes, so that a kernel that is given one finds every pointer as aligned as the
-        ones it was compiled for.
+        Each begins at a multiple of 16 bytes, so that kernels always get pointers of the alignment that they were
+        compiled for.
         """
         sizes = [len(values) + len(values) % 2 for values in lists]
         flat = self.ints([value for values in lists for value in (*values, *[0] * (len(values) % 2))])

@@ -1,7 +1,7 @@
-"""How long decode steps take on this GPU, by batch size and verify width: measured once, then read from a cache.
+"""Times of decode steps on this GPU, by batch size and verify width: measured once, then read from a cache file.
 
-Captured steps are replayed on the padding row, which has no context; what context adds is what reading its KV takes.
-The times are those of greedy steps. A cache file is for one machine, one version of everything and one pair's shapes.
+Captured greedy steps are replayed on the padding row, without context. Context adds the time to read its KV. A cache
+file is valid for one GPU, one version of all software, and the shapes of one pair.
 """
 
 import json
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 NUM_REPLAYS = 5
 
 MAX_READ_BYTES, MIN_READ_BYTES = 2**30, 2**28
-"""KV that is read to see how fast memory is. Less than the second lies in the L2 cache and says nothing."""
+"""The most and the fewest bytes of KV that are read to measure memory speed. Fewer bytes could fit the L2 cache."""
 
 Observe = Callable[[int, int], None]
 
 
 def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: None) -> StepTimes:
-    """The step times of a runner whose steps are captured, from the cache where they were measured before.
+    """The step times of a runner with captured steps, from the cache if they were measured before.
 
-    `observe` hears how many steps were measured, of how many.
+    `observe` gets the number of measured steps, and the number of all steps.
     """
     key = describe(runner)
     path = cache_directory() / f"{digest_value(key, digest_size=12)}.json"
@@ -55,21 +55,21 @@ def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: N
 
 
 def measured_batches(max_requests: int) -> tuple[int, ...]:
-    """Powers of two, and the largest batch; times of those between lie between."""
+    """Batch sizes to measure: powers of two and the largest batch. Other times are interpolated."""
     powers = [1 << power for power in range(max_requests.bit_length())]
     return tuple(sorted({*powers, max_requests}))
 
 
 def measure(runner: Runner, batches: tuple[int, ...], widths: tuple[int, ...], observe: Observe) -> dict[str, Any]:
-    """Replay every step a few times, largest first, and read a piece of KV; waits for the device."""
-    logger.info("measuring decode steps of %s rows a block, %s requests", widths, batches)
+    """Replay every step a few times, largest first, and read a part of the KV. Waits for the device."""
+    logger.info("measuring decode steps with %s rows per block and %s requests", widths, batches)
     table: dict[str, dict[str, float]] = {}
     total, num_done = len(batches) * len(widths), 0
     for batch in reversed(batches):
         table[str(batch)] = row = {}
         ms = float("inf")
         for width in reversed(widths):
-            # No step takes longer than a wider one, so a time that is disturbed is not kept.
+            # A step never needs longer than a wider step. A longer time is a disturbance.
             ms = min(ms, _replay_ms(runner, batch, width))
             row[str(width)] = ms
             num_done += 1
@@ -84,7 +84,7 @@ def measure(runner: Runner, batches: tuple[int, ...], widths: tuple[int, ...], o
 
 
 def describe(runner: Runner) -> dict[str, Any]:
-    """All that step times depend on."""
+    """Everything that step times depend on."""
     draft, limits = runner.draft.config if runner.draft is not None else None, runner.limits
     return {
         "gpu": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else platform.machine(),
@@ -104,18 +104,18 @@ def describe(runner: Runner) -> dict[str, Any]:
 
 @cache
 def code_digest() -> str:
-    """A digest of the kernels and of all that runs them: with other code, steps take other times."""
+    """A digest of the kernels and the runtime. With other code, steps may take other times."""
     roots = (Path(dflash_kernels.suite.__file__).parent, Path(__file__).parents[1])
     return hash_files(sorted(file for root in roots for file in root.rglob("*.py")))
 
 
 def cache_directory() -> Path:
-    """Where step times are kept."""
+    """The folder of the cache files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "step_times"
 
 
 def _replay_ms(runner: Runner, batch: int, width: int) -> float:
-    """Milliseconds of a captured greedy step of so many requests, all of them padding."""
+    """Milliseconds of a captured greedy step of `batch` padding rows."""
     assert runner.graphs is not None
     graphs, mode = runner.graphs, StepMode(verify_width=width, is_greedy=True, has_filters=False)
     rows = [runner.limits.max_num_requests] * batch
@@ -123,7 +123,7 @@ def _replay_ms(runner: Runner, batch: int, width: int) -> float:
 
 
 def _byte_ms(kv: KVCache) -> float:
-    """Milliseconds it takes to read a byte of KV; 0 where there is too little of it to tell."""
+    """Milliseconds to read a byte of KV; 0 if there is too little KV to measure it."""
     pages = kv.pages[: max(1, MAX_READ_BYTES // kv.page_bytes)]
     num_bytes = pages.numel() * pages.itemsize
     return _milliseconds(pages.device, pages.amax) / num_bytes if num_bytes >= MIN_READ_BYTES else 0.0
@@ -131,7 +131,7 @@ def _byte_ms(kv: KVCache) -> float:
 
 @torch.inference_mode()
 def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
-    """What a piece of work takes on a GPU, after it has run once."""
+    """Milliseconds of a piece of work on a GPU, after one untimed run."""
     with torch.cuda.device(device):
         run()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,7 +144,7 @@ def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
-    """KV bytes of a token that every step reads; a layer with a window reads few."""
+    """KV bytes per token that every step reads. A layer with a window reads few of them, which are not counted."""
     share = sum(window is None for window in config.windows) / len(config.windows)
     return share * bytes_per_token(config, runner.target_kv.pages.dtype)
 
@@ -152,7 +152,7 @@ def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
 def _read(
     path: Path, key: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """A cache file's document, or None where there is none; one that is damaged or of something else is named."""
+    """The document in a cache file; None without a file. A damaged file or one of another pair is logged."""
     try:
         document = as_object(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):
@@ -161,12 +161,12 @@ def _read(
         document = {}
     if document.get("key") == key and _is_complete(document, batches, widths):
         return dict(document)
-    logger.warning("%s: no step times of this pair on this GPU; they are measured again", path)
+    logger.warning("%s: not the step times of this pair on this GPU; measuring them again", path)
     return None
 
 
 def _is_complete(document: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]) -> bool:
-    """Whether a document has a time for every step that is measured, and what context adds."""
+    """Whether a document has the time of every measured step, and of context."""
     table = as_object(document.get("ms"))
     rows = [as_object(table.get(str(batch))) for batch in batches]
     times = [row.get(str(width)) for row in rows for width in widths]
@@ -194,7 +194,7 @@ def _to_text(document: Mapping[str, Any]) -> str:
 
 
 def _plain(config: TargetConfig | DraftConfig | None) -> dict[str, Any] | None:
-    """A config as a file has it after it was written and read again, without the names of checkpoints."""
+    """A config as JSON values, without the names of checkpoints."""
     if config is None:
         return None
     values: dict[str, Any] = json.loads(json.dumps(asdict(config)))

@@ -1,7 +1,7 @@
-"""Drafting along texts that are there already: many blocks, of many texts, in one forward of the draft.
+"""Draft blocks along given texts: many blocks of many texts in one forward of the draft.
 
-The context KV of whole texts is written once. A block at any anchor attends to the rows before its anchor and to no
-others, so that it is the block a run would have drafted there.
+The context KV of the texts is written once. A block attends only to the rows before its anchor, so that it equals the
+block that a run would draft there.
 
 Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all texts, F features.
 """
@@ -18,17 +18,17 @@ from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
 
 MAX_LOGITS = 1 << 26
-"""Logits computed at a time."""
+"""The most logits computed at a time."""
 
 MAX_GATHERED = 1 << 22
-"""Numbers of keys that the references copy out of pages at a time."""
+"""The most numbers of keys that reference kernels copy out of pages at a time."""
 
 Anchor = tuple[int, int]
-"""Which text, and the position in it of the block's first row."""
+"""The number of a text, and the position of a block's first row in it."""
 
 
 class TextPages:
-    """Texts in pages, one after another, and the rows of them that have features: all, or the first `num_rows`."""
+    """Texts in pages, one after another. All rows of a text have features, or its first `num_rows`."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class TextPages:
 
     @torch.inference_mode()
     def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
-        """What the draft proposes at each anchor, the most likely tokens by the target's ids: [R, K]."""
+        """The most likely draft tokens at each anchor, as ids of the target: [R, K]."""
         piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
         parts = [anchors[begin : begin + piece] for begin in range(0, len(anchors), piece)]
         with as_current(self._placement.device):
             return torch.cat([self._propose(draft, cache, part, num_drafts) for part in parts])
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
-        """How many of the proposed tokens [R, K], from the first on, are what the texts say after the anchors, [R]."""
+        """How many of the proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
         first, positions = self._locate(anchors)
         after = 1 + torch.arange(proposed.shape[1], device=first.device)
         is_right = proposed == self._token_ids[(first + positions)[:, None] + after]
@@ -78,7 +78,7 @@ class TextPages:
         first, positions = self._locate(anchors)
         longest = max(position for _, position in anchors)
         pages = torch.arange(max(1, -(-longest // self._page_size)), device=first.device)
-        # Pages past a text's own are never read; the clamp only keeps them inside the cache.
+        # Pages after a text's last page are never read. The clamp only keeps their numbers valid.
         table = (first[:, None] // self._page_size + pages).clamp(max=self._num_pages - 1)
         masks = first.new_full((len(first), num_drafts), config.mask_token_id)
         block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
@@ -89,12 +89,12 @@ class TextPages:
         return ids if draft.target_ids is None else draft.target_ids[ids]
 
     def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
-        """The first slot of each anchor's text and its position in it, [R] each."""
+        """The first slot of each anchor's text, and the anchor's position in the text, [R] each."""
         texts, positions = torch.tensor(anchors, device=self._starts.device).view(-1, 2).unbind(dim=1)
         return self._starts[texts], positions
 
     def _piece(self, draft: Draft, longest: int, num_drafts: int) -> int:
-        """How many anchors a forward takes."""
+        """The number of anchors per forward."""
         kernels, shapes = self._placement.kernels, draft.config.kv_shapes
         limits = [MAX_LOGITS // (num_drafts * draft.config.draft_vocab_size), MAX_GRID // max(n for n, _ in shapes)]
         if kernels.name == "reference":
@@ -106,7 +106,7 @@ class TextPages:
 def read_features(
     target: Target, placement: Placement, page_size: int, text: Sequence[int], layers: Sequence[int]
 ) -> Tensor:
-    """Outputs of these layers over a text, side by side, by one forward of the target that uses no pages: [T, F]."""
+    """The outputs of these layers over a text, concatenated, [T, F]. Runs one forward of the target without pages."""
     device, config = placement.device, target.config
     with as_current(device):
         cache = KVCache(config, 1, page_size, placement)

@@ -1,7 +1,8 @@
-"""The texts of batch rows, for a target that keeps its own cache: one request after another within a step.
+"""Run the rows of a step through a target with its own cache, one request after another.
 
-A row's cache begins with its first chunk and is dropped when its request ends, is preempted or begins again. Which
-tokens of a block have come to stay is read off the lengths in the state, so a step waits for the one before it.
+Each row of the state has a cache. It begins with the request's first chunk, and ends when the request ends, is
+preempted or begins again. The KV lengths in the state tell how many tokens of the last block were committed, so a step
+waits for the step before it.
 
 Axis letters: R requests, W verified rows of a block, T flat rows, F features.
 """
@@ -21,19 +22,19 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RowText:
-    """What the target has of the text of one batch row."""
+    """The target's cache of one request."""
 
     request: Request
     generation: int
     cache: TextCache = field(default_factory=TextCache)
 
     def is_of(self, row: int) -> bool:
-        """Whether the request still holds the row."""
+        """Whether the request still holds this row."""
         return self.request.row == row and self.request.generation == self.generation
 
 
 class Texts:
-    """Runs rows of a step through a target that keeps its own cache."""
+    """The caches of a target that keeps its own cache, one per row of the state."""
 
     def __init__(self, target: OwnCacheTarget) -> None:
         self._target = target
@@ -43,42 +44,42 @@ class Texts:
         return len(self._rows)
 
     def drop_ended(self) -> None:
-        """Forget the texts whose requests have left their rows."""
+        """Drop the caches of requests that left their rows."""
         self._rows = {row: text for row, text in self._rows.items() if text.is_of(row)}
 
     def take(self, request: Request) -> TextState:
-        """The state of a request's text right after its prompt; what other steps do to it later does not change it."""
+        """A copy of a request's state right after its prompt. Later steps do not change it."""
         text = next(text for text in self._rows.values() if text.request is request)
-        assert not len(text.cache.tokens), "nothing was run after the prompt"
+        assert not len(text.cache.tokens), "a step ran after the prompt"
         return take_state(text.cache.cache)
 
     def put(self, request: Request, state: TextState, first_token: Tensor, num_tokens: int) -> None:
-        """Let the text in a request's row be one whose state was taken elsewhere, after so many tokens.
+        """Give a request's row a state that another engine took after `num_tokens` tokens.
 
         Raises:
-            HandoffMismatch: it is not a state of this target.
+            HandoffMismatch: the state is of another target.
         """
         assert request.row is not None
         template = TextCache()
         self._target.read(template, first_token, 0, (), is_final=True)
         problem = put_state(template.cache, state)
         if problem is not None:
-            raise HandoffMismatch(f"the state of the target's own cache: {problem}")
+            raise HandoffMismatch(f"the state of the target's own cache: {problem}", id="state-of-another-target")
         text = RowText(request, request.generation)
         text.cache.hold(template.cache, num_tokens)
         self._rows[request.row] = text
 
     def fill(self, chunks: Sequence[Chunk], token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Run chunks [T], one after the other -> hidden states [T, hidden], features [T, F]."""
+        """Run the T rows of chunks -> hidden states [T, hidden], features [T, F]."""
         parts = token_ids.split([chunk.end - chunk.start for chunk in chunks])
         return _join([self._fill(chunk, part, taps) for chunk, part in zip(chunks, parts, strict=True)])
 
     def verify(
         self, rows: Sequence[int], context_lens: Sequence[int], token_ids: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Run blocks [R, W] after contexts of so many tokens -> hidden states [R * W, hidden], features [R * W, F].
+        """Run blocks [R, W] after `context_lens` tokens -> hidden states [R * W, hidden], features [R * W, F].
 
-        Rows of a request that is done, whose context is 0, and rows past the last position are zeros.
+        Rows past the last position are zeros, and so are the rows of a request that is done (context length 0).
         """
         blocks = zip(rows, context_lens, token_ids, strict=True)
         return _join([self._verify(row, context_len, block, taps) for row, context_len, block in blocks])

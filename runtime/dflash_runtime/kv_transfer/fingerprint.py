@@ -9,6 +9,9 @@ from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.errors import InvalidHandoff
 from dflash_runtime.phrases import shorten
 
+NO_DRAFT = "none"
+"""The value of the field `draft` of a pair without a draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -25,8 +28,14 @@ class Fingerprint:
         return digest_value(dict(self.fields), digest_size=16)
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """One text for each field that differs: `name: here <value of self>, there <value of other>`."""
+        """One text for each field that differs: `name: here <value of self>, there <value of other>`.
+
+        If one side has no draft, the other side's fields about the draft are left out.
+        """
         names = [*self.fields, *(name for name in other.fields if name not in self.fields)]
+        for one, two in ((self, other), (other, self)):
+            if one.fields.get("draft") == NO_DRAFT != two.fields.get("draft"):
+                names = [name for name in names if name in one.fields]
         pairs = [(name, self.fields.get(name, "nothing"), other.fields.get(name, "nothing")) for name in names]
         return [f"{name}: here {_shown(here)}, there {_shown(there)}" for name, here, there in pairs if here != there]
 

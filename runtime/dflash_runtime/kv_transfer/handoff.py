@@ -173,13 +173,13 @@ def check_header(header: Any) -> None:
 
 
 def find_problems(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tuple[int, ...]]) -> list[Notice]:
-    """Why an engine cannot use a hand-off: differences of fingerprints first, then problems of tensors.
+    """Why an engine cannot use a hand-off: problems of tensors first, then differences of fingerprints.
 
     `here` is the engine's fingerprint, and `expected` has the shapes of its tensors. Empty if the engine can use it.
     """
-    problems = [Notice(text, id="fingerprint-differs") for text in here.differences(handoff.fingerprint)]
     found = [_tensor_problem(handoff, name, shape) for name, shape in expected.items()]
-    return problems + [problem for problem in found if problem is not None]
+    problems = [problem for problem in found if problem is not None]
+    return problems + [Notice(text, id="fingerprint-differs") for text in here.differences(handoff.fingerprint)]
 
 
 def check_handoff(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from dflash_runtime.errors import DFlashError, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.engine_kv import BLOCK_SIZE, prefill_layers, save_as_vllm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
@@ -54,12 +55,13 @@ def rows_of(*arguments: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.out.splitlines()]
 
 
-def refuse(code: int, *arguments: object) -> str:
-    """The error of a run that writes no result, without what is said before it."""
+def refuse(code: int, *arguments: object) -> DFlashError:
+    """The error of a run that writes no result. It is printed once."""
     done = support.run_main("generate", *arguments)
     assert (done.code, done.out) == (code, ""), done.err
     assert done.err.count("error: ") == 1
-    return done.err[done.err.index("error: ") :]
+    assert done.error is not None
+    return done.error
 
 
 def test_two_runs_over_a_folder_are_one(prompts: Path, handed_off: Path) -> None:
@@ -104,21 +106,25 @@ def test_a_peer_that_never_answers_is_said_to_be_gone(prompts: Path) -> None:
         place = f"gloo://127.0.0.1:{free.getsockname()[1]}"
     for option in ("--handoff-in", "--handoff-out"):
         error = refuse(4, "-p", prompts, option, place, "--handoff-timeout", "0.2")
-        assert "within 0.2 s" in error
+        assert isinstance(error, PeerUnreachable)
+        assert "0.2 s" in error.message
 
 
 def test_what_is_damaged_is_refused_before_models_are_loaded(copied: Path) -> None:
     tensors, header = copied / "00001" / "kv.safetensors", copied / "00001" / "handoff.json"
     whole, text = tensors.read_bytes(), header.read_text()
     tensors.write_bytes(whole[:-100])
-    cut = f"error: {tensors}: found {len(whole) - 100} bytes, expected {len(whole)}, as handoff.json says\nhint: "
-    assert refuse(3, "--draft", "absent", "--target", "absent", "--handoff-in", copied).startswith(cut)
+    cut = refuse(3, "--draft", "absent", "--target", "absent", "--handoff-in", copied)
+    assert (cut.id, cut.path, cut.found) == ("truncated-handoff", tensors, len(whole) - 100)
+    assert str(len(whole)) in str(cut.expected)
     tensors.unlink()
-    assert refuse(3, "--handoff-in", copied) == f"error: {tensors}: cannot be read: No such file or directory\n"
+    gone = refuse(3, "--handoff-in", copied)
+    assert (gone.id, gone.path) == ("unreadable-handoff", tensors)
     header.write_text(text[:50])
-    assert refuse(3, "--handoff-in", copied).startswith(f"error: {header}: ")
+    assert refuse(3, "--handoff-in", copied).message.startswith(f"{header}: ")
     header.write_text(text.replace('"00001"', '"00002"'))
-    assert f"{header}: key: found '00002', expected '00001'" in refuse(3, "--handoff-in", copied)
+    renamed = refuse(3, "--handoff-in", copied)
+    assert (renamed.path, renamed.field, renamed.found) == (header, "key", "00002")
 
 
 def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompts: Path) -> None:
@@ -128,7 +134,7 @@ def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompt
     tensors.write_bytes(content)
     done = support.run_main("generate", "--handoff-in", copied, "-o", "-")
     assert done.err.count("warning: ") == 1
-    assert "warning: 1 prompt prefilled here instead: " in done.err
+    assert done.notices.count("prompts-prefilled-here") == 1
     assert "damaged" in done.err
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert [row.get("num_loaded") for row in rows] == [1, 15, 16, 17, None]
@@ -139,15 +145,17 @@ def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_
     output = tmp_path / "out.jsonl"
     asked = ["--draft", "tiny:reduced", "--handoff-in", handed_off, "-o", output]
     error = refuse(3, *asked)
-    assert f"{handed_off}: hand-off 00000 does not fit this engine: draft weights: here " in error
+    assert (error.id, str(error.path), error.found) == ("handoff-does-not-fit", str(handed_off), "00000")
+    assert "draft weights: here " in error.message
     assert not output.exists()
     done = support.run_main("generate", *asked, "--force-mismatch")
     assert done.code == 0, done.err
     (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
-    assert "do not fit, and acceptance may be lower for it; position 1 was accepted in 0." in warning
+    assert done.notices.count("acceptance-may-be-lower") == 1
+    assert " 0." in warning, "the acceptance of position 1"
     assert "draft weights: here" in warning
     wrong = support.run_main("generate", "--page-size", "8", "--handoff-in", handed_off, "--force-mismatch")
-    assert "warning: went on from hand-offs that do not fit, and the text may be wrong for it; " in wrong.err
+    assert wrong.notices.count("text-may-be-wrong") == 1
     text = [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
     assert text == [row["token_ids"] for row in rows_of("--handoff-in", handed_off)]
 
@@ -164,13 +172,15 @@ def test_a_full_disk_ends_the_run_in_one_line(prompts: Path, tmp_path: Path, mon
 
     monkeypatch.setattr("dflash_runtime.kv_transfer.file_connector.save_file", fill_up)
     error = refuse(6, "-p", prompts, "--handoff-out", tmp_path / "ho", "--concurrency", "1")
-    assert "ho/00002: hand-off not written: No space left on device" in error
+    assert error.path is None or str(error.path).endswith("ho/00002")
+    assert "ho/00002" in error.message
+    assert "No space left on device" in error.message
     assert sorted(item.name for item in (tmp_path / "ho").iterdir()) == ["00000", "00001"]
 
 
 def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path, prompts: Path) -> None:
     (copied / "notes.txt").write_text("mine")
-    assert f"{copied}: exists already" in refuse(2, "x", "--handoff-out", copied)
+    assert refuse(2, "x", "--handoff-out", copied).id == "output-exists"
     assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
     assert sorted(item.name for item in copied.iterdir()) == ["00000", "notes.txt"]
 
@@ -179,43 +189,46 @@ TURNS = '{"turns": ["a", "b"]}\n'
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "error_id", "field"),
     [
-        (
-            ["--handoff-in", "HO", "x"],
-            2,
-            "PROMPT does not go with --handoff-in FOLDER",
-        ),
-        (["--handoff-in", "HO", "-p", "y"], 2, "--prompts does not go"),
-        (["--handoff-in", "HO", "-n", "4"], 2, "--max-new-tokens does not go"),
-        (["--handoff-in", "HO", "--temperature", "1"], 2, "--temperature does not go"),
-        (["--handoff-in", "HO", "--seed", "1"], 2, "--seed does not go"),
-        (["--handoff-in", "HO", "-n", "256"], 2, "--max-new-tokens does not go"),
-        (["--handoff-in", "HO", "--raw"], 2, "--chat does not go"),
-        (["--handoff-in", "HO", "--handoff-out", "x"], 2, "--handoff-out and --handoff-in exclude each other"),
-        (["--handoff-in", "absent"], 4, "absent: no such directory"),
-        (["--handoff-in", "."], 2, ".: no hand-offs in it"),
-        (["--handoff-in", "HO", "--handoff-timeout", "0"], 2, "--handoff-timeout: found 0.0"),
-        (["x", "--handoff-in", "smoke://a:1"], 2, "location of hand-offs: found 'smoke://a:1'"),
-        (["x", "--handoff-out", "gloo://127.0.0.1"], 2, "expected HOST:PORT"),
-        (["x", "--handoff-out", "no/such/dir"], 2, "no/such: no such directory"),
-        (["x", "--handoff-out", "out", "-o", "-"], 2, "--output does not go with --handoff-out"),
-        (["x", "--handoff-out", "out", "--trace", "1"], 2, "--trace does not go with --handoff-out"),
-        (["x", "--force-mismatch"], 2, "--force-mismatch needs --handoff-in"),
-        (["-p", "turns.jsonl", "--handoff-out", "out"], 2, "turns.jsonl:1: has 2 turns"),
+        (["--handoff-in", "HO", "x"], 2, "options-exclude-each-other", "PROMPT"),
+        (["--handoff-in", "HO", "-p", "y"], 2, "options-exclude-each-other", "--prompts"),
+        (["--handoff-in", "HO", "-n", "4"], 2, "options-exclude-each-other", "--max-new-tokens"),
+        (["--handoff-in", "HO", "--temperature", "1"], 2, "options-exclude-each-other", "--temperature"),
+        (["--handoff-in", "HO", "--seed", "1"], 2, "options-exclude-each-other", "--seed"),
+        (["--handoff-in", "HO", "-n", "256"], 2, "options-exclude-each-other", "--max-new-tokens"),
+        (["--handoff-in", "HO", "--raw"], 2, "options-exclude-each-other", "--chat"),
+        (["--handoff-in", "HO", "--handoff-out", "x"], 2, "options-exclude-each-other", "--handoff-in"),
+        (["--handoff-in", "absent"], 4, "no-handoff-folder", None),
+        (["--handoff-in", "."], 2, "no-handoffs", None),
+        (["--handoff-in", "HO", "--handoff-timeout", "0"], 2, "usage-error", "--handoff-timeout"),
+        (["x", "--handoff-in", "smoke://a:1"], 2, "usage-error", "location of hand-offs"),
+        (["x", "--handoff-out", "gloo://127.0.0.1"], 2, "usage-error", "address"),
+        (["x", "--handoff-out", "no/such/dir"], 2, "no-parent-directory", None),
+        (["x", "--handoff-out", "out", "-o", "-"], 2, "options-exclude-each-other", "--output"),
+        (["x", "--handoff-out", "out", "--trace", "1"], 2, "options-exclude-each-other", "--trace"),
+        (["x", "--force-mismatch"], 2, "option-needs-another", "--force-mismatch"),
+        (["-p", "turns.jsonl", "--handoff-out", "out"], 2, "handoff-of-several-turns", "turns.jsonl:1"),
     ],
 )
 def test_bad_input_ends_in_one_line(
-    arguments: list[str], code: int, message: str, handed_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    code: int,
+    error_id: str,
+    field: str | None,
+    handed_off: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("turns.jsonl").write_text(TURNS)
-    assert message in refuse(code, *[str(handed_off) if item == "HO" else item for item in arguments])
+    error = refuse(code, *[str(handed_off) if item == "HO" else item for item in arguments])
+    assert (error.id, error.field) == (error_id, field)
     assert not Path("out").exists()
 
 
 def test_samples_are_not_judged_token_by_token(handed_off: Path) -> None:
-    assert "these hand-offs are sampled" in refuse(2, "--handoff-in", handed_off, "--check-lossless")
+    assert refuse(2, "--handoff-in", handed_off, "--check-lossless").field == "--check-lossless"
 
 
 @pytest.fixture(scope="module")
@@ -239,18 +252,20 @@ def test_prompts_begin_with_what_vllm_has_prefilled(prompts: Path, prefilled: Pa
     assert [row.pop("num_loaded", 0) for row in found] == [0, 0, 0, 16, 32]
     assert [row.pop("num_loaded", 0) for row in wanted] == [0] * 5
     assert found == wanted
-    assert "2 prompts went on from hand-offs" in done.err
-    assert "warning: 3 prompts prefilled here instead: vLLM has saved no block of it" in done.err
+    assert "2 prompts " in done.err
+    assert done.notices.count("prompts-prefilled-here") == 1
+    assert "3 prompts " in done.err
 
 
 def test_prefills_of_vllm_are_refused_by_name(prompts: Path, prefilled: Path, tmp_path: Path) -> None:
-    assert "no prompt" in refuse(2, "--handoff-in", prefilled)
+    assert isinstance(refuse(2, "--handoff-in", prefilled), UsageError)
     force = refuse(2, "-p", prompts, "--handoff-in", prefilled, "--force-mismatch")
-    assert "--force-mismatch does not go with prefills of vLLM" in force
+    assert (force.id, force.field) == ("options-exclude-each-other", "--force-mismatch")
     cut = Path(shutil.copytree(prefilled, tmp_path / "cut"))
     for file in cut.glob("*/model.layers.[678].*"):
         file.unlink()
-    assert "the draft's layers 6 to 8 are missing" in refuse(3, "-p", prompts, "--handoff-in", cut)
+    missing = refuse(3, "-p", prompts, "--handoff-in", cut)
+    assert "layers 6 to 8" in missing.message
 
 
 def test_prompts_are_kept_over_runs(prompts: Path, tmp_path: Path) -> None:
@@ -260,4 +275,5 @@ def test_prompts_are_kept_over_runs(prompts: Path, tmp_path: Path) -> None:
     assert [row.pop("num_loaded", 0) for row in again] == [0, 0, 0, 16, 32]
     assert first == again
     (tmp_path / "file").touch()
-    assert "is a file, expected a folder" in refuse(2, "-p", prompts, "--prefix-store", tmp_path / "file")
+    refused = refuse(2, "-p", prompts, "--prefix-store", tmp_path / "file")
+    assert str(tmp_path / "file") in refused.message

@@ -4,12 +4,14 @@ Documents of other tests are held to them as well: `support.run_main` and `suppo
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_cli.commands.schema import kinds, read_schema
+from dflash_cli.documents.kinds import KINDS, read_schema
 from dflash_cli.main import COMMANDS
 from dflash_testing import checkpoints as support
 from dflash_testing.documents import check_document
@@ -74,15 +76,29 @@ def test_a_key_that_is_missing_or_not_in_the_schema_is_noticed() -> None:
 
 def test_every_command_that_prints_a_document_has_a_schema() -> None:
     printing = {name for name, entry in COMMANDS.items() if entry.has_json}
-    assert printing <= set(kinds())
+    assert printing <= KINDS.keys()
 
 
 def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
     listed = support.run_main("schema").out.splitlines()
-    assert [line.split()[0] for line in listed] == kinds()
+    assert [line.split()[0] for line in listed] == list(KINDS) == sorted(KINDS)
     printed = json.loads(support.run_main("schema", "eval-acceptance").out)
     assert printed == read_schema("eval-acceptance")
     assert {"Interval", "EvaluationRun", "Identity", "ConversationCounts"} <= set(printed["$defs"])
     wrong = support.run_main("schema", "evaluation")
     assert wrong.code == 2
     assert "error: KIND: found 'evaluation', expected one of answers, bench" in wrong.err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_names_classes_that_state_it_and_describe_every_part(kind: str) -> None:
+    assert {item.KIND for item in KINDS[kind].loaded} == {kind}  # type: ignore[attr-defined]
+    schema = read_schema(kind)
+    assert schema["title"] == KINDS[kind].title
+    assert all("description" in part for part in schema.get("$defs", {}).values())
+
+
+def test_listing_the_kinds_loads_no_class_of_them() -> None:
+    code = "import sys; from dflash_cli.commands import schema; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "numpy", "dflash_cli.acceptance.acceptance_report"} & set(loaded)

@@ -23,6 +23,7 @@ from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.validator import ValidationPlan
 from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
@@ -266,7 +267,7 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     alone = run(path, "rope", prompts=prompts, max_new_tokens=16)
     mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=16)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
-    assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
+    assert [to_json(item) for item in mixed.findings] == [to_json(item) for item in alone.findings]
     (note,) = mixed.notes
     assert "prompt 2" in note
     assert "99999" in note

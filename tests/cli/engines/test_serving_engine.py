@@ -10,6 +10,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.engines.serving_engine import ServedPair, all_engines, known_engines, parse_engines
 from dflash_cli.rules.rule import all_rules
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_testing.pairs import bundled_draft
 from dflash_testing.paths import ROOT
@@ -71,7 +72,7 @@ def test_each_engine_has_a_command() -> None:
     for engine in all_engines():
         command = engine().serve_command(pair)
         assert command.num_draft_tokens == 7
-        assert command.to_json()["commands"] == list(command.commands)
+        assert to_json(command)["commands"] == list(command.commands)
         assert "org/draft" in command.text
 
 

@@ -1,4 +1,4 @@
-"""What is left of the host's memory is the least of what the machine has and what the control group allows."""
+"""Free host memory is the smaller of the machine's free memory and the rest of the control group's limit."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_limit_it_is_what_the_machine_has(machine: Path) -> None:
+def test_without_a_limit_the_machines_memory_counts(machine: Path) -> None:
     assert available_bytes() == 100 * MIB
     (machine / "memory.max").write_text("max\n")
     (machine / "memory.current").write_text("5\n")
     assert available_bytes() == 100 * MIB
 
 
-def test_a_limit_of_the_control_group_counts_without_cached_files(machine: Path) -> None:
+def test_cached_files_do_not_count_towards_the_groups_limit(machine: Path) -> None:
     (machine / "memory.max").write_text(f"{64 * MIB}\n")
     (machine / "memory.current").write_text(f"{30 * MIB}\n")
     assert available_bytes() == 34 * MIB
@@ -34,6 +34,6 @@ def test_a_limit_of_the_control_group_counts_without_cached_files(machine: Path)
     assert available_bytes() == 44 * MIB
 
 
-def test_without_proc_it_is_asked_of_the_system(machine: Path) -> None:
+def test_without_proc_the_system_is_asked(machine: Path) -> None:
     (machine / "meminfo").unlink()
     assert available_bytes() > 0

@@ -1,4 +1,4 @@
-"""Blocks and prompts in one forward attend, and are stored, as in forwards of their own."""
+"""Blocks and prompts in one forward have the same attention and stored KV as in separate forwards."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ PAGE_SIZE, WIDTH = 16, 3
 CONFIG = random_target(num_layers=2, windows=(None, 20)).config
 HEADS, SIZE = CONFIG.num_kv_heads, CONFIG.head_dim
 CONTEXTS = (21, 5)
-"""Of two requests that decode, in pages 1 to 4; two prompts, of which one goes on after 16 tokens, have 5 to 8."""
+"""Contexts of two decoding requests, in pages 1 to 4. Two prompts have pages 5 to 8; the first has a context of 16."""
 SEGMENTS = (Segment(0, 7, 16, 2), Segment(7, 18, 0, 3))
 TABLE = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
 POSITIONS = ((0, (21, 22, 23)), (1, (5, 6, 7)), (2, tuple(range(16, 23))), (3, tuple(range(18))))
@@ -29,7 +29,7 @@ NUM_BLOCK_ROWS = len(CONTEXTS) * WIDTH
 
 
 def attend(kernels: Kernels) -> JoinedAttention:
-    """Over a cache of noise."""
+    """Attention over a cache of random numbers."""
     cache = KVCache(CONFIG, 9, PAGE_SIZE, replace(placement(), kernels=kernels))
     cache.pages.copy_(normal(*cache.pages.shape, seed=7))
     blocks = PagedAttention(
@@ -44,7 +44,7 @@ def attend(kernels: Kernels) -> JoinedAttention:
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_together_they_are_what_they_are_apart(name: KernelChoice, layer: int) -> None:
+def test_joined_attention_equals_separate_attention(name: KernelChoice, layer: int) -> None:
     kernels = pick_kernels(name, "cpu")
     joined, apart = attend(kernels), attend(kernels)
     query = normal(len(SLOTS), CONFIG.num_heads, SIZE, seed=1)

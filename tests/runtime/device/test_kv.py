@@ -1,4 +1,4 @@
-"""KV in pages: how they lie in memory, and how they come out of it and into it."""
+"""KV pages: their memory layout, and copies out of pages and into pages."""
 
 import resource
 from dataclasses import replace
@@ -18,7 +18,7 @@ STATM = Path("/proc/self/statm")
 
 
 def filled(num_pages: int) -> KVCache:
-    """Every number another one."""
+    """A cache of distinct numbers."""
     cache = KVCache(TARGET, num_pages, 16, placement())
     cache.pages.copy_(torch.arange(cache.pages.numel()).view(cache.pages.shape))
     return cache
@@ -28,7 +28,7 @@ def porter(cache: KVCache) -> PagePorter:
     return PagePorter({"target.pages": cache}, CPU, Uploader(CPU))
 
 
-def test_a_page_is_one_piece() -> None:
+def test_a_page_is_contiguous() -> None:
     cache = filled(5)
     assert cache.pages.shape == (5, TARGET.num_layers, 2, 16, 16)
     assert cache.page_bytes == cache.pages[0].nbytes == 16 * bytes_per_token(TARGET, torch.float32)
@@ -40,7 +40,7 @@ def test_a_page_is_one_piece() -> None:
 
 
 def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
-    """2 heads of 8 numbers beside one of 24: 24 numbers a slot, of which the others take the first 16."""
+    """2 heads of 8 numbers, and 1 head of 24 numbers: a slot has 24 numbers, and most layers use the first 16."""
     config = replace(TARGET, other_kv_shapes={1: (1, 24)})
     assert config.kv_shapes == ((2, 8), (1, 24), (2, 8), (2, 8))
     cache = KVCache(config, 3, 16, placement())
@@ -50,15 +50,15 @@ def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
         values.fill_(-layer - 1)
     assert [keys.unique().tolist() for keys, _ in cache.layers] == [[1], [2], [3], [4]]
     assert [values.unique().tolist() for _, values in cache.layers] == [[-1], [-2], [-3], [-4]]
-    assert cache.pages[..., 16:].count_nonzero() == 3 * 16 * 2 * 8  # those of the widest
+    assert cache.pages[..., 16:].count_nonzero() == 3 * 16 * 2 * 8  # numbers of the widest layer
     assert cache.keys.shape == (4, 3, 16, 1, 24)
     assert cache.pages.nbytes == 48 * bytes_per_token(config, torch.float32)
     assert bytes_per_token(TARGET, torch.float32) == 2 * 4 * 16 * 4
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="needs Linux, which says what memory a process has")
+@pytest.mark.skipif(not STATM.exists(), reason="needs Linux, which reports the memory of a process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_that_nobody_fills_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
+def test_unused_pages_take_no_host_memory(dtype: torch.dtype) -> None:
     before = num_resident_bytes()
     cache = KVCache(TARGET, 40_000, 16, placement(dtype))
     assert cache.pages.nbytes >= 128 * 2**20
@@ -74,13 +74,13 @@ def num_resident_bytes() -> int:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two pages, so that a request has several."""
+    """Pieces of two pages, so that a request has several pieces."""
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 2 * filled(1).page_bytes)
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_is_taken_out_is_what_is_put_in() -> None:
-    """Rows past the last token are zeros, and no other page is touched."""
+def test_copied_pages_come_back_unchanged() -> None:
+    """Rows past the last token are zeros, and other pages do not change."""
     source, target = filled(9), KVCache(TARGET, 12, 16, placement())
     out = porter(source).begin_out([7, 2, 4, 8, 1, 3], num_tokens=70)
     assert porter(source).advance(out)
@@ -98,7 +98,7 @@ def test_what_is_taken_out_is_what_is_put_in() -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("num_layers", [0, 1, 3, 6])
-def test_layers_that_did_not_come_are_zeros(num_layers: int) -> None:
+def test_missing_layers_are_zeros(num_layers: int) -> None:
     cache = filled(6)
     before = cache.pages.clone()
     tensors = {"target.pages": torch.ones(3, num_layers, 2, 16, 16, dtype=torch.float16)} if num_layers else {}

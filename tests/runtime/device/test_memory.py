@@ -1,4 +1,4 @@
-"""What is kept free for steps, what loading takes, and that nothing grows while requests come and go."""
+"""Memory for steps, memory for loading, and constant host memory while requests come and go."""
 
 import gc
 import itertools
@@ -39,6 +39,7 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+from dflash_testing.refusals import refuses
 
 GIB = 2**30
 GPU = Placement(torch.device("cuda", 0), torch.bfloat16, replace(REFERENCE, name="triton"), 40_976)
@@ -63,8 +64,8 @@ def scratch(
     return scratch_bytes(config, TARGET, DRAFT, limits, placement)
 
 
-def test_what_is_kept_free_follows_from_the_shapes_of_the_pair() -> None:
-    """A Qwen3-8B pair: logits of 31 rows a request, in the dtype of the run; once more for captured steps."""
+def test_memory_for_steps_follows_from_the_shapes_of_the_pair() -> None:
+    """A Qwen3-8B pair has logits of 31 rows per request in the run's dtype, and again for captured steps."""
     logits = 2 * 31 * 151_936
     assert scratch(64) - scratch(32) >= 2 * 32 * logits
     assert scratch(64) - scratch(32) < 2 * 32 * (logits + 16 * 2 * 100_000 + 8 * 2 * 40_976)
@@ -73,7 +74,7 @@ def test_what_is_kept_free_follows_from_the_shapes_of_the_pair() -> None:
 
 
 def test_a_row_of_many_experts_takes_more_than_a_dense_one() -> None:
-    """At the shape of Qwen3-30B-A3B; alive at once are an expert's inner row and its outputs, three times."""
+    """The shape is that of Qwen3-30B-A3B. An expert's inner row, and its output three times, are alive at once."""
     experts = ExpertsConfig(
         num_experts=128, num_chosen=8, intermediate_size=768, has_normalised_scores=True, layers=tuple(range(36))
     )
@@ -86,12 +87,12 @@ def test_only_references_write_distributions_of_sampled_drafts() -> None:
     rows = 16 * 16 * 151_936
     on_cpu = Placement(torch.device("cpu"), torch.bfloat16, REFERENCE, 40_976)
     greedy, sampled = (scratch(placement=on_cpu, draft_sampling=kind) for kind in ("greedy", "probabilistic"))
-    assert sampled - greedy > 2 * rows * 8 - 2048 * 2 * 100_000  # where a prefill took more than greedy steps
+    assert sampled - greedy > 2 * rows * 8 - 2048 * 2 * 100_000  # a prefill may need more than greedy steps
     assert scratch(draft_sampling="probabilistic") == scratch()
 
 
-def test_a_cache_of_the_targets_own_takes_what_was_measured_of_it() -> None:
-    """A state of 1 MiB a text, and 32 heads' scores of 2048 rows; pages stand for the tokens beside them."""
+def test_a_targets_own_cache_takes_its_measured_bytes() -> None:
+    """1 MiB of state per text, and scores of 2048 rows for 32 heads. Pages count its tokens."""
     own = replace(TARGET, own_cache=OwnCache(token_bytes=1000, text_bytes=2**20))
     assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=2048)) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
     assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=16)) == 16 * 2**20 + 256 * 2**20
@@ -103,14 +104,12 @@ def test_a_cache_of_the_targets_own_takes_what_was_measured_of_it() -> None:
 
 
 def test_every_width_has_graphs_of_its_own() -> None:
-    """Blocks of 16 are verified in eight widths: 1, 2, 3, 4, 6, 8, 12 and 16. With 1 there may be prompts beside them,
-    whose rows take memory too.
-    """
+    """Blocks of 16 have eight widths: 1, 2, 3, 4, 6, 8, 12 and 16. With width 1, prompt rows take memory too."""
     room = RIDGE_ROWS * row_bytes(TARGET, len(DRAFT.target_layer_ids), torch.bfloat16)
     assert scratch(adaptive_width=True) - scratch() == 8 * NUM_GRAPHS * GRAPH_BYTES + room
 
 
-def test_plain_engines_have_two_graphs_a_bucket() -> None:
+def test_plain_engines_have_two_graphs_per_bucket() -> None:
     plain = replace(LIMITS, num_draft_tokens=0)
     captured, launched = (
         scratch_bytes(EngineConfig(graphs=graphs), TARGET, None, plain, GPU) for graphs in (True, False)
@@ -118,19 +117,19 @@ def test_plain_engines_have_two_graphs_a_bucket() -> None:
     assert captured - launched > 2 * NUM_GRAPHS * GRAPH_BYTES + RIDGE_ROWS * row_bytes(TARGET, 0, torch.bfloat16)
 
 
-def test_prefill_counts_where_it_is_wider_than_a_step() -> None:
+def test_prefill_counts_if_it_is_wider_than_a_step() -> None:
     wide, narrow = (scratch(max_num_requests=1, max_batched_tokens=count) for count in (16_384, 2048))
     assert wide - narrow > (16_384 - 2048) * 2 * (3 * 12_288 + 10 * 4096)
 
 
-def test_without_graphs_their_memory_is_not_kept_free() -> None:
+def test_without_graphs_no_memory_is_reserved_for_them() -> None:
     assert scratch() - scratch(graphs=False) > WORKSPACE_BYTES
     on_cpu = Placement(torch.device("cpu"), torch.bfloat16, REFERENCE, 40_976)
     assert scratch(placement=on_cpu) == scratch(graphs=False)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_out_of_memory_is_known_by_its_class_or_its_words(is_known: bool) -> None:
+def test_out_of_memory_is_known_by_class_or_text(is_known: bool) -> None:
     known = [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("CUDA out of memory"),
              RuntimeError("DefaultCPUAllocator: can't allocate memory")]  # fmt: skip
     others = [None, ValueError("out of memory"), RuntimeError("odd")]
@@ -138,7 +137,7 @@ def test_out_of_memory_is_known_by_its_class_or_its_words(is_known: bool) -> Non
 
 
 class TestFit:
-    """A pair that is too large is refused by its headers, with the arithmetic."""
+    """A pair that is too large is refused by its headers, and the error has the bytes of each part."""
 
     def check(self, free: int, monkeypatch: pytest.MonkeyPatch, *, host: int = 10**12, **engine: Any) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
@@ -147,33 +146,34 @@ class TestFit:
         config = EngineConfig(gpu_memory_utilization=1.0, **engine)
         Fit(config, TARGET, DRAFT, LIMITS, GPU).check(WeightBytes(16 * GIB, 2 * GIB, 16 * GIB))
 
-    def test_the_arithmetic_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(CapacityError) as refused:
+    def test_the_error_has_the_bytes_of_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with refuses(CapacityError, "pair-too-large") as refused:
             self.check(18 * GIB, monkeypatch)
-        steps, kv = scratch() / GIB, 3 * 16 * 2 * (36 + 5) * 8 * 128 * 2 / GIB
-        assert refused.value.message == (
-            "too large for cuda:0: 16.00 GiB weights of the target in bfloat16 + 2.00 GiB weights of the draft + "
-            f"{kv:.2f} GiB KV of one request + {steps:.2f} GiB what steps take = {18 + kv + steps:.2f} GiB, "
-            "18.00 GiB are free"
-        )
+        parts = [16 * GIB, 2 * GIB, 3 * 16 * 2 * (36 + 5) * 8 * 128 * 2, scratch()]
+        assert list(refused.value.found.values()) == parts
+        for number in (*parts, sum(parts), 18 * GIB):
+            assert f"{number / GIB:.2f} GiB" in refused.value.message
+        assert "cuda:0" in refused.value.message
         assert "--device-map auto" in (refused.value.hint or "")
         assert refused.value.exit_code == 6
 
-    def test_what_fits_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_pair_that_fits_is_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.check(20 * GIB, monkeypatch)
 
-    def test_what_steps_take_is_not_counted_where_the_cache_has_its_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_for_steps_does_not_count_if_the_cache_has_a_fixed_size(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.check(18 * GIB + 2**26, monkeypatch, kv_memory_bytes=2**24)
 
-    def test_the_host_must_hold_what_passes_through_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(
-            CapacityError, match=r"for the host: 16.00 GiB weights .* on their way .* 8.00 GiB are free"
-        ):
+    def test_the_host_must_hold_weights_that_pass_through_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with refuses(CapacityError, "pair-too-large") as refused:
             self.check(20 * GIB, monkeypatch, host=8 * GIB)
+        assert list(refused.value.found.values()) == [16 * GIB]
+        assert "8.00 GiB" in refused.value.message
 
 
 class TestSpread:
-    """Of a target that is spread, a device holds what the draft borrows; the rest may lie anywhere."""
+    """The engine's device holds a spread target's embedding and head. Other weights may be on any device."""
 
     def check(self, target: int, monkeypatch: pytest.MonkeyPatch, spread: Spread, host: int = 100) -> Placement:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -184,7 +184,7 @@ class TestSpread:
         placement = replace(GPU, spread=spread)
         return Fit(config, TARGET, DRAFT, LIMITS, placement).check(WeightBytes(target * GIB, 2 * GIB, target * GIB))
 
-    def test_devices_share_what_one_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_devices_share_weights_that_one_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
         spread = self.check(120, monkeypatch, Spread()).spread
         assert spread is not None
         assert spread.max_bytes is not None
@@ -195,12 +195,12 @@ class TestSpread:
         assert spread.max_bytes["cpu"] == int(100 * GIB * spreading.HOST_SHARE)
 
     def test_too_large_for_all_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(
-            CapacityError, match=r"120.00 GiB weights .* may take .* of cuda:0, .* of cuda:1, 9.00 GiB of"
-        ):
+        with refuses(CapacityError, "too-large-to-spread") as refused:
             self.check(120, monkeypatch, Spread(), host=10)
+        assert list(refused.value.found.values()) == [120 * GIB]
+        assert all(named in refused.value.message for named in ("cuda:0", "cuda:1", "9.00 GiB"))
 
-    def test_who_says_where_modules_lie_is_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_given_device_map_is_not_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         spread = Spread({"": "cpu"})
         assert self.check(10_000, monkeypatch, spread).spread == spread
 
@@ -217,12 +217,12 @@ def test_too_large_a_pair_is_refused_before_a_weight_is_read(
     command = ("generate", "x", "-d", draft, "-t", target, "--device", "cpu", "--target-runtime", runtime)
     outcome = support.invoke(*command)
     assert outcome.code == 6
-    assert "too large for the host: 0.00 GiB weights of the target in float32 + " in outcome.err
+    assert "0.00 GiB weights of the target in float32 + " in outcome.err
     assert "--dtype bfloat16" in outcome.err
     assert not read
 
 
-def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(tmp_path: Path) -> None:
+def test_weights_count_in_the_dtype_of_the_run(tmp_path: Path) -> None:
     support.make_target(tmp_path)
     source = open_target(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors").values()
@@ -233,7 +233,7 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(tmp_path: Path
 
 
 def step_often(llm: LLM, num_steps: int, arrivals: Iterator[int]) -> None:
-    """Requests come and go; one in seven is dropped on its way."""
+    """Run steps with new requests. Every seventh step drops a request."""
     prompts = random_prompts([3 + 5 * index for index in range(9)], 97)
     for step in range(num_steps):
         if len(llm.engine.scheduler.live) < 6:
@@ -259,6 +259,6 @@ def test_host_objects_do_not_grow_with_steps() -> None:
         gc.collect()
         sizes.append((len(gc.get_objects()), sys.getallocatedblocks()))
     (first_objects, first_blocks), _, (objects, blocks) = sizes
-    # Some more or less are those of requests that are under way; one a step would be 500 more.
+    # The number of unfinished requests varies by a few. One leaked object per step would be 500 more.
     assert objects - first_objects < 100
     assert blocks - first_blocks < 400

@@ -1,4 +1,4 @@
-"""Prompts in captured pieces: the tokens, drafts and KV of forwards that are launched whole."""
+"""Forwards in captured pieces give the same tokens, drafts and KV as uncaptured forwards."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PARAMS = [SamplingParams(max_new_tokens=5 + 7 * index) for index in range(len(PR
 
 
 def small_llm(taps: tuple[int, ...] = (0, 2), **engine: Any) -> LLM:
-    """Three places, so that prompts join requests that decode; long ones are cut."""
+    """An LLM for three requests at a time, so that prompts join decoding requests. Long prompts run in chunks."""
     target = random_target(num_layers=3, max_position_embeddings=256, windows=(None, 20, None))
     draft = random_draft(target, block_size=4, target_layer_ids=taps, num_layers=1) if taps else None
     settings: dict[str, Any] = {"max_num_requests": 3, "max_batched_tokens": 64, "page_size": 8, "num_pages": 120}
@@ -30,7 +30,7 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 
 
 def num_runs(pieces: PiecewiseGraphs) -> list[int]:
-    """The rows of each forward that runs in pieces from now on."""
+    """A list that gets the rows of every later forward in pieces."""
     seen: list[int] = []
     run = pieces._run
 
@@ -43,8 +43,8 @@ def num_runs(pieces: PiecewiseGraphs) -> list[int]:
 
 
 @pytest.mark.parametrize("taps", [(0, 2), (1,), ()], ids=str)
-def test_pieces_change_nothing(taps: tuple[int, ...]) -> None:
-    """Buckets are captured while other requests decode, whose KV stays as it is; the second time they are there."""
+def test_pieces_change_no_result(taps: tuple[int, ...]) -> None:
+    """In the first run buckets are captured while other requests decode. The second run only replays them."""
     wanted = traces(small_llm(taps).generate(PROMPTS, PARAMS))
     llm = small_llm(taps)
     pieces = with_tapes(llm)
@@ -56,7 +56,7 @@ def test_pieces_change_nothing(taps: tuple[int, ...]) -> None:
     assert len(pieces.captured) >= 3
 
 
-def test_pages_are_as_without_pieces() -> None:
+def test_pages_are_the_same_with_pieces() -> None:
     plainly, llm = small_llm(prefix_cache=False), small_llm(prefix_cache=False)
     with_tapes(llm)
     for engine in (plainly, llm):
@@ -67,7 +67,7 @@ def test_pages_are_as_without_pieces() -> None:
         assert wanted.any()
 
 
-def test_without_memory_forwards_are_launched_whole() -> None:
+def test_without_memory_for_a_capture_forwards_run_uncaptured() -> None:
     wanted = traces(small_llm().generate(PROMPTS, PARAMS))
     llm = small_llm()
     pieces = with_tapes(llm)
@@ -77,6 +77,7 @@ def test_without_memory_forwards_are_launched_whole() -> None:
     assert traces(llm.generate(PROMPTS, PARAMS)) == wanted
     assert recorder.num_recordings == len(pieces.captured) + 2
     assert pieces.shortage is not None
+    assert pieces.shortage.id == "no-memory-for-graphs"
 
 
 def test_all_buckets_are_captured_at_start() -> None:
@@ -88,7 +89,7 @@ def test_all_buckets_are_captured_at_start() -> None:
     assert not pieces.missing()
 
 
-def test_long_forwards_are_launched_whole() -> None:
+def test_long_forwards_run_uncaptured() -> None:
     target = random_target(num_layers=2, max_position_embeddings=2 * PIECEWISE_ROWS)
     llm = random_llm(target, None, 0, max_num_requests=2, max_batched_tokens=2 * PIECEWISE_ROWS, kernels="reference")
     pieces = with_tapes(llm)
@@ -100,7 +101,7 @@ def test_long_forwards_are_launched_whole() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [1, 100, 5000])
-def test_buckets_hold_what_they_are_for(max_rows: int) -> None:
+def test_every_row_count_has_a_bucket(max_rows: int) -> None:
     buckets = row_buckets(max_rows)
     assert buckets == sorted(set(buckets))
     assert min(max_rows, PIECEWISE_ROWS) <= buckets[-1] <= PIECEWISE_ROWS

@@ -1,4 +1,4 @@
-"""Prompts in captured decode steps: the tokens, drafts and KV of steps that are launched another way."""
+"""Captured decode steps with prompts give the same tokens, drafts and KV as other steps."""
 
 from typing import Any
 
@@ -25,19 +25,19 @@ SAMPLINGS = [
 
 @pytest.fixture
 def low_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows, for the interpreter's sake: 16 of prompts beside up to 8 requests, if there are two for each."""
+    """Few rows, because the interpreter is slow: up to 8 decoding requests, 16 prompt rows, 2 requests per prompt."""
     monkeypatch.setattr(limits, "RIDGE_ROWS", 24)
     monkeypatch.setattr(limits, "RIDGE_GRAIN", 8)
     monkeypatch.setattr(step_load, "REQUESTS_A_PROMPT", 2)
 
 
 def answers(**sampling: Any) -> list[SamplingParams]:
-    """Of different lengths, so that the last prompts come while others decode; seeds of their own."""
+    """Parameters with different answer lengths, so that late prompts run while others decode, and with seeds."""
     return [SamplingParams(max_new_tokens=2 + index, seed=index, **sampling) for index in range(len(PROMPTS))]
 
 
 def small_llm(*, has_draft: bool = False, **engine: Any) -> LLM:
-    """Five places, so that a prompt is one beside four that decode; a layer with a window and one without."""
+    """An LLM for five requests at a time, so that a prompt joins four decoding requests. One layer has a window."""
     target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20))
     draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1) if has_draft else None
     settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "triton"}
@@ -49,7 +49,7 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 
 
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, list[Batch]]:
-    """Steps from now on in which prompts join requests that decode, by whether there is room for them."""
+    """Record later steps in which prompts join decoding requests: room for the prompts? -> batches."""
     seen: dict[bool, list[Batch]] = {False: [], True: []}
     find = llm.engine.runner.room_beside
 
@@ -64,15 +64,15 @@ def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, list[Batch]]:
 
 
 def num_rooms(graphs: StandInGraphs) -> int:
-    """How many steps with prompts were captured."""
+    """The number of captured steps with prompts."""
     return sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured)
 
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_room_changes_nothing(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time steps are captured in mid-run, the second time they are there; a prompt takes several of them."""
+def test_a_room_changes_no_result(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first run steps are captured. The second run only replays them. Some prompts need several steps."""
     wanted = traces(small_llm().generate(PROMPTS, answers(**sampling)))
     llm = small_llm()
     with_stand_ins(llm)
@@ -85,8 +85,8 @@ def test_room_changes_nothing(sampling: dict[str, Any], monkeypatch: pytest.Monk
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
-def test_context_kv_is_made_in_plain_steps_too() -> None:
-    """Steps of one row beside prompts, in an engine that drafts in others: the same drafts, and the same KV."""
+def test_plain_steps_with_prompts_write_context_kv_too() -> None:
+    """An engine that drafts in other steps then has the same drafts and the same KV."""
     found = []
     for has_room in (False, True):
         llm = small_llm(has_draft=True, scheduling="sync", prefix_cache=False)
@@ -107,8 +107,8 @@ def test_context_kv_is_made_in_plain_steps_too() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
-def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short ones that come at once go another way."""
+def test_a_step_with_too_many_prompts_runs_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three short prompts arrive at once, and the room is for two."""
     monkeypatch.setattr(prompt_room, "MOST_PROMPTS", 2)
     many = random_prompts([1] * 8, 97)
     params = [SamplingParams(max_new_tokens=3 if index < 3 else 6) for index in range(len(many))]
@@ -122,7 +122,7 @@ def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
-def test_requests_that_resume_go_another_way() -> None:
+def test_a_step_with_a_resumed_request_runs_another_way() -> None:
     prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=10)
     wanted = traces(small_llm().generate(prompts, params))
     llm = small_llm(num_pages=12)

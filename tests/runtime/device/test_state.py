@@ -1,4 +1,4 @@
-"""The state of batch rows: what admissions, pages and activations write, and how it comes to the device."""
+"""The device state: the values that admissions and new pages write, and their copy to the device."""
 
 import torch
 
@@ -18,7 +18,7 @@ def request(row: int, **params: object) -> Request:
 
 
 def used_state() -> DeviceState:
-    """Six rows in the middle of their lives."""
+    """A state of six rows with running requests."""
     state = DeviceState.empty(6, 5, REFERENCE, CPU)
     for tensor in (state.kv_lens, state.anchors, state.remaining, state.reserved_lens, state.page_table):
         tensor.fill_(77)
@@ -26,7 +26,7 @@ def used_state() -> DeviceState:
     return state
 
 
-def test_rows_are_given_to_several_requests_at_once_and_others_are_left_alone() -> None:
+def test_several_requests_get_rows_at_once_and_other_rows_do_not_change() -> None:
     state = used_state()
     requests = [
         request(4, temperature=0.5, top_k=7, top_p=0.25, seed=-5, stop_token_ids=(8, 9)),
@@ -56,7 +56,7 @@ def test_rows_are_given_to_several_requests_at_once_and_others_are_left_alone() 
     assert state.reserved_lens[[2, 5]].tolist() == [77] * 2
 
 
-def test_nothing_is_asked_of_the_device_without_need() -> None:
+def test_an_empty_admission_copies_nothing() -> None:
     class Refusing(Uploader):
         def _send(self, tensor: torch.Tensor) -> torch.Tensor:
             raise AssertionError
@@ -64,8 +64,8 @@ def test_nothing_is_asked_of_the_device_without_need() -> None:
     used_state().admit([], [], FULL_WIDTH, PAGE, Refusing(CPU))
 
 
-def test_lists_go_up_together_and_each_begins_where_kernels_expect_it() -> None:
-    """Triton compiles anew for a pointer that is not a multiple of 16 bytes."""
+def test_lists_are_uploaded_in_one_copy_and_aligned() -> None:
+    """Triton compiles another kernel for a pointer that is not a multiple of 16 bytes."""
     lists = [[1, 2, 3], [], [4], [5, 6], [7]]
     tensors = Uploader(CPU).lists(*lists)
     assert [tensor.tolist() for tensor in tensors] == lists

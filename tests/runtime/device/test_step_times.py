@@ -1,4 +1,4 @@
-"""Step times: which steps are replayed, what is kept in the cache, and what is made of a file that is not one."""
+"""Step times: the replayed steps, the cache file, and damaged cache files."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ K = 3
 
 
 class Replays:
-    """Graphs that note what is replayed, and take a millisecond for every row and 4 for each request's draft."""
+    """Graphs that record their replays. A step takes 1 ms per row, and 4 ms per drafting request."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -33,7 +33,7 @@ class Replays:
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    """A runner on the CPU with made-up graphs and clock, and a cache of its own."""
+    """A runner on the CPU with fake graphs, a fake clock and its own cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(step_times, "_milliseconds", clock)
     return fresh_runner()
@@ -61,7 +61,7 @@ def cache_file(tmp_path: Path) -> Path:
     return found
 
 
-def test_a_few_batches_are_measured_and_every_bucket_has_times(runner: Runner) -> None:
+def test_a_few_batches_are_measured_and_every_bucket_gets_times(runner: Runner) -> None:
     seen: list[tuple[int, int]] = []
     times = find_step_times(runner, lambda done, total: seen.append((done, total)))
     assert sorted(replays(runner)) == [(batch, width) for batch in (1, 2, 4, 6) for width in (1, 2, 3, 4)]
@@ -91,7 +91,7 @@ def test_times_are_measured_once(runner: Runner, tmp_path: Path) -> None:
     assert cache_file(tmp_path).suffix == ".json"
 
 
-def test_another_pair_or_engine_has_times_of_its_own(runner: Runner, tmp_path: Path) -> None:
+def test_another_engine_has_its_own_times(runner: Runner, tmp_path: Path) -> None:
     find_step_times(runner)
     for changes in ({"draft_sampling": "probabilistic"}, {"page_size": 8}, {"max_model_len": 200}):
         other = fresh_runner(**changes)
@@ -101,7 +101,7 @@ def test_another_pair_or_engine_has_times_of_its_own(runner: Runner, tmp_path: P
 
 
 def damage(document: Any, kind: str) -> str:
-    """What stands in the file instead."""
+    """The text of a damaged or foreign cache file."""
     texts = {"empty": "", "text": "not json", "list": "[]", "half": json.dumps(document)[:100]}
     if kind in texts:
         return texts[kind]
@@ -123,7 +123,7 @@ def damage(document: Any, kind: str) -> str:
     ["empty", "text", "list", "half", "foreign", "missing batch", "missing width", "one too many", "negative", "word",
      "true", "null", "zero"],
 )  # fmt: skip
-def test_a_file_that_is_damaged_or_of_something_else_is_named_once_and_replaced(
+def test_a_damaged_or_foreign_file_is_named_once_and_replaced(
     runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     wanted = find_step_times(runner)
@@ -139,23 +139,24 @@ def test_a_file_that_is_damaged_or_of_something_else_is_named_once_and_replaced(
     assert cache_file(tmp_path) == path  # and no temporary file beside it
 
 
-def test_bytes_that_are_no_text_are_damage_too(runner: Runner, tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_replaced(runner: Runner, tmp_path: Path) -> None:
     find_step_times(runner)
     cache_file(tmp_path).write_bytes(b"\xff\xfe\x00")
     assert find_step_times(fresh_runner()).row(1)[1] == 1.0
 
 
-def test_a_cache_that_cannot_be_written_costs_the_next_run_a_measurement(
+def test_a_cache_that_cannot_be_written_is_logged_once(
     runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "dflash").write_text("a file where a folder should be")
     with caplog.at_level(logging.WARNING):
         assert find_step_times(runner).row(1)[1] == 1.0
-    assert [record.message.startswith("step times are not kept") for record in caplog.records] == [True]
+    assert [record.name for record in caplog.records] == [step_times.logger.name]
+    assert str(tmp_path / "dflash") in caplog.records[0].message
 
 
-def test_context_adds_what_reading_its_kv_takes(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_step_times(runner).context_ms == 0  # of so little KV nobody can tell
+def test_context_adds_the_time_to_read_its_kv(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_step_times(runner).context_ms == 0  # too little KV to measure
     monkeypatch.setattr(step_times, "MIN_READ_BYTES", 1)
     other = fresh_runner(page_size=8)
     times = find_step_times(other)
@@ -168,7 +169,7 @@ def test_context_adds_what_reading_its_kv_takes(runner: Runner, monkeypatch: pyt
     assert step_times._context_bytes(windowed, other) == whole / 4  # type: ignore[arg-type]
 
 
-def test_the_home_directory_is_the_place_without_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_cache_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert step_times.cache_directory() == tmp_path / ".cache" / "dflash" / "step_times"
