@@ -1,6 +1,9 @@
 """The documents name things that exist, generated pages are current, and the shown commands run."""
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import os
 import re
 import runpy
@@ -15,12 +18,14 @@ import pytest
 from dflash_cli.main import COMMANDS
 from dflash_cli.terminal import documentation
 from dflash_cli.terminal.command_line import COMMON, JSON, load_command
-from dflash_cli.terminal.requests import parameters_of
+from dflash_cli.terminal.requests import Verb, parameters_of
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.searches import shorten_search
 
 README_LINES = 150
+OTHER_PROJECTS = {"gemma4_causal.py", "model.py", "models/dflash/core.py"}
+"""Files of SGLang, z-lab's 0.1.0 and speculators that pages name."""
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SHELL = set("|<>;&$`")
 """A command line with one of these characters needs a shell."""
@@ -75,6 +80,73 @@ def test_architecture_names_every_module() -> None:
     ]
     missing = [name for name in [*modules, *folders] if name not in text]
     assert not missing
+
+
+def test_the_drawing_of_the_architecture_names_no_absent_path() -> None:
+    """Every file and folder in the drawing exists, in the package under which it stands."""
+    drawing = re.findall(r"^```\n(dflash_cli/.*?)^```$", documentation.text("architecture"), re.MULTILINE | re.DOTALL)[
+        0
+    ]
+    home, absent, num_seen = ROOT, [], 0
+    for line in drawing.splitlines():
+        paths = re.findall(r"[\w/]+(?:/|\.py)(?=\s|$)", re.split(r" {3,}", line.strip())[0])
+        if not line.startswith(" "):
+            home = ROOT / paths[0]
+        absent += [path for path in paths[not line.startswith(" ") :] if not (home / path).exists()]
+        num_seen += len(paths)
+        assert home.is_dir(), line
+    assert num_seen > 40
+    assert not absent
+
+
+def test_tests_and_modules_that_pages_name_exist() -> None:
+    """Every `file.py` in a code span is the end of a path of this repository, or a file of another project."""
+    files = [f"/{file.relative_to(ROOT)}" for file in ROOT.rglob("*.py")]
+    for document in DOCUMENTS:
+        for name in re.findall(r"`([\w/-]+\.py)(?:::\w+)*`", document.read_text(encoding="utf-8")):
+            assert name in OTHER_PROJECTS or any(file.endswith(f"/{name}") for file in files), f"{document}: {name}"
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """Page and code of every fenced Python block."""
+    return [
+        (str(document.relative_to(ROOT)), block)
+        for document in DOCUMENTS
+        for block in re.findall(
+            r"^```python\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+    ]
+
+
+@pytest.mark.parametrize(("document", "code"), python_blocks(), ids=lambda value: value.partition("\n")[0][:40])
+def test_python_blocks_import_and_call_what_exists(document: str, code: str) -> None:
+    """Imported names exist, and their calls fit their signatures or request classes."""
+    tree = ast.parse(code)
+    names: dict[str, object] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            names.update({item.name: getattr(module, item.name) for item in node.names})
+    assert names, document
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            called = names[node.func.id]
+            keywords = {item.arg: None for item in node.keywords if item.arg is not None}
+            if isinstance(called, Verb):
+                assert not node.args
+                assert keywords.keys() <= {field.name for field in dataclasses.fields(called.kind)}
+            else:
+                inspect.signature(called).bind(*node.args, **keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("document", "code"), python_blocks(), ids=lambda value: value.partition("\n")[0][:40])
+def test_python_blocks_run(document: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that names a path or an address of the reader's own is not run."""
+    if "path/to" in code or "://" in code:
+        pytest.skip(f"{document} needs files or a peer of the reader's own")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, document, "exec"), {})
 
 
 def test_console_blocks_are_found() -> None:
