@@ -21,6 +21,7 @@ def quicken() -> None:
         return
     from triton.runtime import interpreter
 
+    _read_indices(interpreter)
     if not all(hasattr(interpreter, name) for name in REPLACED):
         return
     _patch_once(interpreter)
@@ -29,6 +30,20 @@ def quicken() -> None:
     # Without this option, Triton repeats sums and products in int64 for an assertion that only debug mode makes.
     if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def _read_indices(interpreter: Any) -> None:
+    """Let a tensor of one number be an index under every release of numpy.
+
+    Triton 3.6 converts an array [1] with `int`. numpy up to 2.4 warns about the conversion, numpy 2.5 refuses it.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def _patch_once(interpreter: Any) -> None:
