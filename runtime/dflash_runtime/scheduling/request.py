@@ -285,7 +285,7 @@ class RequestOutput:
     After a failure, `finish_reason` is ERROR, `error`, `error_id` and `exit_code` describe it, and `token_ids` has the
     tokens generated before it.
 
-    `decode` turns token ids into text. It is None if the target has no tokenizer.
+    `decode` turns token ids into text. It is None for a target without a tokenizer.
     """
 
     index: int
@@ -321,7 +321,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str | None:
-        """The generated text without special tokens; None if the target has no tokenizer.
+        """The generated text without special tokens; None for a target without a tokenizer.
 
         Raises:
             CheckpointError: the tokenizer's files cannot be loaded.
