@@ -51,7 +51,7 @@ KernelChoice = Literal["auto", "triton", "reference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One implementation of every function. The references document the functions."""
+    """One implementation of every kernel function. The references (`*_ref`) document the functions."""
 
     name: str
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
