@@ -51,8 +51,10 @@ def draft_of(gigabytes: float) -> DraftConfig:
     _, draft = model_configs(shape)
 
     def make(num_layers: int) -> DraftConfig:
-        kinds = {"causal": (False,) * num_layers, "windows": (None,) * num_layers}
-        return replace(draft, num_layers=num_layers, num_target_layers=shape.layers, dtype="bfloat16", **kinds)
+        return replace(
+            draft, num_layers=num_layers, causal=(False,) * num_layers, windows=(None,) * num_layers,
+            num_target_layers=shape.layers, dtype="bfloat16",
+        )  # fmt: skip
 
     sizes = [num_bytes(make(count)) for count in (1, 2)]
     return make(max(1, round((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0])) + 1))

@@ -20,6 +20,10 @@ MIN_DOT = 16
 """Smallest side of a tile in `tl.dot`."""
 
 NOT_INSTALLED = "Triton is not installed: install Triton, or choose the reference kernels"
+CANNOT_RUN = (
+    "Triton kernels cannot run on {device}: choose the reference kernels, "
+    "or set TRITON_INTERPRET=1 before Triton is imported"
+)
 
 
 class _Absent:
@@ -70,10 +74,7 @@ def check_tensors(*tensors: Tensor) -> None:
             current = f"cuda:{torch.cuda.current_device()}"
             raise ValueError(f"tensors of one launch: expected the current device, {current}, found {device}")
     elif not (device.type == "cpu" and IS_INTERPRETED):
-        raise ValueError(
-            f"Triton kernels cannot run on {device}: choose the reference kernels, "
-            "or set TRITON_INTERPRET=1 before Triton is imported"
-        )
+        raise ValueError(CANNOT_RUN.format(device=device))
 
 
 def check_dtypes(*tensors: Tensor) -> None:

@@ -243,7 +243,7 @@ class Engine:
         self._num_good_steps = 0
         reason = _explain(error)
         if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
-            message = f"this LLM is closed: {reason.message}"
+            message = f"this LLM is closed because the GPU failed: {reason.message}"
             self.failure = DFlashError(message, id="llm-closed", hint="load the pair in a new process")
             self._fail(self.scheduler.live, reason)
         elif not self.scheduler.has_work:
@@ -279,6 +279,6 @@ def _explain(error: Exception) -> DFlashError:
         return error
     text = str(error).strip().split("\n")[0]
     if is_out_of_memory(error):
-        hint = "lower --max-num-requests or --max-batched-tokens"
+        hint = "lower --concurrency or --max-batched-tokens"
         return CapacityError(f"out of memory: {text}", id="out-of-memory", hint=hint)
     return DFlashError(f"{type(error).__name__}: {text}", id="step-failed")

@@ -320,8 +320,8 @@ def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None
     folder = Path(pair.config.prefix_store)
     if folder.exists() and not folder.is_dir():
         raise UsageError(
-            f"{folder}: is a file, expected a folder",
-            id="prefix-store-is-a-file", field="prefix_store", found=str(folder), expected="a folder",
+            "is a file, expected a folder",
+            id="prefix-store-is-a-file", path=folder, field="prefix_store", found=str(folder), expected="a folder",
         )  # fmt: skip
     if not pair.has_prefix_cache:
         logger.warning("prompts are not kept in %s: the prefix cache is off", pair.config.prefix_store)

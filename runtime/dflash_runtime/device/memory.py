@@ -294,7 +294,7 @@ def _savings(config: EngineConfig, placement: Placement) -> str:
     if placement.dtype.itemsize > 2:
         options.append("--dtype bfloat16 makes weights smaller")
     if config.max_num_requests > 1:
-        options.append("a smaller --max-num-requests or --max-batched-tokens makes steps smaller")
+        options.append("a smaller --concurrency or --max-batched-tokens makes steps smaller")
     return "; ".join(options) or "a smaller target, or a machine with more memory"
 
 
