@@ -2,10 +2,10 @@
 
     python3 examples/benchmarks/convert.py [--gigabytes 10] [--repeats 5] [--directory DIR]
 
-Writes a draft of that size with random bytes, so that the file is not sparse, then copies and converts it in turn. Both
-read from the page cache as far as it holds the file, and both end before the disk has all data. Medians of interleaved
-runs are compared. The conversion runs in a new process, and its peak memory comes from that process's /proc entry.
-getrusage is not used: for a child it starts with the memory of its parent.
+Writes a draft of that size with random bytes, so that the file is not sparse, then copies and converts it in turn. Copy
+and conversion read from the page cache as far as it holds the file, and end before all data is on the disk. Medians of
+interleaved runs are compared. The conversion runs in a new process, and its peak memory comes from that process's /proc
+entry. getrusage is not used: for a child it starts with the memory of its parent.
 """
 
 import argparse

@@ -11,9 +11,9 @@ differently.
 
 The floor is the time to read the weights at the rate of a copy, which is measured. A layer reads the experts that its
 rows choose. A step reads every layer, the head, and the draft if there is one. The number of experts that a step reads
-is computed as if each row chose at random: of 128 experts with 8 per row, one row uses 8, the 16 rows of a block 82,
-and 128 rows all. "captured" says whether steps are CUDA graphs. A part that fails prints one line. The tables come
-last.
+is computed as if each row chose at random: of 128 experts with 8 per row, one row uses 8, the 16 rows of a block use
+82, and 128 rows use all. "captured" says whether steps are CUDA graphs. A part that fails prints one line. The tables
+come last.
 """
 
 import argparse

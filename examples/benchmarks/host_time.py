@@ -60,7 +60,7 @@ class Host:
         self.scheduler.add(Request(index=next(self._count), prompt_token_ids=prompt, params=params))
 
     def step(self) -> float:
-        """Queue a step and commit the oldest one -> milliseconds of both."""
+        """Queue a step and commit the oldest step in flight -> milliseconds of both."""
         began = time.perf_counter()
         batch = self.scheduler.schedule(is_drained=not self._in_flight)
         spent = time.perf_counter() - began

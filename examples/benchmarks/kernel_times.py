@@ -160,7 +160,7 @@ def token_cases(requests: int) -> list[Case]:
 
 
 def sweep(bandwidth: float) -> None:
-    """Time the passes over logits with many launch parameters; * marks the ones of `launch_config`."""
+    """Time the passes over logits with many launch parameters; * marks the parameters of `launch_config`."""
     print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
     for tokens in (16, 128, 480, 512):
         floor = 2 * tokens * VOCAB / bandwidth

@@ -21,7 +21,7 @@ COLUMNS = ("import", "load", "read", "engine", "warm-up", "first", "total", "kep
 
 
 def write_pair(folder: Path, name: str) -> None:
-    """Write a pair of the named shape, with small random matrices and norms of one."""
+    """Write a pair of the named shape, with small random matrices and norm weights of 1."""
     import torch
     from safetensors.torch import save_file
 

@@ -225,7 +225,7 @@ def shorten(
     row_logits, lists, row, num_listed, key, vocab_size, num_groups,
     KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """Replace a row's list of groups by a list of tokens, if it has more groups than one read and the tokens fit.
+    """Replace a row's list of groups by a list of tokens, if the groups need several reads and the tokens fit.
 
     Returns the number of entries of the row's list, and whether the entries are tokens.
     """

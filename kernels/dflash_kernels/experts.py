@@ -43,7 +43,7 @@ def choose_experts_ref(
     hidden  [T, hidden]
     router  [E, hidden]
     Returns ids [T, C] int64, likeliest first, and scores [T, C] in the dtype of `hidden`. Logits are rounded to this
-    dtype. Scores are their float32 softmax over all experts, or over the chosen ones if normalised. Among equal
+    dtype. Scores are their float32 softmax over all experts, or over the chosen experts if normalised. Among equal
     logits, the kernel prefers the lowest id. torch.topk does not promise an order.
     """
     logits = functional.linear(hidden, router)

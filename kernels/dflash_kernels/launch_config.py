@@ -368,7 +368,7 @@ LONG_SHAPE_BYTES = 227 * 1024
 """Shared memory that LONG_SHAPE needs. Not every GPU has it."""
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
-"""The fastest of seven shapes for 192 prefill rows beside 62 decoding requests (docs/measurements/mixed-load.md)."""
+"""The fastest of seven shapes for 192 prefill rows with 62 decoding requests (docs/measurements/mixed-load.md)."""
 
 
 def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:

@@ -226,7 +226,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnCache:
-    """The size of a target's own cache: bytes per token, and further bytes per text."""
+    """The size of a target's own cache: bytes per token, plus bytes per text of any length."""
 
     token_bytes: int = 0
     text_bytes: int = 0

@@ -153,7 +153,7 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
 
 
 def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """Random matrices and norms of one. Zeros would make products too fast."""
+    """Random matrices, and norm weights of 1. Zeros would make products too fast."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             yield name, torch.ones(shape, device=placement.device, dtype=placement.dtype)

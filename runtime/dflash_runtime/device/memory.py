@@ -156,8 +156,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes of working memory that steps need, without KV and weights.
 
-    Steps with prompts and uncaptured steps share memory. Captured steps have their own memory, as much as the largest
-    of them needs.
+    Steps with prompts and uncaptured steps share memory. Captured steps share other memory, as much as the largest
+    captured step needs.
     """
     num_taps = draft.num_taps if draft is not None else 0
     decode = _decode_bytes(config, target, draft, limits, placement)
@@ -197,7 +197,8 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
 def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
     """Numbers per row inside a feed-forward layer: gate, up and their product.
 
-    Each chosen expert has its own, and three copies of its output: computed, scaled and reordered.
+    A row has these numbers for each chosen expert, and three copies of the expert's output: computed, scaled and
+    reordered.
     """
     dense = 3 * config.intermediate_size
     experts = config.experts if isinstance(config, TargetConfig) else None
@@ -226,7 +227,7 @@ def _decode_bytes(
 
 
 def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
-    """Bytes that a target with its own cache needs per text of any length, and for attention scores; otherwise 0."""
+    """Bytes of a target's own cache for texts of any length, and of its attention scores; 0 for KV in pages."""
     if target.own_cache is None:
         return 0
     scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))

@@ -17,7 +17,7 @@ AUTO = "auto"
 DISK = "disk"
 
 KV_SHARE = 0.25
-"""Share of the engine's device that stays free for KV: of its free memory minus draft and working memory."""
+"""Share of the engine's device that stays free for KV, of the memory left after draft and working memory."""
 
 HOST_SHARE = 0.9
 """Share of the host's available memory that weights may use."""

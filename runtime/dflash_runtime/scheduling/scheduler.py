@@ -260,9 +260,9 @@ class Scheduler:
         return admitted, chunks
 
     def _admit_waiting(self, shares: RowShares) -> list[Request]:
-        """Admit waiting requests in order, as far as prompt rows, batch rows and pages for whole prompts allow.
+        """Admit waiting requests in order, while prompt rows, rows of the state and pages for whole prompts are left.
 
-        A request waits while a running request prefills the same prefix, until it can use that request's pages.
+        A request waits while a running request prefills the same prefix, so that it can share that request's pages.
         """
         admitted: list[Request] = []
         passed_over: list[Request] = []
