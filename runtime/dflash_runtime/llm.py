@@ -79,7 +79,7 @@ class LLM:
         self.fingerprint = fingerprint(pair)
         salt = bytes.fromhex(self.fingerprint.digest)
         cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
-        self._store = open_store(pair, self.fingerprint)
+        self._store, self._without_store = open_store(pair, self.fingerprint)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
@@ -109,7 +109,7 @@ class LLM:
         """Warnings about the pair, about features that were switched off, and about steps that run slower."""
         runner = self.engine.runner
         shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
-        return (*self.pair.warnings, *(shortage for shortage in shortages if shortage is not None))
+        return (*self.pair.warnings, *(item for item in (self._without_store, *shortages) if item is not None))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -309,14 +309,14 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         return None
 
 
-def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None:
-    """The store that keeps prompts between runs. None if the config names none, or the prefix cache is off.
+def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore | None, Notice | None]:
+    """The store that keeps prompts between runs, or None without one, and a warning if the prefix cache is off.
 
     Raises:
         UsageError: the path of the store is a file.
     """
     if pair.config.prefix_store is None:
-        return None
+        return None, None
     folder = Path(pair.config.prefix_store)
     if folder.exists() and not folder.is_dir():
         raise UsageError(
@@ -324,9 +324,10 @@ def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None
             id="prefix-store-is-a-file", path=folder, field="prefix_store", found=str(folder), expected="a folder",
         )  # fmt: skip
     if not pair.has_prefix_cache:
-        logger.warning("prompts are not kept in %s: the prefix cache is off", pair.config.prefix_store)
-        return None
-    return PrefixStore(folder, fingerprint, pair.config.page_size)
+        notice = Notice(f"prompts are not kept in {folder}: the prefix cache is off", id="no-prefix-store")
+        logger.warning(notice)
+        return None, notice
+    return PrefixStore(folder, fingerprint, pair.config.page_size), None
 
 
 def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
