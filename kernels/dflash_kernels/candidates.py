@@ -163,7 +163,7 @@ def _list_groups_kernel(
         mass = tl.maximum(tl.sum(sums, 0), 1.0)
         share = (1 - top_p) * mass
         low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
-        # Slightly more weight, because the sums are float32. One key less below, because the logit is rounded.
+        # Require slightly more weight, because the sums are float32. Take one key less, because the logit is rounded.
         needed = (mass - 0.99 * share + 1e-5 * mass).to(tl.float32)
         by_groups = _low_score(
             maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,

@@ -92,7 +92,7 @@ def _choose_kernel(
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
     # The bits of non-negative floats order like the floats, with NaN above all numbers. Chosen experts become -1.
-    # Padding of the tile comes last, because the lowest id of equals is chosen.
+    # Padding experts are chosen last: of equal values, the lowest id is chosen.
     left = probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):

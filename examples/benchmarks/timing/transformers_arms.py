@@ -137,7 +137,7 @@ class ReferenceLoop:
         length, anchor = context, chosen[:, -1:]
         num_tokens, started = 0, 0.0
         for step in range(num_steps + NUM_WARM_STEPS):
-            if step == NUM_WARM_STEPS:  # the first ones load kernels
+            if step == NUM_WARM_STEPS:  # the first steps load kernels
                 wait(self.model.device)
                 num_tokens, started = 0, time.perf_counter()
             block = self._propose(anchor, features, caches[1], length)
