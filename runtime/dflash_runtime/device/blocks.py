@@ -23,7 +23,7 @@ class Sampling:
     mode: StepMode
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Temperatures, top-ks and top-ps, in the order of the kernels' arguments. A value is for one request."""
+        """Temperatures, top-ks and top-ps, in the order of the kernels' arguments, with one value per request."""
         return self.temperatures, self.top_ks, self.top_ps
 
     def after(self, positions: Tensor) -> Tensor:

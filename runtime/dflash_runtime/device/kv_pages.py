@@ -20,7 +20,7 @@ from dflash_runtime.device.state import Uploader
 from dflash_runtime.models.placement import as_current
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes per copy, rounded to whole pages: large enough to use the link well, and fast compared with a step."""
+"""Bytes per copy, rounded to whole pages: enough to use the link well, and copied in less time than a step takes."""
 
 MAX_PIECES = 4
 """The most pieces of one request that are copied at the same time."""

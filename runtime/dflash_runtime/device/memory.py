@@ -48,7 +48,8 @@ class WeightBytes:
 class Fit:
     """Checks before loading whether memory holds the pair and one request of the shortest length.
 
-    If the config sets the size of the KV cache, the check reserves no memory for steps: the user has divided it.
+    If the config sets the size of the KV cache, the check reserves no memory for steps: the user decides how much is
+    left for them.
     """
 
     config: EngineConfig

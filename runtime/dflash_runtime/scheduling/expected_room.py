@@ -7,7 +7,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.request import Request
 
 FIRST_SHARE = 0.25
-"""The share of its allowed tokens that a request is expected to use, until the first request has ended."""
+"""The first estimate of the share of its allowed tokens that a request uses, before any request has ended."""
 
 LOWEST_SHARE = 1 / 16
 
