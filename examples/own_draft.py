@@ -1,4 +1,4 @@
-"""Use a draft of your own with the target: here one that looks up the continuation in the prompt.
+"""Use a draft of your own with the target: here a draft that looks up the continuation in the prompt.
 
 A draft is any object with the three methods of `dflash_runtime.drafts.draft.Draft`. The engine verifies every token, so
 a slow or wrong draft never changes the text.
@@ -51,7 +51,7 @@ class RepeatingDraft:
 
 
 def main() -> None:
-    """Run the draft instead of the bundled one."""
+    """Run the draft instead of the bundled draft."""
     target = open_target(fetch_directory("tiny", Role.TARGET))
     pair = load_pair(
         target, open_draft(fetch_directory("tiny", Role.DRAFT)), EngineConfig(device="cpu", max_model_len=1024)

@@ -349,7 +349,7 @@ def write_report(figures: Figures, output: Path) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of parameters. Tied ones count once."""
+    """Number of parameters. Tied parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -64,7 +64,7 @@ def _command(name: str, entry: Entry) -> Iterator[str]:
 
 
 def _link(entry: Entry) -> str:
-    """A link to the page that the command's help names."""
+    """A link to the documentation page of a command."""
     topic = entry.docs or "index"
     folder = next((f"../{name}/" for name in documentation.SECTIONS if _is_page(name, topic)), "../")
     return f"[{documentation.topics()[topic]}]({folder.removeprefix('../reference/')}{topic}.md)"
@@ -113,7 +113,7 @@ def _default(item: Parameter) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in which a vertical bar does not end the cell, and `<` does not start a tag."""
+    """Text for a table cell of Markdown, with vertical bars and `<` escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

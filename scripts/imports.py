@@ -2,8 +2,8 @@
 
 python scripts/imports.py
 
-A room is a folder. A package's own folder is shown as two rooms. The other rooms of the package import the modules of
-its base. The modules of its top import the other rooms. The lowest floor is 1.
+A room is a folder of modules. A package's own folder counts as two rooms, base and top. The package's other rooms
+import modules of the base, and modules of the top import the other rooms. The lowest level is 1.
 """
 
 import ast
@@ -32,11 +32,11 @@ LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "dflash_cli": {"base": ("version",)},
 }
-"""Package -> the modules of its own folder that its other rooms import. Its remaining modules are its top."""
+"""Package -> the modules in the base of its own folder. The remaining modules of that folder are the top."""
 
 
 def room_of(module: str) -> str:
-    """The room of a module: `cli/formats` for `dflash_cli.formats.native`, or its group in the package's own folder."""
+    """The room of a module: `cli/formats` for `dflash_cli.formats.native`, `cli (top)` for `dflash_cli.main`."""
     package, *rest = module.split(".")
     short = package.removeprefix("dflash_")
     if package == "dflash_kernels":
@@ -110,7 +110,7 @@ def wings_of(module: str, known: Mapping[str, Path]) -> set[str]:
 
 
 def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
-    """Room -> floor: one above the highest room it imports. Rooms in a cycle are left out."""
+    """Room -> level: one above the highest room that it imports. Rooms in a cycle are left out."""
     rooms = {room for edge in edges for room in edge}
     below = {room: {other for one, other in edges if one == room} for room in rooms}
     placed: dict[str, int] = {}
@@ -120,7 +120,7 @@ def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
 
 
 def reduced(edges: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:
-    """Room -> the rooms it imports, without rooms that another import already reaches. Cycles are not allowed."""
+    """Room -> the rooms that it imports, without rooms that its other imports reach. Cycles are not allowed."""
     below = {room: {other for one, other in edges if one == room} for edge in edges for room in edge}
 
     def reached(room: str) -> set[str]:
@@ -132,7 +132,7 @@ def reduced(edges: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:
 
 
 def draw() -> str:
-    """The rooms from the top floor down, each with its imports. It may also import what these import."""
+    """The rooms from the highest level down, each with its imports. Imports of imports are allowed but not listed."""
     edges = arrows()
     placed = floors(edges)
     rooms = {room for edge in edges for room in edge}

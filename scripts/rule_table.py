@@ -28,7 +28,7 @@ RUN_TESTS = {
     "R09": "test_rewritten_tensors_are_named",
     "R10": "test_a_scaled_embedding_is_tried_both_ways",
 }
-"""Rule of the run level -> its test. These rules run a draft, so the table of cases does not cover them."""
+"""Rule of the run level -> its test. These rules run a draft, so CASES leaves them out."""
 
 HEAD = """# Checks
 

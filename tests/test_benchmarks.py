@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
@@ -17,6 +18,7 @@ from dflash_testing.paths import ROOT
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import attention
+import convert
 import experts
 import handoff
 import handoff_steps
@@ -144,6 +146,12 @@ def test_malformed_cases_of_attention_are_refused(case: str, capsys: pytest.Capt
         attention.main(["--cases", case])
     assert stop.value.code == 2
     assert f"'{case}'" in capsys.readouterr().err
+
+
+def test_a_conversion_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = convert.convert(tiny_directory() / "draft", tmp_path / "out", "speculators", "roundtrip")
+    assert found.keys() >= {"copy_s", "hash_s", "verify_s", "peak_megabytes"}
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_block_touches_most_experts() -> None:

@@ -172,6 +172,7 @@ class PairSession(OpenedPair):
         """Prepare the device for this many prompts with these parameters, with a progress bar on a terminal."""
         if not self.llm.pair.has_graphs:
             return
+        num_told = len(self.llm.warnings)
         with console.progress() as display:
             task = display.add_task("preparing", figures="")
 
@@ -179,7 +180,7 @@ class PairSession(OpenedPair):
                 display.update(task, completed=num_done, total=total, figures=f"{num_done} of {total} steps")
 
             self.llm.warm_up(params, max_requests=max(1, num_prompts), progress=show)
-        for text in self.llm.warnings[len(self.llm.pair.warnings) :]:
+        for text in self.llm.warnings[num_told:]:
             console.warn(text)
 
 

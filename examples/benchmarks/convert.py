@@ -2,10 +2,10 @@
 
     python3 examples/benchmarks/convert.py [--gigabytes 10] [--repeats 5] [--directory DIR]
 
-Writes a draft of that size with random bytes, so that the file is not sparse, then copies and converts it in turn. Both
-read from the page cache as far as it holds the file, and both end before the disk has all data. Medians of interleaved
-runs are compared. The conversion runs in a new process, and its peak memory comes from that process's /proc entry.
-getrusage is not used: for a child it starts with the memory of its parent.
+Writes a draft of that size with random bytes, so that the file is not sparse, then copies and converts it in turn. Copy
+and conversion read from the page cache as far as it holds the file, and end before all data is on the disk. Medians of
+interleaved runs are compared. The conversion runs in a new process, and its peak memory comes from that process's /proc
+entry. getrusage is not used: for a child it starts with the memory of its parent.
 """
 
 import argparse
@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.files import DTYPE_BYTES
 from dflash_runtime.checkpoint.layout import body_shapes
-from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.config import DraftConfig
+from timing.pairs import SHAPES, model_configs
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECE = 64 * 1024 * 1024
@@ -39,34 +41,20 @@ source, out, to, verification = sys.argv[1:]
 plan = plan_conversion(open_draft(Path(source)), ConversionSpec(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)
 peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-print(json.dumps({**manifest["timings"], "peak_megabytes": peak / 1024}))
+print(json.dumps({**manifest.timings, "peak_megabytes": peak / 1024}))
 """
 
 
 def draft_of(gigabytes: float) -> DraftConfig:
     """A draft of the 8B shape with enough layers for the size."""
+    shape = SHAPES["qwen3-8b"]
+    _, draft = model_configs(shape)
 
     def make(num_layers: int) -> DraftConfig:
-        return DraftConfig(
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_layers=num_layers,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rms_norm_eps=1e-6,
-            max_position_embeddings=40960,
-            rope=RopeConfig(theta=1000000),
-            block_size=16,
-            target_layer_ids=(1, 9, 17, 25, 33),
-            mask_token_id=151669,
-            vocab_size=151936,
-            draft_vocab_size=151936,
-            causal=(False,) * num_layers,
-            windows=(None,) * num_layers,
-            num_target_layers=36,
-            dtype="bfloat16",
-        )
+        return replace(
+            draft, num_layers=num_layers, causal=(False,) * num_layers, windows=(None,) * num_layers,
+            num_target_layers=shape.layers, dtype="bfloat16",
+        )  # fmt: skip
 
     sizes = [num_bytes(make(count)) for count in (1, 2)]
     return make(max(1, round((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0])) + 1))

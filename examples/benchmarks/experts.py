@@ -6,13 +6,14 @@ steps.
 
 Ways to compute the experts of a layer: one_by_one, grouped (torch's grouped products), captured (grouped as a CUDA
 graph), kernels (our own, also captured), and choosing (only the routing of kernels). "other %" is the share of rows
-for which a way chooses other experts than torch. 16-bit logits tie, and another order of summation rounds differently.
+for which a way chooses other experts than torch: 16-bit logits tie often, and another order of summation rounds
+differently.
 
 The floor is the time to read the weights at the rate of a copy, which is measured. A layer reads the experts that its
 rows choose. A step reads every layer, the head, and the draft if there is one. The number of experts that a step reads
-is computed as if each row chose at random: of 128 experts with 8 per row, one row uses 8, the 16 rows of a block 82,
-and 128 rows all. "captured" says whether steps are CUDA graphs. A part that fails prints one line. The tables come
-last.
+is computed as if each row chose at random: of 128 experts with 8 per row, one row uses 8, the 16 rows of a block use
+82, and 128 rows use all. "captured" says whether steps are CUDA graphs. A part that fails prints one line. The tables
+come last.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
 from timing.ceilings import device_ms, measure_rates
-from timing.pairs import BLOCK, open_device, run_dtype
+from timing.engine_arms import wait
+from timing.pairs import BLOCK, counts, open_device, run_dtype
 from timing.report import release, say, table
 
 MAX_LEN = 1024
@@ -73,7 +75,7 @@ Row = list[object]
 
 
 def attempt(what: Sequence[object], call: Callable[[], Row], width: int) -> Row:
-    """Values of a table row, or None for each value if the call fails."""
+    """A table row: `what`, then the values that the call returns, or `width` times None if the call fails."""
     try:
         return [*what, *call()]
     except Exception as error:
@@ -99,7 +101,7 @@ def make_experts(shape: Shape, placement: Placement) -> Experts:
 
 
 def layer_rows(
-    shape: Shape, placement: Placement, bandwidth: float, counts: Sequence[int], ways: Sequence[str]
+    shape: Shape, placement: Placement, bandwidth: float, row_counts: Sequence[int], ways: Sequence[str]
 ) -> Iterator[Row]:
     """Rows, way, microseconds, floor, error % and other % of each measurement, means over layers.
 
@@ -108,7 +110,7 @@ def layer_rows(
     """
     layers = [make_experts(shape, placement) for _ in range(NUM_LAYERS)]
     bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
-    for count in counts:
+    for count in row_counts:
         hidden = normal((count, shape.hidden), placement) * 50
         num_read = sum(int(layer.choose(hidden)[0].unique().numel()) for layer in layers) / len(layers)
         for way in ways:
@@ -170,11 +172,6 @@ def wall_ms(call: Callable[[], object], device: torch.device, repeats: int = 20)
         call()
     wait(device)
     return (time.perf_counter() - began) / repeats * 1000
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
@@ -267,11 +264,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--parts", default="layer,steps", help="parts to time (default: layer,steps)")
-    parser.add_argument("--rows", help="numbers of rows of a layer (default: the shape's)")
+    parser.add_argument("--rows", type=counts, help="numbers of rows of a layer (default: the shape's)")
     parser.add_argument(
         "--ways", default="captured,kernels,choosing", help=f"ways to compute a layer: {', '.join(WAYS)}"
     )
-    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--batches", type=counts, default="1,8")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
     device, shape = open_device(given.device), SHAPES[given.shape]
@@ -279,16 +276,14 @@ def main() -> int:
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
     bandwidth = measure_rates(device, dtype).bandwidth
     parts, ways = given.parts.split(","), given.ways.split(",")
-    counts = [int(part) for part in given.rows.split(",")] if given.rows else shape.rows
     layers: list[Row] = []
     steps: list[Row] = []
     if "layer" in parts:
         with torch.inference_mode():
-            layers = list(layer_rows(shape, placement, bandwidth, counts, ways))
+            layers = list(layer_rows(shape, placement, bandwidth, given.rows or shape.rows, ways))
         print(table(("rows", "experts of a layer", "us", "floor us", "error %", "other %"), layers) + "\n", flush=True)
     if "steps" in parts:
-        batches = [int(part) for part in given.batches.split(",")]
-        for row in step_rows(shape, placement, batches, bandwidth):
+        for row in step_rows(shape, placement, given.batches, bandwidth):
             steps.append(row)
             say(f"{row[0]}, batch {row[1]}, captured {row[2]}: {row[3]} ms")
         print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step reads every weight that its rows use once")

@@ -3,8 +3,9 @@
     python examples/benchmarks/handoff.py [--backend file,gloo,nixl,nccl,link] [--megabytes 0,64,512] [--rounds 5]
 
 A payload has the shape of a request's pages: KV of a target and of a draft in bfloat16, with the given size. The other
-process wants it before it is saved. The time runs from the save until the other side has all of it and has compared
-checksums, if there are any. Printed is the median of all rounds but the first.
+process asks for the payload before it is saved. The time runs from the save until the other process has the whole
+payload and has compared its checksum, if the connector sends one. The first round is not counted. The median of the
+other rounds is printed.
 
 - `file` writes to a temporary folder (`--folder`).
 - `nccl` sends from GPU 0 to GPU 1 of this machine; `nixl` does the same with `--gpus`.
@@ -80,7 +81,7 @@ def receive(arguments: argparse.Namespace, place: str) -> None:
 def seconds(connector: Connector, handoff: Handoff, other: "subprocess.Popen[str]") -> float:
     assert other.stdout is not None
     assert other.stdout.readline() == "wanted\n"
-    time.sleep(0.02)  # the want must arrive first
+    time.sleep(0.02)  # the other process's request for the payload must arrive first
     started = time.perf_counter()
     connector.save(handoff).result(LIMIT_S)
     assert other.stdout.readline() == "loaded\n"

@@ -12,22 +12,20 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.device.results import PendingForward
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from timing.pairs import SHAPES, build_pair, open_device, random_prompt
+from timing.step_kinds import StepKinds
 
 NUM_WARM = 20
 """Warm-up steps before each part."""
@@ -141,7 +139,8 @@ def _steps(
     loading: Request | None = None
     params, begun = SamplingParams(max_new_tokens=2, ignore_eos=True), 0.0
     ms: list[float] = []
-    with _counting(llm) as batches:
+    seen = StepKinds()
+    with seen.watching(llm.engine.runner):
         for _ in range(NUM_WARM + num_steps):
             if plan is not None and loads is not None and (loading is None or loading.is_finished):
                 if loading is not None:
@@ -154,24 +153,8 @@ def _steps(
             ms.append(1000 * (time.perf_counter() - started))
     # A call waits for the step that was queued `delay` calls earlier.
     delay = llm.engine.max_in_flight
-    return StepsOf(ms[NUM_WARM:], batches[NUM_WARM - delay : len(ms) - delay])
-
-
-@contextmanager
-def _counting(llm: LLM) -> Iterator[list[int]]:
-    """Collect the number of decoding requests of every step queued in the block."""
-    runner, counts = llm.engine.runner, []
-    submit = runner.submit
-
-    def counted(batch: Batch) -> PendingForward | None:
-        counts.append(len(batch.decode))
-        return submit(batch)
-
-    runner.submit = counted  # type: ignore[method-assign]
-    try:
-        yield counts
-    finally:
-        runner.submit = submit  # type: ignore[method-assign]
+    waited = seen.steps[NUM_WARM - delay : len(ms) - delay]
+    return StepsOf(ms[NUM_WARM:], [step.num_decoding for step in waited])
 
 
 def table(alone: StepsOf, beside: StepsOf, loads: Sequence[float], num_bytes: int, given: argparse.Namespace) -> str:

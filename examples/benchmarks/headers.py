@@ -18,70 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-Shapes = dict[str, tuple[int, ...]]
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.models.qwen3 import Qwen3Target
+from timing.pairs import SHAPES, hf_config, hf_draft_config, model_configs
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
-TARGET_LAYERS, DRAFT_LAYERS, TAPS, NUM_SHARDS = 36, 5, (1, 9, 17, 25, 33), 5
-
-
-def layer(prefix: str) -> Shapes:
-    """The tensors of one decoder layer."""
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    return {
-        f"{prefix}.input_layernorm.weight": (HIDDEN,),
-        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
-        f"{prefix}.self_attn.q_proj.weight": (queries, HIDDEN),
-        f"{prefix}.self_attn.k_proj.weight": (keys, HIDDEN),
-        f"{prefix}.self_attn.v_proj.weight": (keys, HIDDEN),
-        f"{prefix}.self_attn.o_proj.weight": (HIDDEN, queries),
-        f"{prefix}.self_attn.q_norm.weight": (HEAD_DIM,),
-        f"{prefix}.self_attn.k_norm.weight": (HEAD_DIM,),
-        f"{prefix}.mlp.gate_proj.weight": (INNER, HIDDEN),
-        f"{prefix}.mlp.up_proj.weight": (INNER, HIDDEN),
-        f"{prefix}.mlp.down_proj.weight": (HIDDEN, INNER),
-    }
+SHAPE, NUM_SHARDS = SHAPES["qwen3-8b"], 5
 
 
-def target_shapes() -> Shapes:
-    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    for index in range(TARGET_LAYERS):
-        shapes |= layer(f"model.layers.{index}")
-    return shapes | {"model.norm.weight": (HIDDEN,)}
-
-
-def draft_shapes() -> Shapes:
-    shapes: Shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
-    for index in range(DRAFT_LAYERS):
-        shapes |= layer(f"layers.{index}")
-    return shapes | {"norm.weight": (HIDDEN,)}
-
-
-def body(num_layers: int) -> dict[str, Any]:
-    """The config keys of both target and draft."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "layer_types": ["full_attention"] * num_layers,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
-def write_sparse(path: Path, shapes: Shapes) -> None:
+def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Write a safetensors file with a real header and sparse data."""
     header, end = {}, 0
     for name, shape in shapes.items():
@@ -98,19 +45,11 @@ def make_pair(home: Path) -> tuple[Path, Path]:
     draft, target = home / "Qwen3-8B-DFlash-b16", home / "Qwen3-8B"
     draft.mkdir()
     target.mkdir()
-    own = {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": 16,
-        "num_target_layers": TARGET_LAYERS,
-        "is_causal": False,
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": list(TAPS)},
-    }
-    (draft / "config.json").write_text(json.dumps(body(DRAFT_LAYERS) | own))
-    write_sparse(draft / "model.safetensors", draft_shapes())
-    (target / "config.json").write_text(
-        json.dumps(body(TARGET_LAYERS) | {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 151645})
-    )
-    shapes = target_shapes()
+    target_config, draft_config = model_configs(SHAPE)
+    (draft / "config.json").write_text(json.dumps(hf_draft_config(SHAPE) | {"is_causal": False}))
+    write_sparse(draft / "model.safetensors", owned_shapes(draft_config))
+    (target / "config.json").write_text(json.dumps(hf_config(SHAPE)))
+    shapes = Qwen3Target.expected_shapes(target_config)
     weight_map: dict[str, str] = {}
     names = list(shapes)
     for shard in range(NUM_SHARDS):
@@ -138,7 +77,7 @@ def seconds(command: list[str], env: dict[str, str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--limit", type=float, help="exit 3 where our own time is above")
+    parser.add_argument("--limit", type=float, help="exit with 3 if our own time is longer, in seconds")
     parser.add_argument("--profile", action="store_true", help="print the slowest imports instead")
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

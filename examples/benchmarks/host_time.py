@@ -7,7 +7,7 @@ number of accepted draft tokens. Rows are JSON lines; the table comes last.
 
     decoding     steps of requests after this many tokens of context
     waiting      the same while another prompt waits for a row
-    full pool    all steps of one prompt whose pages must all be taken from other texts
+    full pool    all steps of one prompt in a pool that is full of pages of other texts
 """
 
 import argparse
@@ -29,7 +29,7 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 from timing.engine_arms import PAGE_SIZE
-from timing.pairs import BLOCK
+from timing.pairs import BLOCK, counts
 from timing.report import Recorder, say, table
 
 VOCAB = 151_936
@@ -60,7 +60,7 @@ class Host:
         self.scheduler.add(Request(index=next(self._count), prompt_token_ids=prompt, params=params))
 
     def step(self) -> float:
-        """Queue a step and commit the oldest one -> milliseconds of both."""
+        """Queue a step and commit the oldest step in flight -> milliseconds of both."""
         began = time.perf_counter()
         batch = self.scheduler.schedule(is_drained=not self._in_flight)
         spent = time.perf_counter() - began
@@ -136,9 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument(
-        "--contexts", type=lambda text: [int(item) for item in text.split(",")], default=[1000, 120_000]
-    )
+    parser.add_argument("--contexts", type=counts, default="1000,120000")
     parser.add_argument("--waiting", type=int, default=140_000, help="tokens of the waiting prompt")
     parser.add_argument("--evicted", type=int, default=32_768, help="tokens of the prompt in a full pool")
     parser.add_argument("--steps", type=int, default=500)

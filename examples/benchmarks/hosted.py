@@ -34,7 +34,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
 from experts import make, step_ms
-from timing.pairs import BLOCK, open_device, run_dtype
+from timing.pairs import BLOCK, counts, open_device, run_dtype
 from timing.report import say, table
 
 MAX_LEN = 1024
@@ -148,19 +148,20 @@ def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-4b")
-    parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--batches", type=counts, default="1,4")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
     device, shape = open_device(given.device), SHAPES[given.shape]
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
-    batches, rows, num_failures = [int(part) for part in given.batches.split(",")], [], 0
+    rows: list[Row] = []
+    num_failures = 0
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         save_model(shape, Path(folder), placement)
         for runtime in shape.runtimes:
             gc.collect()
             try:
-                rows += measure(shape, runtime, batches, Path(folder), placement)
+                rows += measure(shape, runtime, given.batches, Path(folder), placement)
             except Exception as error:
                 num_failures += 1
                 say(f"{runtime} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")

@@ -10,7 +10,6 @@ copy.
 import argparse
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,9 +21,13 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import VocabShape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
+from timing.ceilings import measure_rates, median_us
 
 HEADS, KV, HEAD_DIM, HIDDEN, INNER, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 12_288, 5, 151_936, 16, 16
 KERNELS = triton_kernels()
+NUM_CALLS = 24
+"""Calls in one timed graph."""
+
 Case = tuple[str, Callable[[], object], float, float]
 """Name, call to time, relative error, bytes that must move."""
 
@@ -40,29 +43,10 @@ def paged_caches(num_pages: int) -> tuple[Tensor, Tensor]:
 
 
 def rotating(make: Callable[[], Sequence[Tensor]], call: Callable[..., object], copies: int) -> Callable[[], object]:
-    """`call` on the next of several input sets. 8 calls make one timed graph."""
+    """A function that calls `call` with the next of several input sets."""
     sets = [make() for _ in range(copies)]
     turns = itertools.cycle(sets)
     return lambda: call(*next(turns))
-
-
-def median_us(call: Callable[[], object], calls: int = 24, repeats: int = 15) -> float:
-    """Device microseconds per call, from a replayed graph of `calls` calls."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[2:])
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -176,7 +160,7 @@ def token_cases(requests: int) -> list[Case]:
 
 
 def sweep(bandwidth: float) -> None:
-    """Time the passes over logits with many launch parameters; * marks the ones of `launch_config`."""
+    """Time the passes over logits with many launch parameters; * marks the parameters of `launch_config`."""
     print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
     for tokens in (16, 128, 480, 512):
         floor = 2 * tokens * VOCAB / bandwidth
@@ -198,27 +182,12 @@ def sweep(bandwidth: float) -> None:
             for tile in (tile for tile in tiles if 256 <= tile // warps <= 4096):
                 tried = VocabShape(tile, warps)
                 setattr(logit_tiles, shape, lambda *_, tried=tried: tried)
-                taken = median_us(lambda call=call, logits=logits: call(next(logits)))  # type: ignore[misc]
+                taken = median_us(lambda call=call, logits=logits: call(next(logits)), NUM_CALLS)  # type: ignore[misc]
                 mark = "*" if tried == own else ""
                 print(f"{name:16s} {tokens:4d} {tile:6d} {warps:6d} {taken:9.1f} {floor:8.1f} {mark}", flush=True)
             setattr(logit_tiles, shape, chosen)
         del logits
         torch.cuda.empty_cache()
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond of a large copy, read and written. Copies in a graph are slower."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times: list[float] = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return 2 * source.numel() / statistics.median(times[2:])
 
 
 def main() -> None:
@@ -230,7 +199,7 @@ def main() -> None:
     options = parser.parse_args()
     only = options.only
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure_rates(torch.device("cuda", 0), torch.bfloat16).bandwidth / 1e6  # bytes per microsecond
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
     if options.sweep:
         return sweep(bandwidth)
@@ -238,7 +207,7 @@ def main() -> None:
     for make in makers():
         for name, call, error, moved in make():
             if only in name:
-                print(f"{name:52s} {median_us(call):9.1f} {moved / bandwidth:8.1f} {error:9.1e}", flush=True)
+                print(f"{name:52s} {median_us(call, NUM_CALLS):9.1f} {moved / bandwidth:8.1f} {error:9.1e}", flush=True)
             del call
         torch.cuda.empty_cache()
 

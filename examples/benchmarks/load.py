@@ -72,10 +72,10 @@ def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int)
     return Load([random_prompt(shape, length, generator) for length in prompts], answers)
 
 
-def warm_load(load: Load, num_running: int, tokens_a_step: float) -> Load:
+def warm_load(load: Load, num_running: int, tokens_per_step: float) -> Load:
     """`num_running` requests with answers that end one after another, so that every batch size occurs."""
     prompts = load.prompts[:num_running]
-    return Load(prompts, [BLOCK + round(1.5 * tokens_a_step * index) for index in range(len(prompts))])
+    return Load(prompts, [BLOCK + round(1.5 * tokens_per_step * index) for index in range(len(prompts))])
 
 
 @dataclass
@@ -142,8 +142,8 @@ def measure_ours(
         torch.cuda.reset_peak_memory_stats(pair.placement.device)
     with LLM(pair) as llm:
         llm.warm_up()
-        tokens_a_step = 1.0 if arm == "plain" else acceptance or 1.0
-        run_load(llm, warm_load(load, num_running, tokens_a_step), f"{arm}: warm-up requests")
+        tokens_per_step = 1.0 if arm == "plain" else acceptance or 1.0
+        run_load(llm, warm_load(load, num_running, tokens_per_step), f"{arm}: warm-up requests")
         before = llm.engine.scheduler.num_preemptions
         run = run_load(llm, load, f"{arm}: requests")
         num_preemptions = llm.engine.scheduler.num_preemptions - before

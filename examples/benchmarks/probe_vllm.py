@@ -38,7 +38,7 @@ from dflash_cli.probing import probe_report
 from dflash_cli.probing.server_probe import Probed
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
-from timing.report import say, table
+from timing.report import last_errors, say, table
 
 SERVER = Path(__file__).parent / "timing" / "vllm_server.py"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -151,18 +151,16 @@ def await_server(server: subprocess.Popen[str], url: str, log: Path, timeout_s: 
     started = time.perf_counter()
     while time.perf_counter() - started < timeout_s:
         if server.poll() is not None:
-            raise RuntimeError(f"the server ended with {server.returncode}: {last_words(log)}")
+            raise RuntimeError(f"the server ended with {server.returncode}: {_last_errors(log)}")
         with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=2):
             say(f"server: ready after {time.perf_counter() - started:.0f} s")
             return
         time.sleep(1)
-    raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s: {last_words(log)}")
+    raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s: {_last_errors(log)}")
 
 
-def last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return " | ".join((errors or lines or ["the log is empty"])[-3:])
+def _last_errors(log: Path) -> str:
+    return last_errors(log.read_text(errors="replace"), 3)
 
 
 def own_rows(given: argparse.Namespace, pair: Pair, prompts: list[list[int]], path: Path) -> Any:

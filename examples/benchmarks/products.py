@@ -25,7 +25,7 @@ from dflash_kernels.many_rows import cut_of_many_rows
 from dflash_kernels.product_config import product_shape
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.ceilings import device_ms
-from timing.pairs import SHAPES, Shape, open_device, run_dtype
+from timing.pairs import SHAPES, Shape, counts, open_device, run_dtype
 from timing.report import Recorder, release, table
 
 NUM_LAYERS, NUM_TURNS = 10, 3
@@ -127,9 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--rows", type=lambda text: [int(item) for item in text.split(",")], default=[8, 16, 32, 64, 128, 1024, 8192]
-    )
+    parser.add_argument("--rows", type=counts, default="8,16,32,64,128,1024,8192")
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
 

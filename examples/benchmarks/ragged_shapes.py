@@ -4,8 +4,8 @@
 
 Needs a CUDA device. Every tile shape is compared with the reference in float32 and timed as a CUDA graph. For
 comparison, attention of uniform blocks is called once for each prompt. A shape that does not fit the device is left
-out. The last table has one line per shape, the best on average first. `TMA` loads tiles by descriptors; its number is
-how many programs per multiprocessor the parts are made for. `*` marks the shape in use without context.
+out. The last table has one line per shape, the best on average first. `TMA` loads tiles by descriptors; the number
+after it is `num_together` of the shape. `*` marks the shape in use without context.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from timing.ceilings import device_ms
+from timing.ceilings import median_us
 
 HEADS, KV, HEAD_DIM, PAGE, LAYERS = 32, 8, 128, 16, 4
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
@@ -45,6 +45,8 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
 """Name -> numbers of rows and context lengths of the prompts of one forward."""
 
 LARGEST_ERROR = 1e-2
+NUM_CALLS = 8
+"""Calls in one timed graph."""
 
 
 class Batch:
@@ -96,11 +98,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def median_us(call: Callable[[], object], calls: int = 8) -> float:
-    """Device microseconds per call, from a replayed graph of `calls` calls."""
-    return device_ms(lambda: [call() for _ in range(calls)], torch.device("cuda", 0)) * 1000 / calls
-
-
 def shapes() -> Iterator[RaggedShape]:
     for rows, keys, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
         yield RaggedShape(rows, keys, num_warps, num_stages)
@@ -117,7 +114,7 @@ def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
         if not error < LARGEST_ERROR:
             print(f"  WRONG: {shape}, relative error {error:.1e}", flush=True)
             return None
-        return median_us(call)
+        return median_us(call, NUM_CALLS)
     except Exception as error:
         print(f"  left out: {shape}: {str(error)[:90]}", flush=True)
         return None
@@ -134,7 +131,7 @@ def main() -> None:
     flops: dict[str, float] = {}
     for name, (rows, contexts) in LENGTHS.items():
         batch = Batch(rows, contexts)
-        flops[name], before[name] = batch.flops, median_us(batch.one_by_one())
+        flops[name], before[name] = batch.flops, median_us(batch.one_by_one(), NUM_CALLS)
         print(f"{name}: one by one {before[name]:.1f} us", flush=True)
         for shape, times in found.items():
             if (us := time_shape(batch, shape)) is not None:

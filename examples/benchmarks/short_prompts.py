@@ -20,7 +20,7 @@ import torch
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import PAGE_SIZE, engine_pair, wait
-from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, open_device, random_prompt
+from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device, random_prompt
 from timing.report import Recorder, release, say, table
 
 WAYS = ("launched", "captured")
@@ -131,8 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=["plain"], help="arms: plain, dflash")
-    parser.add_argument("--prompts", type=_counts, default=[64, 128, 256, 512, 1024], help="tokens of each prompt")
-    parser.add_argument("--beside", type=_counts, default=[0, 16, 60], help="numbers of requests that decode meanwhile")
+    parser.add_argument("--prompts", type=counts, default="64,128,256,512,1024", help="tokens of each prompt")
+    parser.add_argument("--beside", type=counts, default="0,16,60", help="numbers of requests that decode meanwhile")
     parser.add_argument("--context", type=int, default=900, help="tokens of the prompts of decoding requests")
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
@@ -152,10 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for row in recorder.of("prompt")]  # fmt: skip
         print(table(COLUMNS, rows))
         return 1 if recorder.num_failures else 0
-
-
-def _counts(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -17,61 +17,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151_936},
-    "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096},
-}
 COLUMNS = ("import", "load", "read", "engine", "warm-up", "first", "total", "kept GiB", "taken GiB")
 
 
-def configs(shape: str) -> dict[str, dict[str, Any]]:
-    """The configs of target and draft in the form of their checkpoints."""
-    target = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 32, "head_dim": 128,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960,
-        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "dtype": "bfloat16",
-        **SHAPES[shape],
-    }  # fmt: skip
-    depth = target["num_hidden_layers"]
-    taps = [depth * index // 5 for index in range(5)] if depth > 5 else [0, depth - 2]
-    draft = target | {
-        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5,
-        "block_size": 16, "num_target_layers": depth, "is_causal": False,
-        "dflash_config": {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": taps},
-    }  # fmt: skip
-    return {"target": target, "draft": draft}
-
-
-def write_pair(folder: Path, shape: str) -> None:
-    """Write a pair with small random matrices and norms of one."""
+def write_pair(folder: Path, name: str) -> None:
+    """Write a pair of the named shape, with small random matrices and norm weights of 1."""
     import torch
     from safetensors.torch import save_file
 
-    from dflash_runtime.checkpoint.hf_config import read_target_config
     from dflash_runtime.checkpoint.layout import owned_shapes
-    from dflash_runtime.config import DraftConfig
     from dflash_runtime.models.qwen3 import Qwen3Target
+    from timing.pairs import SHAPES, hf_config, hf_draft_config, model_configs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    written = configs(shape)
-    target = read_target_config(written["target"], folder)
-    draft = DraftConfig(
-        hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_layers=5,
-        num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, rms_norm_eps=1e-6,
-        max_position_embeddings=target.max_position_embeddings, rope=target.rope, block_size=16,
-        target_layer_ids=tuple(written["draft"]["dflash_config"]["target_layer_ids"]),
-        mask_token_id=target.vocab_size - 1, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size,
-        causal=(False,) * 5, windows=(None,) * 5,
-    )  # fmt: skip
-    for role, shapes in {"target": Qwen3Target.expected_shapes(target), "draft": owned_shapes(draft)}.items():
+    shape = SHAPES[name]
+    target, draft = model_configs(shape)
+    for role, config, tensor_shapes in (
+        ("target", hf_config(shape), Qwen3Target.expected_shapes(target)),
+        ("draft", hf_draft_config(shape) | {"is_causal": False}, owned_shapes(draft)),
+    ):
         path = folder / role
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(written[role]))
+        (path / "config.json").write_text(json.dumps(config))
         tensors = {}
-        for name, size in shapes.items():
+        for tensor_name, size in tensor_shapes.items():
             scale = 0.02 if len(size) > 1 else 0.0
             tensor = torch.randn(size, device=device, dtype=torch.bfloat16) * scale + (len(size) == 1)
-            tensors[name] = tensor.cpu()
+            tensors[tensor_name] = tensor.cpu()
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -140,7 +112,7 @@ def free_bytes(device: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--shape", choices=("qwen3-8b", "qwen3-4b", "small"), default="qwen3-8b")
     parser.add_argument("--max-num-requests", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--plain", action="store_true", help="start the target without its draft")

@@ -21,7 +21,7 @@ from pathlib import Path
 from timing.ceilings import measure_rates
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
-from timing.pairs import SHAPES, open_device, run_dtype
+from timing.pairs import SHAPES, counts, open_device, run_dtype
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
 from timing.vllm_arm import find_vllm
@@ -99,10 +99,6 @@ def _pick(row: Row, names: tuple[str, ...]) -> list[object]:
     return [row.get(name) for name in names]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _prefills(text: str) -> list[list[int]]:
     """Parse `2048,32x512`: one prompt of 2,048 tokens, and 32 of 512 together."""
     sets = (part.rpartition("x") for part in text.split(",") if part)
@@ -112,8 +108,10 @@ def _prefills(text: str) -> list[list[int]]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--context", "--contexts", default="512", help="tokens of each prompt, such as 512,8192")
+    parser.add_argument("--batches", type=counts, default="1,8,32")
+    parser.add_argument(
+        "--context", "--contexts", type=counts, default="512", help="tokens of each prompt, such as 512,8192"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arms", default=",".join(DEFAULT_ARMS))
     parser.add_argument(
@@ -142,7 +140,7 @@ def main() -> int:
     with Recorder(given.out, device) as recorder:
         recorder.add("rates", {"arm": "device", "bandwidth": rates.bandwidth, "operations": rates.operations})
         plan = Plan(
-            shape_name=given.shape, batches=_numbers(given.batches), contexts=_numbers(given.context),
+            shape_name=given.shape, batches=given.batches, contexts=given.context,
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
             shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,

@@ -19,19 +19,20 @@ from dflash_cli.tuning.candidates import candidates_for, default_numbers
 from dflash_cli.tuning.speed import SpeedRequest
 from dflash_cli.tuning.step_costs import measure_step_costs, num_timed_rounds
 from dflash_runtime.config import EngineConfig
-from timing.pairs import BLOCK, SHAPES, build_pair, open_device, random_prompt
+from timing.pairs import BLOCK, SHAPES, build_pair, counts, open_device, random_prompt
 
 
 def main() -> int:
     options = parse()
     device, shape = open_device(options.device), SHAPES[options.shape]
-    batches = [int(part) for part in options.batches.split(",")]
     max_model_len = options.context + options.steps + 4 * BLOCK
     config = EngineConfig(device=str(device), max_model_len=max_model_len)
     pair = replace(build_pair(shape, max_model_len, device).pair, config=config)
     generator = torch.Generator().manual_seed(0)
-    prompts = [random_prompt(shape, options.context, generator) for _ in range(max(batches))]
-    request = SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=options.steps, num_rounds=options.rounds)
+    prompts = [random_prompt(shape, options.context, generator) for _ in range(max(options.batches))]
+    request = SpeedRequest(
+        prompts=prompts, batches=options.batches, max_new_tokens=options.steps, num_rounds=options.rounds
+    )
     candidates = candidates_for(default_numbers(BLOCK - 1), BLOCK - 1)
     total = num_timed_rounds(candidates, request)
     costs = measure_step_costs(
@@ -46,7 +47,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--batches", type=counts, default="1,8,32")
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=6)

@@ -34,7 +34,7 @@ class Passage:
 
     @property
     def start(self) -> int:
-        """Position of the first anchor, the token that the prefill returns."""
+        """Position of the first anchor, which is the first token that the prefill chooses."""
         return len(self.prompt.token_ids)
 
     def anchors(self, block_size: int) -> range:

@@ -1,6 +1,6 @@
 """Acceptance of a block: the number of accepted draft tokens, and the number of tokens to commit.
 
-The launches that commit tokens make this decision: `step_rows.py`, and `row_changes.py` for first tokens.
+The kernels that commit tokens call `decide`: `step_rows.py`, and `row_changes.py` for first tokens.
 
 Axis letters: R requests, N block rows, K draft tokens (N - 1), S stop ids.
 """
@@ -35,7 +35,7 @@ def accept_block_ref(
 
     draft_ids     [R, K] int64   negative ids are padding and never accepted
     target_ids    [R, N] int64   row i: the target's token after row i; the step has the first `num_accepted + 1`
-    max_accepted  [R] int64      limit of accepted tokens, for requests with fewer draft tokens than the batch
+    max_accepted  [R] int64      limit of accepted tokens, for requests that verify fewer draft tokens than the batch
     stop_ids      [R, S] int64   padded with -1
     remaining     [R] int64      tokens that the request may still commit
     """

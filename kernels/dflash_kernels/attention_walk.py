@@ -16,7 +16,7 @@ _TL_LOG2E = constexpr(math.log2(math.e))
 def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constexpr):
     """Return an empty running softmax: weighted values, highest score and sum of weights of each row.
 
-    A sink has a weight but no value. Only the last part of the keys counts it.
+    A sink has a weight but no value. If the keys are cut into parts, only the last part counts the sink.
     """
     row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((TILE_M,), tl.float32)
@@ -28,7 +28,7 @@ def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constex
 
 @jit
 def _cap_scores(scores, CAP: tl.constexpr):
-    """Return CAP * tanh(scores / CAP). Near zero it uses the series: exponentials would lose most digits."""
+    """Return CAP * tanh(scores / CAP). Near zero it uses the series, because exponentials would lose most digits."""
     ratio = scores * (1.0 / CAP)
     square = ratio * ratio
     series = ratio * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
@@ -88,7 +88,7 @@ def tiles_in_sight(
 def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile_end):
     """Split the visible tiles `[begin, end)` into an interval of context tiles and an interval of block tiles.
 
-    Also returns whether the interval contains the last visible tile.
+    Also returns whether `[begin, end)` contains the last visible tile.
     """
     return (
         context_tile + tl.minimum(begin, num_context),
@@ -132,8 +132,8 @@ def walk_context(
 ):  # fmt: skip
     """Add the tiles `[begin, end)` of the paged keys to a running softmax.
 
-    IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the keys of the rows
-    themselves, after the context. `key`: offsets of the first tile's keys, if the caller has already computed them.
+    IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the rows' own keys, after
+    the context. `key`: offsets of the first tile's keys, if the caller has already computed them.
     """
     if key is None:
         first = begin * TILE_N + tl.arange(0, TILE_N)
@@ -219,8 +219,8 @@ def walk_rows(
 ):  # fmt: skip
     """Return the running softmax over one part of a segment's keys: the paged context, then the segment's own keys.
 
-    `key_tiles` and `value_tiles` are descriptors of the segment's own keys and values, or None. The segment begins
-    there at row `tiles_row` and column `tiles_dim`.
+    `key_tiles` and `value_tiles` are descriptors of the segment's own keys and values, or None. In these tensors the
+    segment begins at row `tiles_row` and column `tiles_dim`.
     """
     context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, context_len, first_row, last_row, num_rows, True, WINDOW, TILE_N

@@ -33,9 +33,9 @@ def _share(
     context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of key tiles that these rows see per request, [TILE_B], and the tiles of one share.
+    """Return the number of key tiles that these rows see per request, [TILE_B], and the number of tiles in a share.
 
-    Also returns whether each program takes `num_whole` requests instead of a share, because lengths are similar.
+    Also returns whether each program takes `num_whole` whole requests instead of a share, because lengths are similar.
     """
     request = tl.arange(0, TILE_B)
     context_len = tl.load(context_lens + request, mask=request < num_requests, other=0).to(tl.int32)

@@ -112,11 +112,11 @@ def _low_score(
     maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
     TILE_G: tl.constexpr, GROUPS: tl.constexpr, GROUP_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the highest tried logit L so that tokens with logits >= L weigh at least `needed`, or -inf.
+    """Return the highest tried logit L for which the tokens with logits >= L surely weigh at least `needed`, or -inf.
 
-    A group that reaches L has two lower bounds of this weight. The first is the weight of its highest token. The second
-    is the weight of the group minus the largest possible weight of its other tokens, if all are below L. GROUPS is the
-    number of groups per tile.
+    Each group that reaches L adds a lower bound of the weight of its tokens >= L, the larger of two. One is the weight
+    of its highest token. The other is the weight of the whole group, minus the most that its other tokens could weigh
+    if all were below L. GROUPS is the number of groups per tile.
     """
     group = tl.arange(0, TILE_G)
     is_group = group < num_groups
@@ -163,7 +163,7 @@ def _list_groups_kernel(
         mass = tl.maximum(tl.sum(sums, 0), 1.0)
         share = (1 - top_p) * mass
         low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
-        # Slightly more weight, because the sums are float32. One key less below, because the logit is rounded.
+        # Require slightly more weight, because the sums are float32. Take one key less, because the logit is rounded.
         needed = (mass - 0.99 * share + 1e-5 * mass).to(tl.float32)
         by_groups = _low_score(
             maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
@@ -215,7 +215,7 @@ def _list_tokens(
 
 @jit
 def choose_list(lists, has_tokens, row, num_groups, GROUP_BITS: tl.constexpr):
-    """Return the start of a row's list of groups or of tokens, and the number of token bits its entries leave out."""
+    """Return the start of a row's list of groups or of tokens, and how many low bits of a token id its entries omit."""
     begin = row * (num_groups * (1 + _TL_LISTED_TOKENS)) + tl.where(has_tokens, num_groups, 0)
     return lists + begin, tl.where(has_tokens, 0, GROUP_BITS)
 
@@ -225,7 +225,7 @@ def shorten(
     row_logits, lists, row, num_listed, key, vocab_size, num_groups,
     KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
-    """Replace a row's list of groups by a list of tokens, if it has more groups than one read and the tokens fit.
+    """Replace a row's list of groups by a list of tokens, if the groups need several reads and the tokens fit.
 
     Returns the number of entries of the row's list, and whether the entries are tokens.
     """

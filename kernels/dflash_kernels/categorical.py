@@ -1,7 +1,8 @@
 """Sample a token from a distribution by inverting its cumulative sum in vocabulary order.
 
 The kernels cut the vocabulary into tiles. They find the tile in which the running sum passes the level, then the token
-in this tile. Sums are in float64 and in a fixed order, so a sample can be repeated exactly.
+in this tile. The level is the random number times the total. Sums are in float64 and in a fixed order, so a sample can
+be repeated exactly.
 
 Axis letters: T rows, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """Early launches: on GPUs that support it, the setup of a kernel overlaps with the previous kernel.
 
 This shortens the gap between two short kernels: 2% of a step with 16 rows, 4% with 8
-(docs/measurements/decode-steps.md). Before it waits, a kernel must read only data that the previous kernel does not
+(docs/measurements/decode-steps.md). Until its wait, a kernel may read only data that the previous kernel does not
 write: weights, lengths, page tables, slots and rotations. Source: CUDA programming guide, "Programmatic Dependent
 Launch".
 """

@@ -1,9 +1,9 @@
 """Experts of a mixture-of-experts layer for few rows, as in decode steps: each chosen weight is read once.
 
-The router chooses a few of many experts for each row. Each program has one expert, finds the rows that chose it, and
-returns if no row did. Therefore nothing is sorted. There is one program per expert and tile of columns. If rows have
-fewer routes than there are experts, there is one program per route instead, and the first route to an expert does the
-work. A route is a row and one of its chosen experts.
+The router chooses a few of many experts for each row. A route is a row together with one of its chosen experts. There
+is one program per expert and tile of columns. It finds the rows that chose its expert, and returns if no row did.
+Therefore nothing is sorted. If there are fewer routes than experts, there is one program per route instead. Then the
+program of an expert's first route computes all rows of the expert.
 
 The output of each route stays a separate part. The next norm adds up the parts of a row, likeliest expert first. The
 sum therefore does not depend on the order in which programs run.
@@ -43,7 +43,7 @@ def choose_experts_ref(
     hidden  [T, hidden]
     router  [E, hidden]
     Returns ids [T, C] int64, likeliest first, and scores [T, C] in the dtype of `hidden`. Logits are rounded to this
-    dtype. Scores are their float32 softmax over all experts, or over the chosen ones if normalised. Among equal
+    dtype. Scores are their float32 softmax over all experts, or over the chosen experts if normalised. Among equal
     logits, the kernel prefers the lowest id. torch.topk does not promise an order.
     """
     logits = functional.linear(hidden, router)
@@ -92,7 +92,7 @@ def _choose_kernel(
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
     # The bits of non-negative floats order like the floats, with NaN above all numbers. Chosen experts become -1.
-    # Padding of the tile comes last, because the lowest id of equals is chosen.
+    # Padding experts are chosen last: of equal values, the lowest id is chosen.
     left = probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
@@ -282,7 +282,7 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
 
 
 def _is_few(hidden: Tensor) -> bool:
-    """Return whether there are so few rows that only reading the weights matters; see `product_shape`."""
+    """Return whether our kernels compute the experts of these rows, because reading the weights dominates the time."""
     return 0 < len(hidden) <= MAX_EXPERT_ROWS and (hidden.element_size() == 2 or IS_INTERPRETED)
 
 

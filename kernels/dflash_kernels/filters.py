@@ -3,7 +3,7 @@
 The reference sorts each row. The kernels run one program per row and search for the row's threshold: the key of the
 lowest kept logit. They search among the tokens that `candidates.py` lists. Each pass over a list quarters the interval
 of keys: top-k counts the tokens above a key, top-p sums their weights. The kernels keep the same tokens as the
-reference, also among ties. Sums have a fixed order and may differ from the reference in the last bit.
+reference, also among equal logits. Sums have a fixed order and may differ from the reference in the last bit.
 
 Axis letters: T rows, R requests, G groups, V vocabulary.
 """

@@ -20,6 +20,10 @@ MIN_DOT = 16
 """Smallest side of a tile in `tl.dot`."""
 
 NOT_INSTALLED = "Triton is not installed: install Triton, or choose the reference kernels"
+CANNOT_RUN = (
+    "Triton kernels cannot run on {device}: choose the reference kernels, "
+    "or set TRITON_INTERPRET=1 before Triton is imported"
+)
 
 
 class _Absent:
@@ -70,10 +74,7 @@ def check_tensors(*tensors: Tensor) -> None:
             current = f"cuda:{torch.cuda.current_device()}"
             raise ValueError(f"tensors of one launch: expected the current device, {current}, found {device}")
     elif not (device.type == "cpu" and IS_INTERPRETED):
-        raise ValueError(
-            f"Triton kernels cannot run on {device}: choose the reference kernels, "
-            "or set TRITON_INTERPRET=1 before Triton is imported"
-        )
+        raise ValueError(CANNOT_RUN.format(device=device))
 
 
 def check_dtypes(*tensors: Tensor) -> None:
@@ -154,7 +155,8 @@ NUM_DEPTHS = 256
 """Number of lower bounds that a top-p filter tries, in steps of DEPTH_STEP below the highest logit."""
 
 DEPTH_STEP = 3 / 32
-"""In units of the temperature. Few tokens are between two bounds. Tokens below the last bound have little weight."""
+"""Distance between two bounds, in units of the temperature. Few tokens lie between them, and tokens below the last
+bound have little weight."""
 
 LISTED_TOKENS = 4
 """Capacity of the list of tokens, in tokens per group of the vocabulary."""
@@ -168,14 +170,14 @@ MAX_GRID = 65_535
 
 @dataclass(frozen=True, slots=True)
 class VocabShape:
-    """Cut of a row of logits into programs: tokens and warps per program."""
+    """Tiling of a row of logits: tokens and warps per program."""
 
     tile: int
     num_warps: int
 
 
 def argmax_shape(num_rows: int) -> VocabShape:
-    """Return the cut for greedy rows: many small programs for few rows, few large programs for many rows."""
+    """Return the tiling for greedy rows: many small programs for few rows, few large programs for many rows."""
     return VocabShape(4096, 4) if num_rows <= 64 else VocabShape(8192, 8)
 
 
@@ -189,7 +191,7 @@ COMBINE_TILE = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Cut of attention into programs: packed rows (query heads x block rows) and keys per tile, and number of parts."""
+    """Tiling of attention: packed rows (query heads x block rows) and keys per tile, and number of parts of keys."""
 
     rows: int
     keys: int
@@ -207,11 +209,11 @@ FEW_KEYS = constexpr(256)
 def attention_shape(
     num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
 ) -> AttentionShape:
-    """Return the cut for `num_groups` KV heads of all requests with `num_packed` rows each.
+    """Return the tiling for `num_groups` KV heads of all requests with `num_packed` rows each.
 
-    The cut depends on shapes only, not on lengths, so a captured graph serves every context. On the device, the parts
-    share the tiles of the true length evenly. Tiles fit in shared memory. If few programs must fill the device, small
-    tiles let four programs with few rows share a multiprocessor.
+    The tiling depends on shapes only, not on lengths, so a captured graph serves every context. On the device, the
+    parts share the key tiles of the true length evenly. Tiles fit in shared memory. If few programs must fill the
+    device, small tiles let four programs with few rows share a multiprocessor.
     """
     row_bytes = power_of_2(head_dim) * itemsize
     rows = _packed_rows(num_packed, row_bytes, itemsize, device)
@@ -238,7 +240,7 @@ def _packed_rows(num_packed: int, row_bytes: int, itemsize: int, device: torch.d
 def _num_splits(num_programs: int, most_together: int, device: torch.device) -> int:
     """Return the number of parts that fills the device with `most_together` programs per multiprocessor.
 
-    With fewer than four parts it counts two programs per multiprocessor: the kernel never halves these parts.
+    If that gives fewer than four parts, count two programs per multiprocessor: the kernel never halves so few parts.
     """
     num_splits = most_together * num_multiprocessors(device) // num_programs
     if num_splits < 4:
@@ -248,7 +250,7 @@ def _num_splits(num_programs: int, most_together: int, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class BalancedShape:
-    """Cut of attention of many requests: as `AttentionShape`, with the number of programs per KV head and row tile.
+    """Tiling of attention of many requests: as `AttentionShape`, with the number of programs per KV head and row tile.
 
     combined_rows  rows per program that adds up parts
     num_whole      whole requests per program if lengths are similar; 0 if this would leave the device idle
@@ -269,7 +271,7 @@ LEAST_SHARE = constexpr(4)
 def balanced_shape(
     num_requests: int, num_kv: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
 ) -> BalancedShape | None:
-    """Return the cut for requests with `num_packed` rows per KV head, or None if they do not fill the device.
+    """Return the tiling for requests with `num_packed` rows per KV head, or None if they do not fill the device.
 
     Measured on an H200 against one program per request and KV head (`docs/measurements/attention.md`).
     """
@@ -295,9 +297,9 @@ MAX_EXPERT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """Cut of the expert products into programs: rows, columns and inner width of a tile.
+    """Tiling of the expert products: rows, columns and inner width of a tile.
 
-    sought_rows   rows that a program searches for its expert, padded
+    sought_rows   number of rows in which a program searches for its expert, padded
     is_by_route   one program per route (row and chosen expert) instead of one per expert
     """
 
@@ -312,7 +314,7 @@ class ExpertsShape:
 def experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
-    """Return the cut for rows with `num_chosen` experts each. It changes only at powers of two of the rows.
+    """Return the tiling for rows with `num_chosen` experts each. It changes only at powers of two of the rows.
 
     Two programs fit on a multiprocessor: while one searches for its rows, the other one reads weights.
     """
@@ -328,7 +330,7 @@ def experts_shape(
 class RaggedShape:
     """Tiles of prefill attention, one choice per model: packed rows (query heads x rows), keys, and launch options.
 
-    num_together     programs per multiprocessor that the cut of long contexts into parts counts on
+    num_together     assumed number of programs per multiprocessor when the keys of long contexts are cut into parts
     has_descriptors  whether unmasked tiles of the rows' own keys are loaded by descriptors (TMA) instead of pointers
     """
 
@@ -360,13 +362,13 @@ LONG_CONTEXT = 2048
 """Shortest context, in tokens, that uses LONG_SHAPE."""
 
 LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3)
-"""12% faster than the other tiles for 2,048 rows after 14,336 tokens, and as fast after 2,048 tokens."""
+"""Tiles for long contexts: 12% faster than other tiles for 2,048 rows after 14,336 tokens, and as fast after 2,048."""
 
 LONG_SHAPE_BYTES = 227 * 1024
 """Shared memory that LONG_SHAPE needs. Not every GPU has it."""
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
-"""The fastest of seven shapes for 192 prefill rows beside 62 decoding requests (docs/measurements/mixed-load.md)."""
+"""The fastest of seven shapes for 192 prefill rows with 62 decoding requests (docs/measurements/mixed-load.md)."""
 
 
 def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:
@@ -377,7 +379,7 @@ def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> Ragged
 
 
 def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:
-    """Return the tiles for heads of this size. The references accept any tiles, for them it returns the smallest."""
+    """Return the tiles for heads of this size. A size beyond RAGGED_SHAPES gets the smallest tiles."""
     is_long = longest_context >= LONG_CONTEXT and (itemsize, power_of_2(head_dim)) == (2, 128)
     if is_long and shared_memory(device) >= LONG_SHAPE_BYTES:
         return LONG_SHAPE

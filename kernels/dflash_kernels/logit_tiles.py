@@ -46,7 +46,7 @@ class TileStats(NamedTuple):
 
 @jit
 def load_raw(row_logits, token, vocab_size):
-    """Load the logits of tokens. Ids after the vocabulary give -inf."""
+    """Load the logits of tokens. Ids after the end of the vocabulary give -inf."""
     return tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
 
 

@@ -50,7 +50,7 @@ def _gate_many_rows_kernel(
 
 
 def cut_of_many_rows(hidden: Tensor, weight: Tensor) -> ManyRowsShape | None:
-    """Return the cut of a gated product of [T, K] and [2 F, K], or None if it takes two launches."""
+    """Return the tiling of a gated product of [T, K] and [2 F, K], or None if it takes two launches."""
     itemsize, width = hidden.element_size(), len(weight) // 2
     is_described = can_describe(hidden) and can_describe(weight) and width * itemsize % DESCRIPTOR_BYTES == 0
     return many_rows_shape(len(hidden), width, itemsize, hidden.device) if is_described else None

@@ -3,12 +3,12 @@
 Libraries are made for many rows. With 16 to 128 rows, a product takes as long as reading its weight. Libraries lose
 time when a product does not fill the device, and in extra passes that add up partial sums or apply the gate. Here:
 
-- The kernel cuts a long sum into parts. The next norm adds them up while it reads them.
+- The kernel cuts a long sum into parts (split-K). The next norm adds up the parts while it reads them.
 - One program computes both products of a feed-forward layer and applies the gate.
 - From 33 rows on, descriptors load the tiles. This leaves more of the multiprocessor to the tensor cores.
 
-`product_config.py` decides which products torch computes. The weight is the side of the tile that tensor cores read
-from shared memory, so that few rows do not leave them idle.
+`product_config.py` decides which products torch computes instead. The weight is the side of the tile that tensor cores
+read from shared memory, so that few rows do not leave them idle.
 
 Axis letters: T rows, K inner width, N columns, P parts, F width of a gated product.
 """
@@ -130,7 +130,7 @@ def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
 def _shape_of(
     hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated: bool = False
 ) -> ProductShape | None:
-    """Return the cut of a product, or None if the library computes it.
+    """Return the tiling of a product, or None if the library computes it.
 
     These kernels use no tensor cores for float32, so on a GPU the library computes float32. Tests use float32 in the
     interpreter.

@@ -1,4 +1,4 @@
-"""Cut of products into programs, and the choice between our kernel and a library.
+"""Tiling of matrix products, and the choice between our kernel and a library.
 
 Measured on an H200 (`docs/measurements/products.md`).
 """
@@ -29,7 +29,7 @@ GATED_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Cut of a product into programs: rows, columns and inner width of a tile, and number of parts.
+    """Tiling of a product: rows, columns and inner width of a tile, and the number of parts of the inner sum.
 
     has_descriptors  whether tiles are loaded by descriptors (TMA) instead of pointers
     """
@@ -44,10 +44,10 @@ class ProductShape:
 
 
 MAX_PARTS = 8
-"""Most parts: adding up more parts takes longer than they save."""
+"""Most parts of the inner sum: adding up more parts takes longer than they save."""
 
 MANY_COLUMNS = 65_536
-"""Fewest columns for wide tiles, as in a head: programs run in many rounds, and wide tiles read the rows less often."""
+"""Fewest columns for wide tiles, such as a head's: programs run in many rounds, and wide tiles read the rows less."""
 
 
 def product_shape(
@@ -60,10 +60,10 @@ def product_shape(
     has_parts: bool = False,
     is_gated: bool = False,
 ) -> ProductShape | None:
-    """Return the cut of a product, or None if a library is faster. The cut depends on shapes only.
+    """Return the tiling of a product, or None if a library is faster. The tiling depends on shapes only.
 
     With `has_parts`, the sum over `depth` is cut until the programs nearly fill the device. More parts would cost time
-    in the norm that reads them. A program that has a multiprocessor for itself gets more pipeline stages.
+    in the norm that adds them up. A program that has a multiprocessor for itself gets more pipeline stages.
     """
     if num_rows > MAX_PRODUCT_ROWS:
         is_asked = has_parts or is_gated
@@ -95,7 +95,7 @@ def product_shape(
 def _wide_shape(
     num_rows: int, num_columns: int, depth: int, itemsize: int, device: torch.device, *, is_gated: bool
 ) -> ProductShape | None:
-    """Return the cut of a product of 33 to 128 rows, or None if a library computes it.
+    """Return the tiling of a product of 33 to 128 rows, or None if a library computes it.
 
     Our kernel computes the product if the programs fill the device nearly as well as in the measured shapes.
     """
@@ -115,7 +115,7 @@ def _wide_shape(
 
 @dataclass(frozen=True, slots=True)
 class ManyRowsShape:
-    """Cut of a gated product of many rows: rows, columns and inner width of a tile, and launch options.
+    """Tiling of a gated product of many rows: rows, columns and inner width of a tile, and launch options.
 
     tiles_together  rows of tiles in a group; a group is computed column by column
     """
@@ -129,7 +129,7 @@ class ManyRowsShape:
 
 
 def many_rows_shape(num_rows: int, width: int, itemsize: int, device: torch.device) -> ManyRowsShape | None:
-    """Return the cut of a gated product of many rows, or None if a library's product and a gate launch are faster.
+    """Return the tiling of a gated product of many rows, or None if a library's product and a gate launch are faster.
 
     Two launches are faster if part of the device would idle, in the last round of tiles or for padded rows. This is
     also assumed for GPUs with less shared memory than an H200.

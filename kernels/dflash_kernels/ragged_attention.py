@@ -6,7 +6,7 @@ segments' own keys and values are dense tensors.
 
 The host knows all lengths. It cuts the rows into tiles, once for all layers of a forward. It cuts the keys of the
 longest tiles into parts (flash-decoding; see `block_attention`). The kernel reads this plan from one tensor. No
-argument depends on lengths, so new lengths never cause a compilation.
+compile-time argument depends on lengths, so new lengths never cause a compilation.
 
 Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads of keys and values, D head dim,
 M tiles, C tiles with several parts.
@@ -79,7 +79,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
-    """Cut of the rows of a forward into programs. `tiles` and `sums` are rows of integers for the kernels.
+    """Tiling of the rows of a forward. `tiles` and `sums` are rows of integers for the kernels.
 
     With `is_paged`, the kernel reads the segments' own keys and values from pages, as it reads contexts. This is faster
     for few rows and slower for many.
@@ -115,13 +115,13 @@ def room_for_plans(
 ) -> RaggedPlan:
     """Return an empty plan with room for every plan of up to `num_segments` segments and `num_rows` rows in total."""
     num_cut = ceil_div(num_rows * (num_heads // num_kv), shape.rows) + num_segments
-    num_tiles = num_cut + _num_programs(num_kv, shape, device)  # one more for each part that is cut off a tile
+    num_tiles = num_cut + _num_programs(num_kv, shape, device)  # each further part of a tile is one more tile
     rows = (Segment(0, num_rows, 0, 0),)
     return RaggedPlan(rows, (NO_TILE,) * num_tiles, (NO_SUM,) * num_cut, num_tiles, shape, is_paged=True)
 
 
 def _num_programs(num_kv: int, shape: RaggedShape, device: torch.device) -> int:
-    """Return the number of programs of one KV head that run at once."""
+    """Return the number of programs per KV head that run at once."""
     return max(1, shape.num_together * num_multiprocessors(device) // num_kv)
 
 

@@ -40,11 +40,11 @@ def reject_ref(
     positions     [R] int64     position of the first draft token
     max_accepted  [R] int64     limit of accepted tokens
     Distributions have the form of `Chosen.distribution`.
-    Returns num_accepted [R] int64 and target_ids [R, N] int64: the accepted tokens, one sample, then any valid ids.
+    Returns num_accepted [R] int64 and target_ids [R, N] int64: the accepted tokens, one sample, then arbitrary ids.
 
     After a rejection, the sample comes from max(p - q, 0), renormalised, or from p if this residual is 0 everywhere. If
-    all tokens up to the limit are accepted, the sample comes from p: a limit does not count as a rejection. The
-    accept decisions, the samples after a rejection and the target's samples use separate random streams.
+    all tokens up to the limit are accepted, the sample comes from p, because a limit is not a rejection. The accept
+    decisions, the samples after a rejection and the target's samples use separate random streams.
     """
     assert isinstance(target, Tensor)
     assert isinstance(draft, Tensor)

@@ -1,7 +1,7 @@
 """Changes of the state's rows between steps: rows are assigned to requests, gain pages, and are switched on.
 
-All changes of a step are copied to the device as one tensor and written in one launch. Separate operations would be a
-dozen launches, and a prompt that arrives at an idle device would wait for them.
+All changes of a step are copied to the device as one tensor and written in one launch. Separate operations would take a
+dozen launches, and a prompt that arrives at an idle device would wait for all of them.
 
 Axis letters: B rows of the state, S stop ids, P pages per row, E changed rows, C gained pages, F rows with a new first
 token.
@@ -139,7 +139,7 @@ def switch_on_rows_ref(state: RowState, ready: ReadyRows, chosen: Tensor, is_fin
     """Switch rows on, and pack the F first tokens like the results of a step.
 
     A request ends with its first token if this is a stop id or the last token it may commit. Its row then stays done.
-    If a row occurs twice, either of the two may be written.
+    If a row occurs twice, either entry may be written.
 
     chosen     [F] int64   first tokens
     is_finite  [F] bool    whether the logits of the first token are finite

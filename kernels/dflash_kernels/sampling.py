@@ -2,7 +2,7 @@
 
 Each sample uses one uniform number, a hash of (seed, position, purpose). A request's tokens therefore do not depend on
 the other requests of its batch or on the number of verified tokens per step. Sampled speculative output equals sampled
-plain decoding. Keywords carry facts that the host knows about the batch (all rows greedy, no filters), so that no call
+plain output. The host passes what it knows about the batch as keywords (all rows greedy, no filters), so that no call
 waits for the device.
 
 Axis letters: T rows, R requests, V vocabulary.

@@ -1,7 +1,7 @@
 """Beginning and end of a decode step: read its rows from the state, and write its results to the state.
 
-Both consist of many small decisions about a few integers per request. Separate operations would be a hundred launches;
-these kernels need one launch for the beginning and one for the end.
+Both consist of many small decisions about a few integers per request. Separate operations would take a hundred
+launches. These kernels take one launch for the beginning and one for the end.
 
 Axis letters: B rows of the state, R requests, N block rows, W verified rows, S stop ids, P pages.
 """
@@ -113,7 +113,7 @@ def close_step_ref(
     max_accepted: Tensor,
     is_finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Decide which tokens a step commits (`accept_block_ref`), and write lengths, anchors, remaining and done.
+    """Decide which tokens to commit (`accept_block_ref`), and write lengths, anchors, remaining and done to the state.
 
     draft_ids     [R, W - 1] int64   negative ids are padding
     chosen        [R, W] int64       the target's token after each row

@@ -13,7 +13,7 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.product import (
     gated_product,
     gated_product_ref,
@@ -51,7 +51,7 @@ KernelChoice = Literal["auto", "triton", "reference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One implementation of every function. The references document the functions."""
+    """One implementation of every kernel function. The references (`*_ref`) document the functions."""
 
     name: str
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -154,8 +154,5 @@ def pick_kernels(name: KernelChoice, device: torch.device | str, dtype: torch.dt
     if not HAS_TRITON:
         raise ValueError(NOT_INSTALLED)
     if not is_cuda and not IS_INTERPRETED:
-        raise ValueError(
-            f"Triton kernels cannot run on {device}: choose the reference kernels, "
-            "or set TRITON_INTERPRET=1 before Triton is imported"
-        )
+        raise ValueError(CANNOT_RUN.format(device=device))
     return triton_kernels()

@@ -1,4 +1,4 @@
-"""Descriptors of rows, from which the GPU's tensor memory accelerator (TMA) loads tiles into shared memory."""
+"""Tensor descriptors, with which the GPU's tensor memory accelerator (TMA) loads tiles into shared memory."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Random numbers keyed by position: a hash of (seed, position, purpose) instead of a generator with a state.
 
 A request's samples therefore do not depend on the other requests of its batch or on the number of verified tokens per
-step. A captured graph draws new numbers whenever positions advance.
+step. A replayed CUDA graph draws new numbers because the positions have advanced.
 
 Axis letters: T rows.
 """

@@ -1,5 +1,5 @@
 """The draft/verify runtime: paged KV, scheduling, DFlash drafting, verification and metrics.
 
-Importing the package imports no module of it, so that configs, headers and errors need no torch. Read `llm.py` (the
-offline API) or `engine.py` (the step loop) first.
+The package itself imports none of its modules, so code that reads configs or headers never loads torch. Read `llm.py`
+(the offline API) or `engine.py` (the step loop) first.
 """

@@ -18,7 +18,7 @@ from dflash_runtime.json_values import is_int, is_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """A rotary embedding in canonical form. `params` has the parameters of its kind: factor, beta_fast and others."""
+    """A rotary embedding in canonical form. `params` has the other keys of its kind, such as factor or beta_fast."""
 
     theta: float
     kind: str = "default"
@@ -46,8 +46,8 @@ class DraftConfig:
     """A DFlash draft of any dialect. `family` names the file in `drafts/` that runs it.
 
     has_sinks          every layer has an attention sink for each head
-    has_target_scale   rows of the target's embedding are also multiplied by the target's embedding scale. This holds
-                       for native drafts that state no scale. No config key has it, and comparisons of drafts ignore it.
+    has_target_scale   the draft multiplies the target's embedding rows by the target's embedding scale, as native
+                       drafts without a stated scale do. It is not a config key, and comparisons of drafts ignore it.
     """
 
     hidden_size: int
@@ -123,7 +123,7 @@ class DraftConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K as the draft was trained: all block positions without the anchor."""
+        """The K that the draft was trained for: the rows of a block without the anchor."""
         return self.block_size - 1
 
     @property
@@ -148,7 +148,7 @@ class DraftConfig:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """KV heads and their size, one entry a layer."""
+        """Number of KV heads and head size of each layer."""
         return ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
@@ -159,16 +159,16 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
-    """The facts about a target that a draft depends on, for any kind of target. None: the config lacks the fact.
+    """Facts about a target that a draft depends on, for any kind of target. None: the config does not state the fact.
 
     layer_kinds    one per layer: full, sliding, chunked, latent, linear, convolution, mamba, feed-forward, or another
                    name from the config; empty if unknown
     windows        one per layer, None for a layer without a window; empty if unknown
-    rope           the rope of all layers. If kinds of layers differ, `ropes` has one per kind with a rope instead.
+    rope           the rope of all layers; if kinds of layers have different ropes, `ropes` maps each kind to its rope
     nested_in      the key of a wrapper's config that holds the decoder's config
-    quantization   the name that the config has for the packing of the weights
-    not_known      features beyond a dense decoder of full and sliding layers, such as experts. Native code of this
-                   runtime supports none of them.
+    quantization   the quantization method that the config names
+    not_known      features beyond a dense decoder of full and sliding layers, such as experts. The native targets of
+                   this runtime support none of them.
     """
 
     model_type: str
@@ -205,7 +205,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Experts in some layers, in place of one feed-forward. A router chooses `num_chosen` experts for each row.
+    """Mixture of experts: in `layers`, a router chooses `num_chosen` experts per row instead of one feed-forward.
 
     Scores are the router's probabilities. With `has_normalised_scores` the scores of the chosen experts sum to one.
     """
@@ -226,7 +226,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnCache:
-    """The size of a target's own cache: bytes per token, and further bytes per text."""
+    """The size of a target's own cache: bytes per token, plus bytes per text of any length."""
 
     token_bytes: int = 0
     text_bytes: int = 0
@@ -236,9 +236,9 @@ class OwnCache:
 class TargetConfig(TargetFacts):
     """A decoder target that can run: with full and sliding layers, or with its own cache.
 
-    other_kv_shapes   KV heads and head size of layers that differ from the config
-    own_cache         the target keeps its KV in its own cache and not in pages; only its own code reads its heads and
-                      windows
+    other_kv_shapes   number of KV heads and head size of each layer that differs from the config
+    own_cache         size of the target's own cache; None for KV in pages. With its own cache, only the target's own
+                      code uses its heads and windows.
     """
 
     intermediate_size: int
@@ -266,7 +266,7 @@ class TargetConfig(TargetFacts):
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """KV heads and their size, one entry a layer."""
+        """Number of KV heads and head size of each layer."""
         usual = (self.num_kv_heads, self.head_dim)
         return tuple(self.other_kv_shapes.get(layer, usual) for layer in range(self.num_layers))
 
@@ -275,14 +275,14 @@ class TargetConfig(TargetFacts):
 class EngineConfig:
     """The settings of an engine. None and "auto" mean: decide from the checkpoints and the machine.
 
-    max_batched_tokens       the most rows of a step with prompts, including decoding requests. At least a quarter of
-                             the rows is for prompts.
+    max_batched_tokens       the most rows of a step with prompts, prefill and decode together. At least a quarter of
+                             them is for prefill.
     kv_memory_bytes          the size of the page pool. Without it the pool gets the memory that
                              `gpu_memory_utilization` allows.
     max_in_flight            steps that asynchronous scheduling queues before it reads results
     graphs                   capture decode steps on a GPU as CUDA graphs
-    adaptive_width           verify as many rows of each block as give the most tokens per second on this GPU, or decode
-                             plainly. The text stays the same; the counted acceptance is capped.
+    adaptive_width           verify only as many rows of each block as give the most tokens per second on this GPU, or
+                             decode plainly. The text stays the same, but the measured acceptance may be lower.
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.
@@ -337,7 +337,7 @@ class EngineConfig:
 
     @property
     def wanted_runtime(self) -> str:
-        """The `target_runtime` with the effect of `device_map`, which needs transformers."""
+        """`target_runtime`, or "transformers" if `device_map` is set: only transformers spreads a target."""
         is_hosted = self.device_map is not None and self.target_runtime != "transformers-cache"
         return "transformers" if is_hosted else self.target_runtime
 

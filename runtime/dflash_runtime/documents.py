@@ -4,12 +4,12 @@ Each field is a key of the object, and its type says which values the key takes.
 
     a string      description of the key, for the schema
     Limits(...)   range of a number
-    INLINE        the keys of this part belong to the enclosing object
+    INLINE        the keys of the field's object are written into the enclosing object
     OPTIONAL      the key is left out while the field has its default value
     NOT_REQUIRED  the key is always written, but a reader accepts a document without it
     HIDDEN        the field is not a key
 
-A reader gives the default value to a hidden field, and to a field whose key is missing.
+On reading, a hidden field and a field without a key get their default values.
 
 `computed_key` turns a property into a key: it is written and described like a field, and checked but ignored on
 reading. A class with a `KIND` begins with the keys `schema_version` and `kind`. A trailing underscore of a field's
@@ -80,7 +80,7 @@ def to_json(value: Any) -> Any:
     """The JSON value of a document, or of anything that a document holds.
 
     Raises:
-        TypeError: JSON has no value for it.
+        TypeError: the value cannot be written as JSON.
     """
     if type(value) in PLAIN:
         return value
@@ -148,7 +148,7 @@ def schema_of(title: str, *kinds: type) -> dict[str, Any]:
 
 
 class _JsonType(Protocol):
-    """The values that a key takes. `admits` looks at a value, but not at the values that it contains."""
+    """The type of a JSON value. `admits` checks the value itself, `read` also the values inside it."""
 
     @property
     def words(self) -> str: ...
@@ -232,7 +232,7 @@ class _Union:
         return any(member.admits(value) for member in self.members)
 
     def read(self, value: Any, where: str) -> Any:
-        """Read as the member that takes the value; of several classes, as the one that lacks fewest of its keys."""
+        """Read as the member that admits the value. Of several classes, choose the one with the fewest missing keys."""
         fitting = [member for member in self.members if member.admits(value)]
         chosen = min(fitting, key=lambda item: item.num_missing(value) if isinstance(item, _Object) else 0)
         return chosen.read(value, where)
@@ -254,7 +254,7 @@ class _List:
         return isinstance(value, list | tuple)
 
     def read(self, value: Any, where: str) -> Any:
-        if self.item is SCALARS[int] and {*map(type, value)} <= {int}:  # token ids are many
+        if self.item is SCALARS[int] and {*map(type, value)} <= {int}:  # fast, for long lists of token ids
             return self.make(value)
         return self.make([_read(self.item, item, f"{where}[{place}]") for place, item in enumerate(value)])
 
@@ -284,7 +284,7 @@ class _Tuple:
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """Values by name, or by number: the keys of a JSON object are text, so numbers are written as text."""
+    """An object with any keys. A JSON key is text, so a numbered key is written as the text of its number."""
 
     item: _JsonType
     is_numbered: bool
@@ -340,7 +340,7 @@ class _Object:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key of an object: `attribute` holds its value, in a field or, if `is_computed`, in a property."""
+    """One key of an object. `attribute` names the field with its value, or the property if `is_computed`."""
 
     name: str
     attribute: str
@@ -373,7 +373,7 @@ def _read(kind: _JsonType, value: Any, where: str) -> Any:
 
 
 def _make(kind: type, value: Mapping[str, Any], where: str) -> Any:
-    """An object of class `kind` from those keys of `value` that are its own."""
+    """An object of class `kind` from its own keys in `value`. `value` may be the enclosing object."""
     given: dict[str, Any] = {}
     for key in _keys(kind):
         if key.is_inline:
@@ -455,7 +455,7 @@ def _field_keys(kind: Any) -> Iterator[_Key]:
 
 
 def _without_null(kind: _JsonType) -> _JsonType:
-    """The type of a key that is left out instead of being null."""
+    """The type of a key that is never null, because it is left out instead."""
     members = [member for member in kind.members if member is not SCALARS[NoneType]] if isinstance(kind, _Union) else []
     return members[0] if len(members) == 1 else _Union(tuple(members)) if members else kind
 

@@ -4,11 +4,11 @@ The synchronous loop reads the results of a step before it schedules the next on
 `max_in_flight` steps before it reads the results of the oldest one, so the device never waits for the host. While a
 long step runs, the loop commits the tokens of earlier steps. The scheduler does not know how many drafts the steps in
 flight accept, so it plans for every count. It reserves pages as if all drafts were accepted. It leaves out a request
-that the queued steps surely end. It preempts requests only without steps in flight.
+that the queued steps surely end. It preempts requests only while no step is in flight.
 
-A failed step is undone. All requests restart from their tokens in an empty pool, half as many run at a time, and after
-a lack of memory with half as many rows. A request that fails twice while it runs alone ends with the error; the other
-requests continue. So a batch shrinks until it fits the memory, and a request that cannot run is found.
+After a failed step, all requests restart from their committed tokens in an empty pool, and half as many run at a time.
+If memory ran out, steps also get half as many rows. A request that fails twice while it runs alone ends with the error;
+the other requests continue. So a batch shrinks until it fits the memory or until the failing request runs alone.
 """
 
 import logging
@@ -36,7 +36,7 @@ NUM_GOOD_STEPS = 200
 """Good steps in a row before a reduced load is doubled. A wrong attempt costs a prefill of all requests."""
 
 LONG_ROWS = 256
-"""Rows of a long step. It takes an H200 9 ms or more, so that the host can read earlier results meanwhile."""
+"""The fewest rows of a long step: it takes an H200 at least 9 ms, in which the host can read earlier results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Committed:
 class Engine:
     """Runs requests in steps. `max_in_flight` 0 is the synchronous loop.
 
-    Requests without a seed get one that is derived from `seed`. With None, every engine draws its own `seed`.
+    A request without a seed gets a seed derived from the engine's `seed`. With None the engine draws its `seed`.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Engine:
     def step(self) -> list[Committed]:
         """Queue one step, commit the results that are due, and return what was committed.
 
-        Without work to queue, commit the oldest results. A failed step is undone. Only failed assertions and exceptions
-        such as Ctrl-C are raised. The next step continues from the committed tokens.
+        Without work to queue, commit the oldest results. A failed step is undone, and the next step continues from the
+        committed tokens. Only failed assertions and exceptions such as Ctrl-C are raised.
         """
         with self._undoing_failures():
             self._advance_transfers()
@@ -147,7 +147,7 @@ class Engine:
         return committed
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """Drop requests, by default all. Without any request left, forget the steps in flight too."""
+        """Drop requests, by default all. When no request is left, also forget the steps in flight."""
         self._mend()
         self._is_whole = False
         self.scheduler.abort(requests)
@@ -169,8 +169,8 @@ class Engine:
     def _is_due(self) -> bool:
         """Whether to wait for the oldest results: enough steps are queued, or a long step follows the oldest one.
 
-        The long step keeps the device busy. So tokens need not wait for its end, and a request that has ended runs in
-        one more step instead of two.
+        The long step keeps the device busy, so the host can commit tokens before it ends. A request that has ended then
+        runs in one more step instead of two.
         """
         queue = self._in_flight
         return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_rows >= LONG_ROWS)
@@ -211,7 +211,7 @@ class Engine:
 
     @contextmanager
     def _undoing_failures(self) -> Iterator[None]:
-        """Run a step, and undo it if it fails: a request ends with the error, or the next step has less load."""
+        """Run a step, and undo it if it fails: either one request ends with the error, or the load is reduced."""
         self._mend()
         self._is_whole = False
         try:
@@ -243,7 +243,7 @@ class Engine:
         self._num_good_steps = 0
         reason = _explain(error)
         if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
-            message = f"this LLM is closed: {reason.message}"
+            message = f"this LLM is closed because the GPU failed: {reason.message}"
             self.failure = DFlashError(message, id="llm-closed", hint="load the pair in a new process")
             self._fail(self.scheduler.live, reason)
         elif not self.scheduler.has_work:
@@ -279,6 +279,6 @@ def _explain(error: Exception) -> DFlashError:
         return error
     text = str(error).strip().split("\n")[0]
     if is_out_of_memory(error):
-        hint = "lower --max-num-requests or --max-batched-tokens"
+        hint = "lower --concurrency or --max-batched-tokens"
         return CapacityError(f"out of memory: {text}", id="out-of-memory", hint=hint)
     return DFlashError(f"{type(error).__name__}: {text}", id="step-failed")

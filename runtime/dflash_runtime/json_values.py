@@ -1,4 +1,4 @@
-"""Types of JSON values. In Python a bool is an int, but in JSON true and false are not numbers."""
+"""Checks of JSON values. In Python a bool is an int, but in JSON true and false are not numbers."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard

@@ -40,7 +40,7 @@ from dflash_runtime.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-"""A text, or its token ids."""
+"""A prompt: text or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Delta:
 class LLM:
     """Generates with a loaded pair, or with a target and a draft that it loads. As a context manager it closes itself.
 
-    One `generate` or `stream` runs at a time. A second call is refused with a UsageError, from any thread and until a
-    stream was read to its end. Any number of LLMs may run on one loaded pair.
+    One `generate` or `stream` runs at a time. Until it ends, a second call from any thread raises a UsageError. A
+    stream ends when it has been read to its end or closed. Any number of LLMs may run on one loaded pair.
 
     Raises:
         CapacityError: the memory left after loading does not hold one request.
@@ -79,7 +79,7 @@ class LLM:
         self.fingerprint = fingerprint(pair)
         salt = bytes.fromhex(self.fingerprint.digest)
         cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
-        self._store = open_store(pair, self.fingerprint)
+        self._store, self._without_store = open_store(pair, self.fingerprint)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
@@ -109,11 +109,11 @@ class LLM:
         """Warnings about the pair, about features that were switched off, and about steps that run slower."""
         runner = self.engine.runner
         shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
-        return (*self.pair.warnings, *(shortage for shortage in shortages if shortage is not None))
+        return (*self.pair.warnings, *(item for item in (self._without_store, *shortages) if item is not None))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer; None without tokenizer files, or for a pair that was built by hand."""
+        """The target's tokenizer; None without tokenizer files, and for a pair built in Python without one."""
         return self.pair.tokenizer
 
     @property
@@ -128,10 +128,10 @@ class LLM:
         max_requests: int | None = None,
         progress: Callable[[int, int], None] = lambda num_done, total: None,
     ) -> None:
-        """Compile the kernels and capture the decode steps that calls with these parameters need.
+        """Compile the kernels and capture the decode steps that requests with these parameters need.
 
-        Without a warm-up this happens at their first use, which delays a call by seconds. Steps that are captured
-        already are not captured again. Without CUDA graphs, as on the CPU, the call does nothing.
+        Without a warm-up, their first use delays a call by seconds. A captured step is not captured again. Without CUDA
+        graphs, as on the CPU, the warm-up does nothing.
 
         params         by default greedy
         max_requests   the most requests that will run at a time
@@ -164,9 +164,8 @@ class LLM:
 
         With `handoffs`, requests are handed off after their first token, or continue from hand-offs.
 
-        A prompt that cannot be served has an output with `finish_reason` ERROR, and so has a request that fails. The
-        other prompts are served. Ctrl-C is raised and leaves no request behind; `stream` yields the outputs of requests
-        that ended before it.
+        The output of a refused prompt or a failed request has `finish_reason` ERROR. The other prompts are served.
+        Ctrl-C is raised and drops all requests; only `stream` yields the outputs of requests that ended before it.
 
         Raises:
             UsageError: `prompts` is one string, there are neither one set of `params` nor one per prompt, or this LLM
@@ -277,9 +276,9 @@ class LLM:
         with self._lock:
             if self._call is not None:
                 raise UsageError(
-                    "this LLM is busy: another generate or stream of it has not ended",
+                    "this LLM is busy: an earlier generate or stream has not ended",
                     id="llm-busy",
-                    hint="read the stream to its end or close() it; threads take turns, or use one LLM per thread",
+                    hint="read the stream to its end or close() it; let threads take turns, or give each its own LLM",
                 )
             self._call = call = object()
         return call
@@ -296,7 +295,7 @@ class LLM:
 
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
-    """An adaptive width policy, or None to verify whole blocks: by config, or without measured step times."""
+    """The adaptive width policy. None, to verify whole blocks, if it is off or step times cannot be measured."""
     if not pair.config.adaptive_width or runner.draft is None:
         return None
     if runner.graphs is None:
@@ -310,31 +309,32 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         return None
 
 
-def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None:
-    """The store of prompts that are kept between runs, or None by config or without a prefix cache.
+def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore | None, Notice | None]:
+    """The store that keeps prompts between runs, or None without one, and a warning if the prefix cache is off.
 
     Raises:
         UsageError: the path of the store is a file.
     """
     if pair.config.prefix_store is None:
-        return None
+        return None, None
     folder = Path(pair.config.prefix_store)
     if folder.exists() and not folder.is_dir():
         raise UsageError(
-            f"{folder}: is a file, expected a folder",
-            id="prefix-store-is-a-file", field="prefix_store", found=str(folder), expected="a folder",
+            "is a file, expected a folder",
+            id="prefix-store-is-a-file", path=folder, field="prefix_store", found=str(folder), expected="a folder",
         )  # fmt: skip
     if not pair.has_prefix_cache:
-        logger.warning("prompts are not kept in %s: the prefix cache is off", pair.config.prefix_store)
-        return None
-    return PrefixStore(folder, fingerprint, pair.config.page_size)
+        notice = Notice(f"prompts are not kept in {folder}: the prefix cache is off", id="no-prefix-store")
+        logger.warning(notice)
+        return None, notice
+    return PrefixStore(folder, fingerprint, pair.config.page_size), None
 
 
 def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts of one call.
 
     Raises:
-        UsageError: `prompts` is one string, and its characters are not prompts.
+        UsageError: `prompts` is one string instead of a list.
     """
     if isinstance(prompts, str | bytes):
         raise UsageError(

@@ -1,8 +1,9 @@
 """Check that greedy output equals plain decoding, token by token.
 
 The target reads prompt and output in one forward (teacher forcing), and each token is compared with the target's best
-choice at its position. The regret is the difference of their log probabilities in nats. Batch shape changes rounding,
-so a small regret is a near-tie, and a large one is a bug. Source of the idea: pegainfer-project/pegainfer#507.
+choice at its position. The regret is the difference of their log probabilities in nats. Rounding depends on the shape
+of a batch, so a small regret is a near-tie and a large one is a bug. Source of the idea:
+pegainfer-project/pegainfer#507.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Acceptance counts under the names of vLLM's tests.
 
 `num_accepted` excludes the bonus token, and `acceptance_len` includes it. Only verify steps with drafts count, not
-prefills or plain decode steps. A draft beyond a step's verify width was neither accepted nor rejected, so the step does
-not count for its position.
+prefills or plain decode steps. A draft token beyond a step's verify width is neither accepted nor rejected, so the step
+does not count for that position.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ class AcceptanceCounts:
             raise InvalidConfig("per_pos_verified", self.per_pos_verified, expected)
 
     def add(self, num_accepted: int, num_verified: int | None = None) -> None:
-        """Count one verify step; it verified all drafts if `num_verified` is not given."""
+        """Count one verify step. `num_verified` is the number of its verified drafts, by default all."""
         num_verified = self.num_speculative_tokens if num_verified is None else num_verified
         self.num_drafts += 1
         self.num_accepted_tokens += num_accepted

@@ -1,4 +1,4 @@
-"""A registry that finds its entries by importing a package, so that a new entry needs only a new file."""
+"""A registry that finds its items by importing a package, so that a new item needs only a new file."""
 
 import difflib
 import importlib

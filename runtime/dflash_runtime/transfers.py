@@ -1,8 +1,8 @@
-"""The hand-offs of one call: KV that is loaded for requests, and KV that requests hand off.
+"""The hand-offs of one call: KV that this engine loads for requests, and KV that it sends to another engine.
 
-Between steps the engine advances them without waiting. Loaded rows are stored in their pages, in stream order, and the
-next step switches the request on. After a request is handed off, its pages are freed. The payloads that stay on the
-device are limited (`device/payload_room.py`). If a load fails or takes too long, the request is prefilled here.
+Between steps the engine advances hand-offs without waiting. Loaded rows are stored in pages in stream order, and the
+next step switches the request on. After a request is sent, its pages are freed. Payloads that stay on the device are
+limited (`device/payload_room.py`). If a load fails or takes too long, the request is prefilled here.
 """
 
 import logging
@@ -38,11 +38,11 @@ WAIT_SECONDS = 0.02
 class HandoffPlan:
     """The hand-offs of a call: their connector, and the key of each prompt.
 
-    is_sending   every request ends after its first token and is handed off. Otherwise it continues from the hand-off of
-                 its key, or is prefilled here if none arrives within `timeout` seconds.
+    is_sending   every request ends after its first token and is sent. Otherwise every request continues from the
+                 hand-off of its key, or is prefilled here if none arrives within `timeout` seconds.
     force        load a hand-off of another pair as far as it fits, to measure the effect on acceptance
     notes        one per prompt, sent with its hand-off
-    store        load the first rows of prompts from this store, and keep new prompts there
+    store        load the first rows of prompts from this store, and save new prompts in it
     """
 
     connector: Connector
@@ -55,7 +55,7 @@ class HandoffPlan:
 
     @classmethod
     def of_store(cls, store: PrefixStore, num_prompts: int) -> "HandoffPlan":
-        """A plan that loads the rows a store has of prompts, and keeps the other rows there."""
+        """A plan that loads prompt rows from a store, and saves rows that the store does not have."""
         return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
 
     def apply(self, request: Request) -> Request:
@@ -72,18 +72,18 @@ class HandoffPlan:
 
 @dataclass(slots=True)
 class Arriving:
-    """A hand-off that is being loaded: `source` is the connector's future, and `future` adds pinned memory."""
+    """A hand-off that is being loaded: `source` as the connector loads it, `future` with tensors in pinned memory."""
 
     source: "Future[Handoff]"
     future: "Future[Handoff]"
     deadline: float
     moving: MovingPages | None = None
-    generation: int = 0  # of the request when `moving` began
+    generation: int = 0  # the request's generation when `moving` began
 
 
 @dataclass(slots=True)
 class Leaving:
-    """A request that is being handed off: its pages are copied when there is room, then the connector sends them."""
+    """A request that is being sent: its pages are copied when there is room, then the connector sends the copy."""
 
     handoff: Handoff
     moving: MovingPages | None = None
@@ -92,7 +92,7 @@ class Leaving:
 
     @property
     def has_pages(self) -> bool:
-        """Whether the hand-off needs KV; a request that ended needs none."""
+        """Whether the hand-off needs KV: only if its request continues on the other side."""
         return self.handoff.finish_reason is None
 
 
@@ -113,14 +113,14 @@ class Keeping:
 
 @dataclass(slots=True)
 class TransferCounts:
-    """The results of a call's hand-offs."""
+    """Counts of one call's hand-offs, and their problems."""
 
     num_loaded: int = 0
     num_sent: int = 0
     num_bytes: int = 0
     num_given_up: int = 0  # requests that were prefilled here instead
-    why_given_up: str = ""  # for the first of them
-    problems: dict[str, None] = field(default_factory=dict)  # of forced hand-offs, each once
+    why_given_up: str = ""  # the reason for the first of these requests
+    problems: dict[str, None] = field(default_factory=dict)  # misfits of forced hand-offs, each once
 
 
 class Transfers:
@@ -139,7 +139,7 @@ class Transfers:
         self._kept: list[Future[None]] = []
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Begin to load the hand-offs of requests. A preempted request continues with the load that it began."""
+        """Begin to load the hand-offs of requests. A preempted request continues the load that it has begun."""
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
@@ -158,7 +158,7 @@ class Transfers:
         self._advance_leaving_one(request)
 
     def keep(self, request: Request) -> None:
-        """Begin to copy the pages of a prompt that its store does not have."""
+        """Begin to copy the pages of a prompt that the store does not have."""
         store = self.plan.store
         if store is None or request.row is None or request.is_private:
             return
@@ -244,7 +244,7 @@ class Transfers:
             check_handoff(handoff, self._fingerprint, expected)
 
     def _begin_in(self, request: Request, handoff: Handoff) -> MovingPages:
-        """Begin to fill a request's pages. Pages that it shares have their rows already."""
+        """Begin to fill a request's own pages. Pages shared through the prefix cache already have their rows."""
         if handoff.finish_reason is not None:
             return MovingPages({}, ())
         num_pages = -(-handoff.kv_len // self._runner.page_size)
@@ -273,7 +273,7 @@ class Transfers:
         self._arriving.pop(request).source.cancel()
 
     def _describe(self, request: Request) -> Handoff:
-        """A request's hand-off, still without tensors."""
+        """A request's hand-off, without tensors."""
         assert request.send_key is not None
         return Handoff(
             key=request.send_key,
@@ -287,7 +287,7 @@ class Transfers:
         )
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
-        """Why a request ends at its first token; None if it does not."""
+        """Why a request ends at its first token. None if it continues on the other side."""
         params = request.sent_params or request.params
         is_last = params.max_new_tokens <= 1 or request.total_len >= self._scheduler.limits.max_model_len
         return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None

@@ -1,7 +1,7 @@
 """The warm-up: compile kernels, capture decode steps and prefill prompts of all sizes before the first request.
 
-Warm-up prompts run like requests, so that every kernel of a prefill is compiled. They leave no trace: no pages in the
-prefix cache, no drawn seeds, and no change in the expected length of answers.
+Warm-up prompts run like requests, so that every prefill kernel is compiled. Afterwards the prefix cache, the seeds and
+the expected length of answers are as before.
 """
 
 import logging
@@ -26,8 +26,8 @@ MAX_PROMPTS = 64
 """The most prompts to prefill at once. More prompts launch the same kernels."""
 
 CONTEXTS, FEW_ROWS = (512, LONG_CONTEXT), 16
-"""Context lengths, and prompt rows after them. Few rows after a context split its keys, and long contexts have other
-tiles."""
+"""Lengths of contexts, and the number of prompt rows after each. Attention of few rows cuts the keys of the context
+into parts, and a long context has other tiles."""
 
 Progress = Callable[[int, int], None]
 """Gets the number of finished jobs, and the number of all jobs."""
@@ -80,9 +80,9 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
-    """The batches of prompts to prefill: one prompt of each power of two and of `gated_rows`, and many prompts at once.
+    """Batches of prompts to prefill: one prompt for each power of two of tokens and for `gated_rows`, and many at once.
 
-    Each kind of sampling chooses a first token. All prompts begin differently, so that the prefix cache never has them.
+    A further prompt of one token runs each kind of sampling. All prompts begin differently, so none is cached.
     """
     limits = engine.scheduler.limits
     most, longest = limits.max_batched_tokens, limits.max_model_len - 1
@@ -97,9 +97,9 @@ def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_reques
 
 
 def gated_rows(engine: Engine) -> list[int]:
-    """The smallest prompt for which feed-forward layers apply the gate in the product, if a step may have its rows.
+    """The smallest number of prompt rows that uses the kernel of `many_rows.py`; empty if it exceeds a step's limits.
 
-    That product has its own kernel, and runs only if its tiles fill the device well. Perhaps no power of two does.
+    The kernel runs only if its tiles fill the device well, which may hold for no power of two.
     """
     limits, target = engine.scheduler.limits, engine.runner.target
     most = min(limits.max_batched_tokens, limits.max_model_len - 1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SWAP = threading.Lock()
-"""Held while a directory takes the place of another."""
+"""Held while one directory replaces another."""
 
 
 @contextmanager

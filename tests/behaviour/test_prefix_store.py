@@ -114,9 +114,9 @@ def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog:
     assert str(tmp_path / "store") in caught.value.message
 
 
-def test_without_a_prefix_cache_nothing_is_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        make_llm(tmp_path, prefix_cache=False).generate(PROMPTS[:2], PARAMS)
+def test_without_a_prefix_cache_nothing_is_stored(tmp_path: Path) -> None:
+    llm = make_llm(tmp_path, prefix_cache=False)
+    llm.generate(PROMPTS[:2], PARAMS)
     assert not list(tmp_path.iterdir())
-    (record,) = caplog.records
-    assert str(tmp_path) in record.getMessage()
+    assert [notice.id for notice in llm.warnings] == ["no-prefix-store"]
+    assert str(tmp_path) in llm.warnings[0]

@@ -15,7 +15,6 @@ KINDS = {
 """Kind of kernel -> pattern of names. The first match decides; other kernels are bookkeeping."""
 
 BOOKKEEPING = "bookkeeping"
-HEAVY = ("matrix products", "attention")
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ def kind_of(name: str) -> str:
 def own_us(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, float]]:
     """Each interval with the microseconds after the end of all earlier intervals.
 
-    A kernel that is launched early waits for the previous one; that time belongs to the previous one. The sum is the
-    time in which at least one kernel runs.
+    A kernel that is launched early waits for the previous kernel, and the time of this wait belongs to the previous
+    kernel. The sum is the time in which at least one kernel runs.
     """
     reached = float("-inf")
     for item in sorted(intervals, key=lambda item: item.end):

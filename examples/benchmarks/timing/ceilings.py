@@ -40,6 +40,11 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = R
     return float(statistics.median(times[2:]))
 
 
+def median_us(call: Callable[[], object], calls: int) -> float:
+    """Median microseconds per call on the GPU, from replays of a graph of `calls` calls."""
+    return device_ms(lambda: [call() for _ in range(calls)], torch.device("cuda", 0)) * 1000 / calls
+
+
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Bandwidth of a copy (bytes read and written) and operations per second of a large product."""
     num_bytes, side = (2**31, 8192) if device.type == "cuda" else (2**24, 512)

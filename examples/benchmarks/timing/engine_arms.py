@@ -31,11 +31,11 @@ FILL_ROWS = 8192
 
 PAGE_SIZE = 16
 ADAPTIVE_WARM_STEPS = 64
-"""Steps in which the adaptive width learns acceptance and tries other widths."""
+"""Untimed steps of the adaptive arm, in which it learns acceptance and tries other widths."""
 
 
 def why_not_adaptive(device: torch.device) -> str | None:
-    """Why the arm of adaptive width cannot run, or None."""
+    """Why the adaptive arm cannot run on a device; None if it can."""
     return None if device.type == "cuda" else "widths adapt only if steps are CUDA graphs"
 
 

@@ -1,7 +1,7 @@
 """The least time of a step, by formula: bytes that must be read, and operations that must be done.
 
 A part of a step takes the longer of two times: bytes of weights or KV over the bandwidth, or operations over the rate
-of matrix products. Weights are read once per forward, whatever the number of rows. An embedding is not counted.
+of matrix products. Weights are read once per forward, for any number of rows. The embedding is not counted.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,7 @@
-"""Forced acceptance: a step computes everything, then its number of accepted draft tokens is replaced by a random draw.
+"""Forced acceptance: a step computes everything, then a random draw replaces its number of accepted draft tokens.
 
-Numbers made with it are `synthetic`. Random weights accept almost nothing, and tokens per second depend on acceptance.
+Results with forced acceptance are marked `synthetic`. Random weights accept almost nothing, and tokens per second
+depend on acceptance.
 The draw is truncated-geometric: each draft token is accepted with the same probability, given the one before it. It
 needs no waiting and no state, so every replay of a captured step draws anew. It adds ten small launches to a step.
 

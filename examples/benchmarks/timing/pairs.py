@@ -75,6 +75,11 @@ def run_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def counts(text: str) -> list[int]:
+    """Parse whole numbers separated by commas."""
+    return [int(part) for part in text.split(",")]
+
+
 def log_uniform(levels: Tensor, shortest: int, longest: int) -> list[int]:
     """Log-uniform lengths from levels in [0, 1)."""
     return [round(shortest * (longest / shortest) ** level) for level in levels.tolist()]
@@ -85,7 +90,7 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     torch.manual_seed(0)
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
-    target_config, draft_config = _configs(shape)
+    target_config, draft_config = model_configs(shape)
     target_shapes = Qwen3Target.expected_shapes(target_config)
     target_weights = stack_projections(_normal_weights(target_shapes, placement))
     draft_weights = stack_projections(_normal_weights(owned_shapes(draft_config), placement))
@@ -128,7 +133,8 @@ def hf_draft_config(shape: Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
+def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
+    """The configs of target and draft, as the runtime reads them."""
     common: dict[str, Any] = {
         "hidden_size": shape.hidden, "intermediate_size": shape.inner, "num_heads": shape.heads,
         "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "rms_norm_eps": 1e-6,
@@ -147,7 +153,7 @@ def _configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
 
 
 def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """Random matrices and norms of one. Zeros would make products too fast."""
+    """Random matrices, and norm weights of 1. Zeros would make products too fast."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             yield name, torch.ones(shape, device=placement.device, dtype=placement.dtype)

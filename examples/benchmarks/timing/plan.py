@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherSpeed:
-    """Time per step of another program. Its floor is computed at half of the answer."""
+    """Time per step of another engine. Its floor is computed for the context at half of the answer."""
 
     arm: str
     batch: int

@@ -74,6 +74,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def last_errors(log: str, count: int = 1) -> str:
+    """The last lines of a log that name an error, or else its last lines."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return " | ".join((errors or lines or ["the log is empty"])[-count:])
+
+
 def describe(what: Mapping[str, Any]) -> str:
     """`dflash, batch 8, context 512`."""
     return ", ".join(str(value) if key == "arm" else f"{key} {value}" for key, value in what.items())

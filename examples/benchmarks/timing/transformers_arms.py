@@ -117,7 +117,7 @@ class ReferenceDraft(nn.Module):
 
 
 class ReferenceLoop:
-    """One request, block after block. `acceptance` replaces the real number, as in our own arms."""
+    """One request, block after block. `acceptance` is the forced mean length; None measures real acceptance."""
 
     def __init__(self, model: Qwen3ForCausalLM, shape: Shape, acceptance: float | None) -> None:
         self.model, self.shape = model, shape
@@ -137,7 +137,7 @@ class ReferenceLoop:
         length, anchor = context, chosen[:, -1:]
         num_tokens, started = 0, 0.0
         for step in range(num_steps + NUM_WARM_STEPS):
-            if step == NUM_WARM_STEPS:  # the first ones load kernels
+            if step == NUM_WARM_STEPS:  # the first steps load kernels
                 wait(self.model.device)
                 num_tokens, started = 0, time.perf_counter()
             block = self._propose(anchor, features, caches[1], length)
@@ -180,7 +180,7 @@ class ReferenceLoop:
 
 
 def _levels(num_steps: int) -> list[float]:
-    """Evenly spread levels in random order. The timed steps take them last from the end of the list."""
+    """Evenly spread levels in random order. Steps take levels from the end of the list, the warm-up steps first."""
     levels = [(index + 0.5) / num_steps for index in range(num_steps)]
     host_random.Random(0).shuffle(levels)
     return [*levels, *[0.5] * NUM_WARM_STEPS]

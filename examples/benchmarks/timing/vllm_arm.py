@@ -13,7 +13,7 @@ from typing import Any
 
 from timing.forced import acceptance_rates
 from timing.pairs import BLOCK, Shape, hf_config, hf_draft_config
-from timing.report import say
+from timing.report import last_errors, say
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ def run_vllm(
         out = folder / "out.jsonl"
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     if not rows:
-        raise RuntimeError(f"vllm: {_last_line(log)}")
+        raise RuntimeError(f"vllm: {last_errors(log)}")
     return rows
 
 
@@ -95,9 +95,3 @@ def _run(folder: Path, extra: Path | None, timeout_s: float) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(worker.pid, signal.SIGKILL)
         return f"{worker.communicate()[0]}\nended after {timeout_s:.0f} s"
-
-
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["the log is empty"])[-1]

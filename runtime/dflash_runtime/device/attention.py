@@ -1,8 +1,8 @@
 """The kinds of attention that each backend computes, and a check of a pair against them.
 
 A backend is a set of kernels. Its entry in `BACKENDS` lists the attention that it computes. A checkpoint that needs
-another kind is refused before it is loaded; no backend serves it with another mask. The check looks at each layer by
-itself: a causal draft runs on a backend that has only causal attention.
+another kind is refused before it is loaded, and never run with another mask. The check looks at each layer by itself: a
+causal draft runs on a backend that has only causal attention.
 """
 
 from collections.abc import Iterable, Mapping

@@ -23,7 +23,7 @@ class Sampling:
     mode: StepMode
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The values in the order of the kernels' arguments. One value is for all block rows of a request."""
+        """Temperatures, top-ks and top-ps, in the order of the kernels' arguments, with one value per request."""
         return self.temperatures, self.top_ks, self.top_ps
 
     def after(self, positions: Tensor) -> Tensor:
@@ -33,14 +33,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafted tokens. Sampled tokens come with the R * (W - 1) distributions that they were sampled from."""
+    """Drafted tokens. If they were sampled, `distribution` has their R * (W - 1) distributions."""
 
     token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
     distribution: Distribution | Tensor | None = None  # over ids of the draft
 
     @classmethod
     def empty(cls, anchors: Tensor) -> "Proposal":
-        """No draft tokens after these anchors [R]: plain decoding."""
+        """The proposal of plain decoding: no draft tokens after anchors [R]."""
         return cls(anchors.new_empty((len(anchors), 0)))
 
 

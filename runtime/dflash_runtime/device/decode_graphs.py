@@ -1,8 +1,8 @@
 """Decode steps captured as CUDA graphs and replayed: one launch instead of hundreds.
 
-Each graph is for a bucket of requests and a mode. It reads the state rows of its requests from a buffer; lengths, pages
-and all else are in the device state. A batch smaller than its bucket is padded with the padding row, which is always
-done: it reads and writes no KV, and commits nothing.
+Each graph is for a bucket of requests and a mode. It reads the state rows of its requests from a buffer, and lengths,
+pages and all other inputs from the device state. A batch smaller than its bucket is padded with the padding row, which
+is always done: it reads and writes no KV, and commits nothing.
 
 Axis letters: R requests of a bucket.
 """
@@ -29,8 +29,8 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 logger = logging.getLogger(__name__)
 
 START_REQUESTS = 256
-"""The largest batch whose graphs are captured at start. Graphs of larger batches are captured when first needed: a
-capture takes about as long as one such step, and thousands of these steps follow."""
+"""The largest batch with graphs captured at start. Graphs of larger batches are captured when first needed: a capture
+takes about as long as one step of the batch, and thousands of such steps follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class DecodeGraphs:
     ) -> list[tuple[int, StepMode]]:
         """Bucket and mode of every graph to capture for batches of up to `max_requests`, and at most START_REQUESTS.
 
-        `modes_of` gives the modes of a bucket's steps. The largest bucket comes first, so that smaller buckets fit into
-        the memory that it has freed.
+        `modes_of` gives the modes of a bucket's steps. The largest bucket comes first, so that smaller buckets reuse
+        the memory that its capture has freed.
         """
         limit = min(max_requests or self._max_requests, self._max_requests, START_REQUESTS)
         buckets = sorted({bucket_of(count, self._max_requests) for count in range(1, limit + 1)}, reverse=True)
@@ -134,9 +134,9 @@ class DecodeGraphs:
     def capture(self, bucket: int, mode: StepMode) -> DecodeGraph | None:
         """Capture one graph, or note that memory does not hold it.
 
-        First the step runs on padding, which changes nothing, and on prompts in the step's room, which run again later.
-        It runs for every graph, because kernels and matrix products depend on the number of rows, and none of them may
-        be compiled or loaded during a capture.
+        First the step runs uncaptured on padding rows, which changes nothing, and on prompts in the step's room, which
+        run again later. This rehearsal is needed for every graph: kernels and matrix products depend on the number of
+        rows, and none of them may be compiled or loaded during a capture.
         """
         started = time.perf_counter()
         captured = None
@@ -160,7 +160,7 @@ class DecodeGraphs:
         return decode(rows, mode)
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
-        """Run a step on the capture stream, so that cuBLAS allocates its workspace for it outside the graphs."""
+        """Run a step on the capture stream, so that cuBLAS allocates the stream's workspace outside the graphs."""
         stream = capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -203,7 +203,7 @@ def bucket_of(num_requests: int, max_requests: int) -> int:
 
 
 def kinds_of(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
-    """Every (is_greedy, has_filters) of a step that mixes requests with these parameters."""
+    """Every (is_greedy, has_filters) of a step with any mix of requests with these parameters."""
     own = sorted({(item.is_greedy, item.has_filters) for item in params}, reverse=True)
     mixes = [mix for size in range(1, len(own) + 1) for mix in combinations(own, size)]
     kinds = [(all(is_greedy for is_greedy, _ in mix), any(has_filters for _, has_filters in mix)) for mix in mixes]

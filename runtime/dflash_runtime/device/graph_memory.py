@@ -32,7 +32,7 @@ class GraphMemory:
             if self.shortage is None:
                 self.shortage = Notice(
                     f"{slower}, because memory does not hold their CUDA graphs: lower --gpu-memory-utilization, "
-                    "--kv-memory or --max-num-requests",
+                    "--kv-memory or --concurrency",
                     id="no-memory-for-graphs",
                 )
                 logger.warning(self.shortage)

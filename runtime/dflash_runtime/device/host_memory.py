@@ -32,7 +32,7 @@ def _group_bytes() -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The lines of a file that have a name and a number."""
+    """Name -> number, from the lines of a file that begin with a name and a number."""
     rows = (line.split() for line in _read(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

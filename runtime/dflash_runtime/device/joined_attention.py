@@ -17,7 +17,7 @@ from dflash_runtime.device.prefill import RaggedAttention
 
 @dataclass(frozen=True, slots=True)
 class JoinedAttention:
-    """An `Attend` over blocks and prompts in one cache. The KV of both is stored in one launch.
+    """An `Attend` over blocks and prompts in one cache. One launch stores the KV of both.
 
     With `prompt_stream`, the attention of prompts runs in parallel with the attention of blocks.
     """

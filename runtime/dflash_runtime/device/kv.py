@@ -24,7 +24,7 @@ from dflash_runtime.models.placement import Placement
 class KVCache:
     """Keys and values of every layer, with slots `page * page_size + offset`.
 
-    pages          [P, L, 2, page_size, W], keys then values. A page is contiguous over all layers, and is sent as one.
+    pages          [P, L, 2, page_size, W], keys then values. A page is contiguous over all layers: one piece to send.
     keys, values   views [L, P, page_size, KV, D], or [L, P, page_size, 1, W] if layers differ in their heads
     layers         views of each layer's keys and values in its own shape, [P, page_size, KV, D]
     """

@@ -2,8 +2,8 @@
 
 Copies keep stream order: a payload has the rows of every step queued before, and every step queued later reads the
 copied rows. Copies between device and host run on a separate stream, piece by piece, so that the device needs memory
-for a few pieces instead of a whole payload. Nothing waits: `PagePorter.advance` starts and finishes the pieces that it
-can.
+for a few pieces instead of a whole payload. Nothing waits: `PagePorter.advance` starts and finishes as many pieces as
+it can without waiting.
 
 Axis letters: P pages, L layers, W numbers in a row's keys in the widest layer.
 """
@@ -20,7 +20,7 @@ from dflash_runtime.device.state import Uploader
 from dflash_runtime.models.placement import as_current
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes per copy, rounded to whole pages: large enough to use the link well, and short compared with a step."""
+"""Bytes per copy, rounded to whole pages: enough to use the link well, and copied in less time than a step takes."""
 
 MAX_PIECES = 4
 """The most pieces of one request that are copied at the same time."""
@@ -45,8 +45,8 @@ class MovingPiece:
 class MovingPages:
     """A copy of a request's pages to `tensors`, or from `tensors` to its pages, in order.
 
-    Pages `[first, num_done)` have been copied. `num_tokens` is set if pages are copied to `tensors`; later rows become
-    zeros.
+    Pages `[first, num_done)` have been copied. `num_tokens` is set if pages are copied to `tensors`: rows after these
+    tokens become zeros.
     """
 
     tensors: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""Load a pair onto a device, after every choice that is made once: device, kernels, limits and features."""
+"""Load a pair onto a device. Device, kernels, limits and features are chosen first, once for all its engines."""
 
 import logging
 import time
@@ -39,10 +39,10 @@ class LoadedPair:
 
     draft            any object with the interface of `drafts.draft.Draft`
     config           the engine config, without features that exclude each other
-    warnings         one per feature that was switched off, and others about the pair
-    rounding         the values that were rounded after loading, in a trial of another number format
+    warnings         about each feature that was switched off, and about the pair
+    rounding         the kind of values that a trial of another number format rounded after loading; None otherwise
     weight_digests   digests of the weights of `target` and `draft`
-    stop_token_ids   ids that end a text, by the target's configs
+    stop_token_ids   ids that end a text according to the target's configs
     """
 
     target: Target
@@ -68,16 +68,16 @@ class LoadedPair:
 
     @property
     def has_prefix_cache(self) -> bool:
-        """Whether prompts that begin alike share pages. A target with its own cache keeps its KV outside the pages."""
+        """Whether prompts with the same beginning share pages. A target with its own cache keeps its KV elsewhere."""
         return self.config.prefix_cache and self.target.config.own_cache is None
 
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
-        """The same pair with a draft of the same weights and another config."""
+        """The pair with another config for the draft, and the draft's loaded weights."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"
         return replace(self, draft=build_draft(config, self.draft_weights, self.target, self.placement))
 
     def without_draft(self) -> "LoadedPair":
-        """The target alone, decoding plainly."""
+        """The pair without its draft, for plain decoding."""
         return replace(self, draft=None, draft_weights=None, limits=replace(self.limits, num_draft_tokens=0))
 
 
@@ -90,7 +90,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         PairMismatch: the draft was not made for the target.
         UsageError: the config asks for more draft tokens than the draft was trained for, or for an unknown device.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
-        CapacityError: memory does not hold the pair, by the sizes in the headers.
+        CapacityError: memory does not hold the pair, according to the sizes in its headers.
     """
     config = config or EngineConfig()
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
@@ -146,7 +146,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
 def _weight_bytes(
     target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime
 ) -> WeightBytes:
-    """Bytes of the weights to load, by the headers. Refuses malformed headers before a target is loaded.
+    """Bytes of the weights to load, from the headers. Refuses malformed headers before a target is loaded.
 
     transformers reads a target into host memory first, and then moves it to a GPU.
     """
@@ -185,5 +185,5 @@ def quantised_warning(quantization: Quantization, dtype: str) -> Notice:
             "activations are not quantised, but an inference server may quantise them"
         )
     else:
-        text = f"the target's weights stay packed ({quantization.method}); the code of that package computes with them"
+        text = f"the target's weights stay quantised ({quantization.method}): that method's package computes with them"
     return Notice(text, id="quantised-target")

@@ -1,7 +1,7 @@
-"""How memory is divided: weights first, then the working memory of steps, and KV pages from the rest.
+"""Memory is divided into weights, working memory of steps, and KV pages, which get the rest.
 
-Headers tell whether the weights fit, before they are read. The working memory of a step follows from the shapes of the
-pair, before anything runs. `log_use` logs the memory that is really in use after the warm-up.
+Headers tell whether the weights fit, before they are read. The working memory of a step is computed from the shapes of
+the pair, before anything runs. `log_use` logs the memory that is really in use after the warm-up.
 """
 
 import logging
@@ -32,12 +32,12 @@ GRAPH_BYTES = 4 * 2**20
 """Memory that the driver keeps per captured step, without the working memory of the step."""
 
 NUM_GRAPHS = 64
-"""Expected graphs per width: the buckets of a usual run times its kinds of sampling."""
+"""Expected CUDA graphs per verify width: the buckets of a usual run times its kinds of sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of a pair's loaded weights. `passing` bytes are in host memory while the weights load."""
+    """Bytes of a pair's loaded weights. While they load, `passing` bytes are in host memory."""
 
     target: int
     draft: int
@@ -46,9 +46,10 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A check before loading: does memory hold the pair and one request of the shortest length?
+    """Checks before loading whether memory holds the pair and one request of the shortest length.
 
-    If the config sets the size of the KV cache, the user decides how much memory is left for steps.
+    If the config sets the size of the KV cache, the check reserves no memory for steps: the user decides how much is
+    left for them.
     """
 
     config: EngineConfig
@@ -73,7 +74,7 @@ class Fit:
             if weights.target > sum(budgets.values()):
                 shares = ", ".join(f"{_gib(size)} of {_name(key)}" for key, size in budgets.items())
                 raise CapacityError(
-                    f"too large to be spread: {_gib(weights.target)} {name}, which may use {shares}",
+                    f"too large to be spread: {_gib(weights.target)} {name}, but they may only use {shares}",
                     id="too-large-to-spread", found={name: weights.target},
                 )  # fmt: skip
             return replace(placement, spread=Spread(max_bytes=budgets))
@@ -84,7 +85,7 @@ class Fit:
         return placement
 
     def _parts(self, weights: WeightBytes) -> dict[str, int]:
-        """Bytes of every part of the engine's memory but the target's weights."""
+        """Bytes of each part of the engine's memory, except the target's weights."""
         page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
         return {
             "weights of the draft": weights.draft,
@@ -99,12 +100,12 @@ class Fit:
         return scratch + own_cache_bytes(self.target, self.limits)
 
     def _borrowed_bytes(self) -> int:
-        """Bytes of a spread target's embedding and head. The engine's device has them too, for draft and sampling."""
+        """Bytes of copies of a spread target's embedding and head on the engine's device, for draft and sampling."""
         rows = self.target.vocab_size * (1 if self.target.tie_word_embeddings else 2)
         return rows * self.target.hidden_size * self.placement.dtype.itemsize
 
     def _left(self, parts: dict[str, int]) -> int:
-        """Bytes that stay free with these parts.
+        """Free bytes on the engine's device, minus the bytes of these parts.
 
         Raises:
             CapacityError: the parts do not fit.
@@ -156,8 +157,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes of working memory that steps need, without KV and weights.
 
-    Steps with prompts and uncaptured steps share memory. Captured steps have their own memory, as much as the largest
-    of them needs.
+    Steps with prompts and uncaptured steps share memory. Captured steps share other memory, as much as the largest
+    captured step needs.
     """
     num_taps = draft.num_taps if draft is not None else 0
     decode = _decode_bytes(config, target, draft, limits, placement)
@@ -184,10 +185,10 @@ def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype:
 
 
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:
-    """The most bytes that a forward holds per row: in a feed-forward layer, or when it joins the features.
+    """An upper bound on the bytes that a forward holds per row.
 
-    A row has the residual stream before and after the layer, its norm and the sublayer's output. It has queries, keys
-    and values, twice because of rotation. It has gate, up and their product, tapped outputs, and the joined features.
+    It counts the residual stream before and after a layer, its norm and the sublayer's output; queries, keys and values
+    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size
@@ -197,7 +198,8 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
 def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
     """Numbers per row inside a feed-forward layer: gate, up and their product.
 
-    With experts, each chosen expert has these too. Its output is held three times: computed, scaled and reordered.
+    A row has these numbers for each chosen expert, and three copies of the expert's output: computed, scaled and
+    reordered.
     """
     dense = 3 * config.intermediate_size
     experts = config.experts if isinstance(config, TargetConfig) else None
@@ -226,7 +228,7 @@ def _decode_bytes(
 
 
 def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
-    """Bytes that a target with its own cache needs per text of any length, and for attention scores; otherwise 0."""
+    """Bytes of a target's own cache for texts of any length, and of its attention scores; 0 for KV in pages."""
     if target.own_cache is None:
         return 0
     scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))
@@ -264,14 +266,14 @@ def _token_bytes(target: TargetConfig, draft: DraftConfig | None, placement: Pla
 
 
 def _least_pages(config: EngineConfig, limits: Limits) -> int:
-    """Pages of one request of the shortest length, and the page that is never used."""
+    """Pages of one request of the shortest length, plus page 0, which is never used."""
     return 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
 
 
 def _free_bytes(device: torch.device, utilization: float) -> int:
     """Free bytes on a device that a pair may use."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # torch still holds the memory of an earlier LLM
+        torch.cuda.empty_cache()  # torch may still hold the memory of an earlier LLM
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - utilization))
     return available_bytes()
@@ -294,7 +296,7 @@ def _savings(config: EngineConfig, placement: Placement) -> str:
     if placement.dtype.itemsize > 2:
         options.append("--dtype bfloat16 makes weights smaller")
     if config.max_num_requests > 1:
-        options.append("a smaller --max-num-requests or --max-batched-tokens makes steps smaller")
+        options.append("a smaller --concurrency or --max-batched-tokens makes steps smaller")
     return "; ".join(options) or "a smaller target, or a machine with more memory"
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a loaded pair: everything that decides the content of its KV and the layout of its pages."""
+"""The fingerprint of a loaded pair: all facts that determine the content of its KV and the layout of its pages."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LAYOUT = "pages, layers, keys and values, rows, heads"
 def fingerprint(pair: LoadedPair) -> Fingerprint:
     """The fingerprint of a pair. Pairs with equal fingerprints can continue from each other's KV.
 
-    Weights count by their digests and not by their names. A pair built by hand lacks digests.
+    Weights are compared by digest, not by name. The digests of a pair built in Python are None.
     """
     target, config = pair.target.config, pair.config
     fields: dict[str, Any] = {

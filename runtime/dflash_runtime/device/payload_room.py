@@ -1,4 +1,4 @@
-"""A limit on payloads that stay on the device until they are handed off, so that steps keep the memory they need."""
+"""A limit on payloads that stay on the device until they are sent, so that steps keep the memory they need."""
 
 import math
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class PayloadRoom:
         """Take room for a request's payload of `num_tokens` tokens; False if there is not enough.
 
         A payload that the other side waits for may exceed the limit, unless the other side also waits for a payload
-        that has room already. The other side may ask for payloads in any order. Without this exception, payloads that
-        it does not ask for yet could hold all the room.
+        that has room already. The other side may ask for payloads in any order, and without this exception payloads
+        that it asks for later could hold all the room.
         """
         needed = self._porter.num_bytes(num_tokens)
         has_room = not self._taken or sum(self._taken.values()) + needed <= self._num_bytes

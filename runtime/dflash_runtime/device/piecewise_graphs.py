@@ -2,10 +2,10 @@
 
 Up to about a thousand rows, the host needs longer to launch a forward with prompts than a GPU needs to run it. The
 whole forward cannot be captured, because the division of rows into prompts and blocks changes from step to step. Only
-attention depends on that division. So everything else is captured for a bucket of rows, and attention is launched in
-between over the rows of the step. Padding rows of the bucket keep no KV, and nobody reads them.
+attention depends on that division. So everything else is captured for a bucket of rows, and attention is launched
+between the pieces over the rows of the step. No KV is stored for padding rows of the bucket, and nobody reads them.
 
-Running a forward divides it: its `Attend` ends a piece at every call of `read`, and begins the next.
+The target's code need not know of pieces: every call of `Attend.read` ends a piece and begins the next.
 
 Axis letters: T flat rows, M rows of the largest bucket, H heads, KV heads of keys and values, D head dim, F features.
 """
@@ -59,7 +59,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs in one memory pool. Graphs of one forward run in order; two forwards never overlap."""
+    """Records CUDA graphs in one memory pool. The graphs of a forward run in order, and two forwards never overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -226,7 +226,7 @@ class PiecewiseGraphs:
         return tuple(bucket for bucket, pieces in self._captured.items() if pieces is not None)
 
     def missing(self) -> list[int]:
-        """The buckets to capture, largest first, so that smaller buckets fit into the memory that it has freed."""
+        """The buckets to capture. The largest comes first, so that smaller buckets reuse the memory that it freed."""
         return [bucket for bucket in reversed(self._buckets) if bucket not in self._captured]
 
     def __call__(

@@ -4,7 +4,7 @@ The rows of one chunk follow the rows of another. Token ids and lengths go to th
 computes positions and slots from them.
 
 A fresh request starts without output tokens: the step chooses the first one. A resumed request was preempted, and
-continues from its last token.
+continues from its last output token.
 
 Axis letters: T flat rows, G chunks, E requests that end their prefill, F fresh requests among them.
 """
@@ -101,7 +101,7 @@ class PromptRows:
 
     @property
     def wanted(self) -> Tensor:
-        """The flat rows to compute hidden states for: `last_rows` [F], or row 0 without fresh requests."""
+        """The flat rows that need final hidden states: `last_rows` [F], or row 0 without fresh requests."""
         return self.last_rows if self.num_fresh else self.last_rows.new_zeros(1)
 
     @property
@@ -112,7 +112,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """Lays out prompts with the parts of one runner."""
+    """Lays out the prompt rows of one runner's steps."""
 
     config: TargetConfig
     kernels: Kernels

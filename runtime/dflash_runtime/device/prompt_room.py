@@ -1,9 +1,9 @@
 """Room for prompt rows in captured decode steps: the layout of prompts in a tensor with a fixed address.
 
 A step with few decoding rows and few prompt rows (`scheduling/step_load.py`) is one CUDA graph for a fixed number of
-prompt rows. Prompts fill the first rows, and padding fills the others. Padding rows lack a page, so that their KV is
-not stored, and nobody reads them. Padding tiles of attention are empty. A padding prompt uses the padding row of the
-state, which is done.
+prompt rows. Prompts fill the first rows, and padding fills the others. Padding rows lack a page, so their KV is not
+stored, and nobody reads them. Padding tiles of attention are empty. A padding prompt uses the padding row of the state,
+which is always done.
 
 Axis letters: T rows of the room, E prompts that may end.
 """
@@ -28,7 +28,7 @@ from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
 MOST_PROMPTS = 8
-"""The most prompts of a captured step. Steps with more prompts run another way."""
+"""The most prompts of a captured step. Steps with more prompts run in pieces or uncaptured."""
 
 
 class PromptRoom:
@@ -60,7 +60,7 @@ class PromptRoom:
         return tuple(chunk.request for chunk in chunks if chunk.is_last)
 
     def prompts(self, mode: StepMode) -> PromptRows:
-        """The rows of this room as a captured step in this mode reads them.
+        """The prompt rows of this room, for a captured step in this mode.
 
         The captured step looks up the slots: the requests, and so their pages, change from step to step.
         """
@@ -83,10 +83,11 @@ class PromptRoom:
         return plan_chunks(segments, self._layout.config, shape_of, pages.device)
 
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """The content of the room.
+        """The parts of the room's tensor for these chunks, padded to its size.
 
-        First come the plans of attention. Then come token ids, positions and rows of the page table, [T] each. The end
-        has last flat rows, rows of the state, KV lengths and remaining tokens of prompts that end, [E] each.
+        First come the plans of attention. Then come token ids, positions and rows of the page table, [T] each. The last
+        parts describe the prompts that end: last flat rows, rows of the state, KV lengths and remaining tokens, [E]
+        each.
         """
         segments, padding_row = segments_of(chunks), self._padding_row
         plans = self._plan(segments)

@@ -1,8 +1,8 @@
 """The copy of a step's results to the host.
 
 Each step packs its results into one small tensor, and queues a copy to pinned memory after its own work. Reading waits
-for that copy alone. The engine queues later steps before it reads the oldest one, so that the device always has work.
-A request may end before its results are read. The scheduler recognises such results by their generation number.
+only for that copy. The engine queues later steps before it reads the oldest one, so that the device always has work. A
+request may end before its last results are read. The scheduler recognises them by their generation number.
 
 Axis letters: R requests, N block rows.
 """
@@ -31,7 +31,7 @@ class PendingForward:
     def send(
         cls, parts: Sequence[tuple[Sequence[Request], Tensor | None]], device: torch.device, batch: Batch
     ) -> "PendingForward":
-        """Start to copy packed results to the host. A part without tokens has None as results."""
+        """Start to copy packed results to the host. The results of a part are None if its requests get no tokens."""
         arriving = tuple((tuple(requests), _sent(packed)) for requests, packed in parts if packed is not None)
         event = torch.cuda.Event() if device.type == "cuda" else None
         if event is not None:

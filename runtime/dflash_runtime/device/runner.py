@@ -7,18 +7,18 @@ A decode step, for R requests with blocks of N = K + 1 rows:
     accept    the longest prefix of the drafts that the target agrees with, and one bonus token, cut at stops and limits
     context   features of the committed rows -> the draft's context KV
 
-The way of a prompt through a step:
+The prompts of a step:
 
     lay out   the chunks of all prompts as flat rows (`prefill.py`)
-    forward   the rows through the target, behind the blocks of decoding requests if there are any
-    start     the first token of every prompt that ends; its row of the device state is switched on
+    forward   the flat rows through the target, after the rows of decoding requests if there are any
+    start     choose the first token of every prompt that ends, and switch its row of the device state on
     context   features of the prompt rows -> the draft's context KV
 
 Blocks and prompts share a forward, so that the target's weights are read once. If both have few rows, the whole step is
 one CUDA graph (`prompt_room.py`). Otherwise the forward runs in captured pieces (`piecewise_graphs.py`), or uncaptured.
 
-Nothing here waits for the device. If the block of a request would pass the model's limit, no draft is accepted, which
-is plain decoding. A request that is done runs too, and changes nothing.
+Nothing here waits for the device. If the block of a request would pass the model's limit, none of its drafts is
+accepted, which is plain decoding. A request that is done still runs, but changes nothing.
 
 Axis letters: R requests, N block rows, W verified rows, K drafted tokens, T flat rows, E requests that end their
 prefill, F fresh requests among them, V vocabulary.
@@ -72,7 +72,7 @@ class Runner:
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
-        # A block may begin on the last position, so the table has room for one block more than the model's length.
+        # A block may begin on the last position, so the table is one block longer than the model.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
         # The last row is the padding row of graphs. No request gets it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
@@ -103,7 +103,7 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:
-        """Queue one step on the pair's device, whichever device is current; None if there is nothing to run."""
+        """Queue one step on the pair's device, even if another device is current. None if there is nothing to run."""
         with as_current(self.device):
             self._admit(batch)
             room = self.room_beside(batch)
@@ -133,7 +133,7 @@ class Runner:
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
     def room_beside(self, batch: Batch) -> PromptRoom | None:
-        """The room for this batch's chunks in a captured decode step; None if the step runs another way."""
+        """The room for this batch's chunks in a captured decode step. None if they do not fit in one."""
         if self.graphs is None or not batch.decode or not batch.chunks or batch.verify_width > 1:
             return None
         num_rows = rows_to_ridge(len(batch.decode))
@@ -156,10 +156,10 @@ class Runner:
         return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
-        """Decode state rows [R] for one step -> packed results, and the packed results of prompts if `mode` has room.
+        """Run one decode step of state rows [R] -> packed results, and packed results of prompts if `mode` has room.
 
-        CUDA graphs capture this function. `longest` bounds the true KV lengths of the requests. Without it, all
-        launches follow from shapes and the mode alone.
+        CUDA graphs capture this function. `longest` is an upper bound on the true KV lengths of the requests. Without
+        it, the launches depend only on shapes and the mode.
         """
         blocks = self._draft_blocks(rows, mode, longest)
         if mode.num_prompt_rows:
@@ -182,7 +182,7 @@ class Runner:
     def _decode_and_prefill(self, batch: Batch, prompts: PromptRows) -> tuple[Results, ContextRows]:
         """Run the blocks of a batch and its prompts in one forward -> results, and the context KV to write."""
         rows = _rows(batch)
-        # The number of rows is one that is captured at start, so that its kernels are compiled already.
+        # Padded to a number of rows that is captured at start, so its kernels are compiled already.
         padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
         blocks = self._draft_blocks(padded, StepMode.of(batch.decode, batch.verify_width), batch.longest)
         packed, first, context = self._run_joined(blocks, prompts, self.pieces or self.target)
@@ -262,7 +262,7 @@ class Runner:
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
-        """By how many nats the target's best choice is more likely than each output token.
+        """For each output token, how many nats more likely the target's best choice is.
 
         Runs one forward over the text. Uses no pages, does not change the state, and waits for the device.
         """
@@ -278,7 +278,7 @@ class Runner:
             return [float(value) for part in parts for value in part]
 
     def _regrets_of(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """The regrets of tokens [T] after rows [T, hidden]: how many nats the best choice is ahead, [T]."""
+        """The regrets [T] of tokens [T], from the hidden states [T, hidden] of the rows before them."""
         logits = self.target.head(hidden)
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
@@ -332,7 +332,7 @@ class Runner:
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
     def _find_draft_ids(self) -> Tensor | None:
-        """The draft's id of every id of the target [V], or -1; None if both have the same ids."""
+        """The draft's id of every target id [V], or -1 without one. None if both models have the same ids."""
         if self.draft is None or self.draft.target_ids is None:
             return None
         draft_ids = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=self.device)
@@ -362,7 +362,7 @@ class Runner:
         return chosen, max_accepted, is_finite.view_as(positions)
 
     def _attend_target(self, blocks: Blocks) -> PagedAttention:
-        """The target's attention over the pages of blocks. It stores the KV of verified rows."""
+        """The target's attention over the pages of blocks. It also stores the KV of verified rows."""
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal = (True,) * config.num_layers
@@ -388,7 +388,7 @@ class Runner:
 
     def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
         state = self.state
-        # A greedy step reads none of these values, so that any rows will do.
+        # A greedy step reads none of these values, so any rows will do.
         chosen = slice(len(rows)) if mode.is_greedy else rows
         return Sampling(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode

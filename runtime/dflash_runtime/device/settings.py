@@ -21,10 +21,10 @@ KERNEL_ROWS, REFERENCE_ROWS = 8192, 2048
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a name. `auto` is the GPU if there is one, otherwise the CPU.
+    """The device for `--device`. `auto` is the GPU if there is one, otherwise the CPU.
 
     Raises:
-        UsageError: the name is not the name of a device.
+        UsageError: no device has this name.
         UnsupportedError: the device is absent, too old, or neither a CPU nor a CUDA GPU.
     """
     if name == "auto":
@@ -43,7 +43,7 @@ def resolve_device(name: str) -> torch.device:
         if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             found = f"{torch.cuda.get_device_name(device)} with compute capability {_capability(device)}"
             raise UnsupportedError(field="device", found=found, expected="compute capability 8.0 or higher")
-        # With its number, because "cuda" without one means the device that is current at each use.
+        # With a number, because "cuda" means whichever device is current at each use.
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
@@ -53,7 +53,7 @@ def _capability(device: torch.device) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name. `auto` is bfloat16 on a GPU and float32 on the CPU."""
+    """The dtype for `--dtype`. `auto` is bfloat16 on a GPU and float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -61,7 +61,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels of a name. `pick_kernels` chooses for `auto`.
+    """The kernels for `--kernels`. `pick_kernels` chooses for `auto`.
 
     Raises:
         UnsupportedError: Triton kernels do not run on this device.
@@ -101,7 +101,7 @@ def can_capture(config: EngineConfig, device: torch.device, kernels: Kernels) ->
 
 
 def can_adapt(config: EngineConfig) -> bool:
-    """Whether an engine with this config drafts and captures its decode steps, as an adaptive width needs.
+    """Whether an engine with this config drafts and captures its decode steps. Adaptive width needs both.
 
     Raises:
         UsageError, UnsupportedError: the device or the kernels do not exist on this machine.
@@ -117,7 +117,7 @@ def rows_of_a_step(config: EngineConfig, kernels: Kernels) -> int:
 
 
 def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
-    """K: by default the number of tokens that the draft was trained to draft.
+    """K, by default the number of draft tokens that the draft was trained for.
 
     Raises:
         UsageError: the config asks for more.

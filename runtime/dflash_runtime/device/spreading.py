@@ -1,4 +1,4 @@
-"""Spread a hosted target over GPUs and host memory: read `--device-map`, and bound the weights of each device."""
+"""Spread a hosted target over GPUs and host memory: read `--device-map`, and limit the weights of each device."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +17,10 @@ AUTO = "auto"
 DISK = "disk"
 
 KV_SHARE = 0.25
-"""Share of the free memory, without the draft and steps, that stays free for KV on the engine's device."""
+"""Share of the engine's device that stays free for KV, of the memory left after draft and working memory."""
 
 HOST_SHARE = 0.9
-"""Share of the host's available memory that weights may take."""
+"""Share of the host's available memory that weights may use."""
 
 
 def resolve_spread(text: str | None) -> Spread | None:

@@ -1,9 +1,9 @@
 """The device state of requests, one row each. Steps read and write it without waiting for the host.
 
-A request holds one row from admission to its end. The host writes a row when a request is admitted, gains pages, or is
-switched on, for all requests of a step together. Every step writes lengths, anchors and done flags. All of this happens
-in stream order, so a row may go to a new request while steps of the old request are queued. Those steps find the row
-done, and their results have the old generation number.
+A request holds one row from admission to its end. The host writes rows when requests are admitted, gain pages or are
+switched on, once per step for all requests. Every step writes lengths, anchors and done flags. All writes happen in
+stream order, so a row may go to a new request while steps of the old request are queued. These steps find the row done,
+and their results have the old generation number.
 
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
@@ -154,8 +154,7 @@ class Uploader:
     def lists(self, *lists: Sequence[int]) -> list[Tensor]:
         """Several lists as device tensors, int64, in one copy.
 
-        Each begins at a multiple of 16 bytes, so that kernels always get pointers of the alignment that they were
-        compiled for.
+        Each list begins at a multiple of 16 bytes, because kernels were compiled for pointers with this alignment.
         """
         sizes = [len(values) + len(values) % 2 for values in lists]
         flat = self.ints([value for values in lists for value in (*values, *[0] * (len(values) % 2))])

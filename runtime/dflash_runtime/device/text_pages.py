@@ -28,7 +28,7 @@ Anchor = tuple[int, int]
 
 
 class TextPages:
-    """Texts in pages, one after another. All rows of a text have features, or its first `num_rows`."""
+    """Texts in pages, one after another. `num_rows` is the number of rows with features per text, by default all."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TextPages:
             return torch.cat([self._propose(draft, cache, part, num_drafts) for part in parts])
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
-        """How many of the proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
+        """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
         first, positions = self._locate(anchors)
         after = 1 + torch.arange(proposed.shape[1], device=first.device)
         is_right = proposed == self._token_ids[(first + positions)[:, None] + after]

@@ -1,8 +1,8 @@
 """Run the rows of a step through a target with its own cache, one request after another.
 
-Each row of the state has a cache. It begins with the request's first chunk, and ends when the request ends, is
-preempted or begins again. The KV lengths in the state tell how many tokens of the last block were committed, so a step
-waits for the step before it.
+Each row of the state has a cache. The cache is created with the request's first chunk, and dropped when the request
+ends, is preempted or begins again. A step needs to know how many tokens of the last block were committed, so it waits
+for the step before it.
 
 Axis letters: R requests, W verified rows of a block, T flat rows, F features.
 """
@@ -79,7 +79,7 @@ class Texts:
     ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [R, W] after `context_lens` tokens -> hidden states [R * W, hidden], features [R * W, F].
 
-        Rows past the last position are zeros, and so are the rows of a request that is done (context length 0).
+        Rows past the model's last position are zeros, and so are the rows of a done request (context length 0).
         """
         blocks = zip(rows, context_lens, token_ids, strict=True)
         return _join([self._verify(row, context_len, block, taps) for row, context_len, block in blocks])

@@ -7,7 +7,7 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PageAddition:
-    """Pages that a request gains. They go into its row of the page table, from `column` on."""
+    """Pages that a request gains, written into its row of the page table from `column` on."""
 
     row: int
     column: int
@@ -18,7 +18,7 @@ class PageAddition:
 class Chunk:
     """Positions `[start, end)` of a request to prefill. After its last chunk the request decodes.
 
-    Only the last chunk of a resumed request can be empty, since the last token of a prompt always runs.
+    Only the last chunk of a resumed request can be empty. The last token of a prompt always runs.
     """
 
     request: Request

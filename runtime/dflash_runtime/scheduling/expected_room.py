@@ -1,4 +1,4 @@
-"""Whether the pool has room for one more request, from the expected lengths of requests. Host only."""
+"""Predict from the expected lengths of requests whether the pool has room for one more. Host only."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.request import Request
 
 FIRST_SHARE = 0.25
-"""Expected share of its allowed tokens that a request uses, before any request has ended."""
+"""The first estimate of the share of its allowed tokens that a request uses, before any request has ended."""
 
 LOWEST_SHARE = 1 / 16
 
 SHARE_WEIGHT = 1 / 8
-"""Weight of the latest ended request in the expected share, an exponential moving average."""
+"""Weight of the request that ended last. The expected share is an exponential moving average."""
 
 
 class ExpectedRoom:
@@ -28,15 +28,15 @@ class ExpectedRoom:
         self._longest = 0  # tokens that the longest live request may reach
 
     def expect(self, request: Request, *, is_alone: bool) -> None:
-        """Note a new request. `is_alone` says that no other request is live."""
+        """Take a new request into account. `is_alone` means that no other request is live."""
         tokens = request.total_len + request.remaining(self.limits.max_model_len)
         self._longest = max(tokens, 0 if is_alone else self._longest)
 
     def has_room(self, request: Request, running: Sequence[Request]) -> bool:
         """Whether the pool has the pages that a waiting request and the running requests are expected to need.
 
-        Each running request may need one page at once. Later each grows by one token at a time until it ends and frees
-        its pages, so the pool is fullest just before a request ends. The check covers each of these moments.
+        Each running request may need one page at once. Then each grows by one token at a time until it ends and frees
+        its pages, so the pool is fullest just before a request ends. The check covers the end of every request.
         """
         size = self.pages.page_size
         needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
@@ -47,7 +47,7 @@ class ExpectedRoom:
             return True  # all fit at their longest: a quick answer with thousands of requests
         alive = sorted((*running, request), key=self._expected_left, reverse=True)
         freed = sum(len(item.pages) * size - item.num_cached for item in alive)
-        grown = fullest = 0  # tokens; the last page of each is half full on average
+        grown = fullest = 0  # tokens; the last page of a request is half full on average
         for count, item in enumerate(alive, start=1):
             held = len(item.pages) * size
             freed -= held - item.num_cached
@@ -56,7 +56,7 @@ class ExpectedRoom:
         return fullest <= self.pages.num_available * size
 
     def learn(self, request: Request) -> None:
-        """Update the expected share with the share that a request used before it ended by itself."""
+        """Update the expected share with the share that an ended request has used."""
         num_used = len(request.output_token_ids)
         share = num_used / (num_used + request.remaining(self.limits.max_model_len))
         self.share += (max(share, LOWEST_SHARE) - self.share) * SHARE_WEIGHT

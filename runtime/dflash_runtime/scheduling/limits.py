@@ -19,7 +19,7 @@ RIDGE_GRAIN = 64
 def rows_beside(num_decoded: int, max_rows: int) -> int:
     """How many prompt rows fit into a step of `max_rows` that has `num_decoded` decode rows.
 
-    Decode rows always run. The step exceeds `max_rows` only when they leave prompts less than their share.
+    Decode rows always run. The step exceeds `max_rows` only if decode rows leave prompts less than their share.
     """
     return max(max_rows - num_decoded, -(-max_rows // PROMPT_SHARE))
 
@@ -56,7 +56,7 @@ class Limits:
         return num_decoded + rows_beside(num_decoded, self.max_batched_tokens)
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
-        """How many tokens a request must have pages for before a step is queued.
+        """The number of tokens that need pages before the next step of one request is queued.
 
         `known_len` rows are certain, including the prompt rows of this call. Each step in flight, and the step to be
         queued, may write `num_lookahead_tokens` more.
@@ -64,7 +64,7 @@ class Limits:
         return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)
 
     def loading_len(self, num_rows: int) -> int:
-        """How many tokens a request must have pages for while a hand-off of `num_rows` rows is loading.
+        """The number of tokens that need pages while one request loads a hand-off of `num_rows` rows.
 
         No step writes meanwhile, so no lookahead is reserved. The first step after loading reserves it, and admission
         keeps pages free for it. Source: vLLM's scheduler since vllm-project/vllm#46694.

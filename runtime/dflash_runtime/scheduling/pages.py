@@ -1,4 +1,4 @@
-"""The pool of KV pages: pages that requests hold, and pages kept for their content. Knows page numbers only.
+"""The pool of KV pages: pages that requests hold, and pages kept for the prefix cache. Knows page numbers only.
 
 A page is in exactly one of three states:
 
@@ -83,7 +83,7 @@ class PagePool:
                     self._free.append(page)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that every page is in one state, and that references match `held`, the page list of each request."""
+        """Assert that every page is in one state, and that references match `held`, the page lists of all requests."""
         expected = [0] * self.num_pages
         for pages in held:
             assert len(set(pages)) == len(pages), "a request holds a page twice"

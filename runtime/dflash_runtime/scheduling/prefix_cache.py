@@ -2,7 +2,7 @@
 
 A page's digest covers its tokens and the digest of the page before it. So equal digests mean equal texts from the first
 token on. Target KV and draft context KV share page numbers, so a hit brings both and nothing is recomputed. At most
-`len(tokens) - 1` tokens are matched. The last token always runs, which gives the first draft a fresh anchor.
+`len(tokens) - 1` tokens are matched, because the last token must run: its logits give the first anchor.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class PrefixCache:
         self._digests.clear()
 
     def match(self, request: Request) -> None:
-        """Give a request the longest run of cached pages that its tokens start with."""
+        """Give a request the cached pages of the longest prefix of its tokens."""
         if not self._is_open_to(request):
             return
         size = self._pool.page_size
@@ -51,10 +51,10 @@ class PrefixCache:
         request.prefilled_len = request.num_published * size
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Enter the full pages within a request's first `num_tokens` rows of true KV.
+        """Publish the full pages within a request's first `num_tokens` rows of true KV.
 
-        When the cache already has a page with the same text, the request keeps its own page unpublished: published
-        pages are never replaced.
+        If the cache already has a page with the same text, the request's own page stays unpublished: published pages
+        are never replaced.
         """
         if not self._is_open_to(request):
             return
@@ -98,7 +98,7 @@ class PrefixCache:
 
 
 def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) -> list[bytes]:
-    """The digests of at least the first `num_pages` pages of a request. A text only grows, so each is computed once."""
+    """Digests of a request's pages, at least of the first `num_pages`. A text only grows, so each is computed once."""
     digests = request.page_digests
     for start in range(len(digests) * page_size, num_pages * page_size, page_size):
         digests.append(page_digest(digests[-1] if digests else salt, request.token_slice(start, start + page_size)))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
+from typing import Any
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
@@ -285,7 +286,7 @@ class RequestOutput:
     After a failure, `finish_reason` is ERROR, `error`, `error_id` and `exit_code` describe it, and `token_ids` has the
     tokens generated before it.
 
-    `decode` turns token ids into text. It is None if the target has no tokenizer.
+    `decode` turns token ids into text. It is None for a target without a tokenizer.
     """
 
     index: int
@@ -321,7 +322,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str | None:
-        """The generated text without special tokens; None if the target has no tokenizer.
+        """The generated text without special tokens; None for a target without a tokenizer.
 
         Raises:
             CheckpointError: the tokenizer's files cannot be loaded.
@@ -337,7 +338,6 @@ class RequestOutput:
     def read(cls, request: Request, decode: Decode | None = None) -> "RequestOutput":
         """The output of a request that has ended."""
         assert request.finish_reason is not None
-        error = request.error
         return cls(
             index=request.index,
             prompt_token_ids=request.prompt_token_ids,
@@ -351,10 +351,8 @@ class RequestOutput:
             num_cached=request.num_cached,
             num_loaded=request.num_loaded,
             num_preemptions=request.num_preemptions,
-            error=error.message if error is not None else None,
-            error_id=error.id if error is not None else None,
-            exit_code=error.exit_code if error is not None else 0,
             decode=decode,
+            **({} if request.error is None else _facts_of(request.error)),
         )
 
     @classmethod
@@ -367,11 +365,14 @@ class RequestOutput:
             prompt_token_ids=prompt_token_ids,
             token_ids=(),
             finish_reason=FinishReason.ERROR,
-            error=error.message,
-            error_id=error.id,
-            exit_code=error.exit_code,
             decode=decode,
+            **_facts_of(error),
         )
+
+
+def _facts_of(error: DFlashError) -> dict[str, Any]:
+    """The fields of a RequestOutput that describe an error."""
+    return {"error": error.message, "error_id": error.id, "exit_code": error.exit_code}
 
 
 def check_ids(token_ids: Iterable[int], field: str = "prompt_token_ids") -> tuple[int, ...]:

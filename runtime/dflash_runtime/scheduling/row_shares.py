@@ -8,7 +8,7 @@ from dflash_runtime.scheduling.request import Request
 class RowShares:
     """How many rows each prompt runs in one step, at most `num_rows` together.
 
-    While several prompts want rows, each gets at most half of them. The order is:
+    While several prompts want rows, each gets at most half of the step's rows. The order is:
 
     1. the oldest prompt, so that it always makes progress;
     2. prompts that can finish in this step, and prompts that were waiting;
@@ -23,7 +23,7 @@ class RowShares:
         self._rows: dict[Request, int] = {}
 
     def order(self, begun: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Split prompts begun in earlier steps, oldest first, into those served before new prompts and after them."""
+        """Split prompts begun in earlier steps, oldest first: served before new prompts, and served after them."""
         others = sorted(begun[1:], key=_rows_wanted)
         quick = [request for request in others if _rows_wanted(request) <= self._most]
         return [*begun[:1], *quick], [request for request in begun[1:] if request not in quick]
@@ -36,7 +36,7 @@ class RowShares:
     def settle(self) -> dict[Request, int]:
         """Hand out the rows left over, and return the rows of each prompt.
 
-        Prompts that wanted rows and got none are left out.
+        A prompt that wanted rows and got none is left out.
         """
         for request, num_rows in self._rows.items():
             more = min(_rows_wanted(request) - num_rows, self.num_left)

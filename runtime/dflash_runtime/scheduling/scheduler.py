@@ -36,7 +36,8 @@ from dflash_runtime.scheduling.step_load import StepLoad
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy, width_of
 
 SHARED_WORTH_A_WAIT = 64
-"""A prompt waits if a running request will soon publish this many more tokens of its prefix. Other prompts pass it."""
+"""A prompt waits if a running request will soon publish this many more tokens of its prefix than the cache holds.
+Prompts behind it in the queue may be admitted meanwhile."""
 
 
 class OutOfPages(Exception):
@@ -93,7 +94,7 @@ class Scheduler:
     def schedule(self, *, is_drained: bool) -> Batch:
         """Choose the next batch and reserve its pages. An empty batch means that results must be committed first.
 
-        `is_drained` says that no step is in flight, so a request may be preempted.
+        `is_drained` means that no step is in flight, so a request may be preempted.
 
         Raises:
             OutOfPages: pages ran out while steps are in flight. Commit their results and call again.
@@ -160,9 +161,9 @@ class Scheduler:
         num_rows: int,
         finish_reason: FinishReason | None = None,
     ) -> None:
-        """Continue a request from a hand-off whose `num_rows` rows are in its pages, with the tokens of the hand-off.
+        """Continue a request from a loaded hand-off: its `num_rows` rows are in the request's pages.
 
-        With a `finish_reason` the request ended before it was handed off, and ends here too.
+        With a `finish_reason`, the request ended before it was handed off, and ends here too.
         """
         assert request.is_loading
         request.load_key = None
@@ -194,7 +195,7 @@ class Scheduler:
     def abort(self, requests: Iterable[Request] | None = None) -> None:
         """Drop requests, by default all, and release their rows and pages. Ended requests are ignored.
 
-        Steps in flight still write the released pages, but before any step of the pages' next owner.
+        Steps in flight still write the released pages, but they run before any step of the pages' next owner.
         """
         for request in self.live if requests is None else requests:
             if request in self._live:
@@ -259,9 +260,9 @@ class Scheduler:
         return admitted, chunks
 
     def _admit_waiting(self, shares: RowShares) -> list[Request]:
-        """Admit waiting requests in order, as far as prompt rows, batch rows and pages for whole prompts allow.
+        """Admit waiting requests in order, while prompt rows, rows of the state and pages for whole prompts are left.
 
-        A request waits while a running request prefills the same prefix, until it can use that request's pages.
+        A request waits while a running request prefills the same prefix, so that it can share that request's pages.
         """
         admitted: list[Request] = []
         passed_over: list[Request] = []
@@ -294,7 +295,7 @@ class Scheduler:
         return admitted
 
     def _chunk(self, request: Request, num_rows: int) -> Chunk:
-        """The request's next chunk of `num_rows` positions, which count as prefilled: later steps run after it.
+        """The request's next chunk, `num_rows` positions. They count as prefilled, because later steps run after it.
 
         If the cache has every position of a resumed request, its last chunk is empty and only switches it on.
         """
@@ -346,7 +347,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's row and pages and put it first in the queue. No step of it is in flight."""
+        """Take a request's row and pages, and put the request first in the queue. It has no step in flight."""
         assert request.num_in_flight == 0
         self._remove(request)
         request.num_preemptions += 1

@@ -2,14 +2,14 @@
 
 from dflash_runtime.scheduling.limits import Limits, rows_beside, rows_to_ridge
 
-REQUESTS_A_PROMPT = 12
-"""Prompts are few when at least this many requests decode for each prompt. Few prompts may wait for rows."""
+REQUESTS_PER_PROMPT = 12
+"""Prompts count as few if at least this many requests decode per prompt. Few prompts may wait for rows."""
 
 
 class StepLoad:
     """The most requests that run at a time, and the most rows of a step.
 
-    `keeps_to_ridge` is set when captured steps have room for prompts. Then few prompts run few rows per step, so that
+    `keeps_to_ridge` is set if captured steps have room for prompts. Then a few prompts run few rows per step, so that
     decoding requests get their tokens sooner. This also takes slightly less time in total
     (docs/measurements/mixed-load.md). Many prompts run as many rows as the step allows, because each waiting prompt is
     a request that does not decode.
@@ -25,7 +25,7 @@ class StepLoad:
         """How many rows `num_prompts` prompts get in a step in which `num_decoding` requests decode."""
         most = rows_beside(num_decoding * verify_width, self.max_batched_tokens)
         spare = rows_to_ridge(num_decoding) if self.keeps_to_ridge and verify_width == 1 else 0
-        is_few = num_prompts * REQUESTS_A_PROMPT <= num_decoding
+        is_few = num_prompts * REQUESTS_PER_PROMPT <= num_decoding
         return min(spare, most) if spare and is_few else most
 
     def shed(self, num_running: int, *, with_rows: bool) -> None:

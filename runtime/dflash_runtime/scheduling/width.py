@@ -27,33 +27,33 @@ FIRST_RATE = 0.75
 """Expected acceptance rate of the first draft token, before any observation."""
 
 PRIOR_WEIGHT = 4.0
-"""How many observations the expected rate of a position counts as. It is the rate of the position before."""
+"""Weight of a position's prior, in observations. The prior is the estimated rate of the position before."""
 
 MIN_MEMORY, MEMORY_STEPS = 128, 12
-"""How many observations of a position count: one per request over MEMORY_STEPS steps, but at least MIN_MEMORY."""
+"""The estimate of a position uses about the last MEMORY_STEPS steps, but at least MIN_MEMORY observations."""
 
 MIN_GAIN = 0.01
-"""A width is replaced only by a width that is better by this share, so that noise does not flip it."""
+"""The width changes only if another width is better by this share, so that noise does not change it."""
 
 MIN_SAVING = 0.015
-"""A narrower width is a candidate only if it saves this share of a wider step's time: each needs CUDA graphs."""
+"""A narrower width is a candidate only if it saves this share of a wider step's time, because it needs CUDA graphs."""
 
 TRIAL_SHARE = 0.01
 """Share of the time that may be lost to steps that try another width."""
 
 HOPED_RATE = 0.85
-"""Acceptance rate of a good draft. It chooses the width to try while nothing is drafted."""
+"""Acceptance rate of a good draft: the estimate that chooses the width to try while nothing is drafted."""
 
 
 class WidthPolicy(Protocol):
     """Chooses the verify width of each step, and observes how many drafts were accepted."""
 
     def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
-        """The widths that steps of `batch` requests can have. The widest width of each request is one of `widths`."""
+        """The widths that a step of `batch` requests may get, if `widths` are the widest widths of the requests."""
         ...
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
-        """The width of a step: at most the largest of `widths`, the widest width of each request.
+        """The width of a step, at most the largest of `widths`. `widths` has the widest width of each request.
 
         `num_context` is the number of KV tokens of all these requests.
         """
@@ -65,7 +65,7 @@ class WidthPolicy(Protocol):
 
 
 def width_of(requests: Sequence[Request], policy: WidthPolicy, full: int) -> int:
-    """How many rows of each block a step of these requests verifies, at most `full`. 1 without requests."""
+    """The verify width of a step of these requests, at most `full`; 1 without requests."""
     widths = [min(request.params.verify_width or full, full) for request in requests]
     return policy.choose(widths, sum(request.kv_len for request in requests)) if requests else 1
 
@@ -85,7 +85,7 @@ class FixedWidth:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of a decode step by batch size and verify width, and the time that context adds.
+    """Milliseconds of a decode step by batch size and verify width, and the time that its context adds.
 
     A batch takes the time of the next larger size in the table, because it runs in the CUDA graph of that size. Each
     context token adds `context_ms` to every step, and `draft_context_ms` to a step that drafts.
@@ -110,8 +110,8 @@ class StepTimes:
             after = min(bisect_left(sizes, batch), len(sizes) - 1)
             low, high = sizes[max(0, after - 1)], sizes[after]
             share = min(1.0, max(0.0, (batch - low) / (high - low))) if high > low else 0.0
-            # This formula keeps order: a width that is no slower than another at both ends is no slower in between,
-            # even after rounding.
+            # Rounding in this formula is monotone: if one width is at most as slow as another at both sizes, it is at
+            # most as slow in between.
             table[batch] = {w: (1 - share) * ms + share * measured[high][w] for w, ms in measured[low].items()}
         return cls(table, context_ms, draft_context_ms)
 
@@ -133,14 +133,14 @@ class SurvivalEstimate:
         self._accepted = [0.0] * num_draft_tokens
 
     def add(self, num_verified: int, num_accepted: int, memory: int) -> None:
-        """Count one request's step. Older observations fade, so that about the last `memory` per position count."""
+        """Count one request's step. Older observations fade: about the last `memory` per position have weight."""
         keep = 1 - 1 / memory
         for position in range(min(num_accepted + 1, num_verified)):
             self._reached[position] = keep * self._reached[position] + 1
             self._accepted[position] = keep * self._accepted[position] + (position < num_accepted)
 
     def expected_tokens(self) -> list[float]:
-        """Expected tokens of a request's step that verifies 1, 2, ... rows."""
+        """Expected tokens per step of one request, for a verify width of 1, 2, ..."""
         rate, survival, survivals = FIRST_RATE, 1.0, [1.0]
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
             rate = (accepted + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT)
@@ -219,7 +219,7 @@ class AdaptiveWidth:
             hoped = _tokens_by_width(self._hoped, widths, times)
             trial = max(wider, key=lambda width: hoped[width] / times[width])
         ms_per_token = times[own] / tokens[own]
-        # Rows beyond the current width give as many tokens as when they were last verified, or at worst none.
+        # Rows beyond the current width give as many tokens as the last time they were verified, or none at worst.
         expected, at_worst = times[trial] - tokens[trial] * ms_per_token, times[trial] - times[own]
         cost = max(expected, at_worst / 2, TRIAL_SHARE * times[own])
         self._saved_ms = min(self._saved_ms, 2 * cost)
@@ -236,6 +236,6 @@ def widths_for(num_draft_tokens: int) -> tuple[int, ...]:
 
 
 def _tokens_by_width(expected: Sequence[float], widths: Sequence[int], times: Mapping[int, float]) -> dict[int, float]:
-    """Expected tokens of a whole step for each width in `times`. A request's width limits what it contributes."""
+    """Expected tokens of a whole step for each width in `times`. `widths` has the widest width of each request."""
     counts = Counter(widths)
     return {width: sum(count * expected[min(own, width) - 1] for own, count in counts.items()) for width in times}

@@ -28,7 +28,7 @@ def low_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, because the interpreter is slow: up to 8 decoding requests, 16 prompt rows, 2 requests per prompt."""
     monkeypatch.setattr(limits, "RIDGE_ROWS", 24)
     monkeypatch.setattr(limits, "RIDGE_GRAIN", 8)
-    monkeypatch.setattr(step_load, "REQUESTS_A_PROMPT", 2)
+    monkeypatch.setattr(step_load, "REQUESTS_PER_PROMPT", 2)
 
 
 def answers(**sampling: Any) -> list[SamplingParams]:

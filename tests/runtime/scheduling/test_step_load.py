@@ -7,10 +7,10 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
-from dflash_runtime.scheduling.step_load import REQUESTS_A_PROMPT, StepLoad
+from dflash_runtime.scheduling.step_load import REQUESTS_PER_PROMPT, StepLoad
 
 LIMITS = Limits(num_draft_tokens=0, max_model_len=2000, max_num_requests=64, vocab_size=50, max_batched_tokens=1000)
-MANY = 3 * REQUESTS_A_PROMPT
+MANY = 3 * REQUESTS_PER_PROMPT
 """36 requests decode, so 192 prompt rows stay below the ridge."""
 
 
