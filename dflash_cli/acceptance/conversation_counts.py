@@ -21,8 +21,8 @@ FAR = 256
 class ConversationCounts:
     """Number of tokens that a conversation's verify steps committed, and number of steps, over all its turns.
 
-    Far steps, whose context has at least doubled since the first step, are also counted separately. `digest` is equal
-    for the same prompt in another result. `name` is for messages. `condition` is set if there were several conditions.
+    Far steps, with a context at least twice as long as at the first step, are also counted separately. The same prompt
+    has the same `digest` in another result. `name` is for messages. `condition` is None for a run without conditions.
     """
 
     digest: Annotated[str, "of the prompt; results are paired by it"]

@@ -59,7 +59,8 @@ def measure(
 ) -> Evaluation:
     """Answer the rows and pool their verify steps, in total and by category.
 
-    A conversation with a failed turn is left out and named. `tally` receives every event of the generation.
+    A conversation with a failed turn is left out of the counts and listed in `failed`. `tally` receives every event of
+    the generation.
     """
     session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
@@ -111,7 +112,7 @@ def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParam
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
-    """A hash of the prompts' token ids, as rendered by template and tokenizer."""
+    """Return a hash of the prompts' token ids, as rendered by template and tokenizer."""
     lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
     return digest_text("".join(lines))
 
@@ -126,7 +127,7 @@ def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Require the acceptance length, or the lower end of its interval, to be at least `minimum` under each condition.
+    """Require an acceptance length, or lower end of its interval, of at least `minimum` under each condition.
 
     Raises:
         GateFailed: the value is below the minimum, or there are too few steps or prompts to compute it.
@@ -162,6 +163,7 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
     if value < minimum:
         raise GateFailed(
             f"{name} {value:.3f}, expected at least {minimum:g}",
+            id="acceptance-too-low",
             field=name,
             found=value,
             expected=f"at least {minimum:g}",

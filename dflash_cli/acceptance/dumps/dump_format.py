@@ -29,7 +29,7 @@ HIDDEN, TOKENS = "hidden_states", "token_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedText:
-    """One answer of a target. `token_ids` are the prompt, the answer, and the target's further tokens.
+    """One answer of a target. `token_ids` are the prompt, the answer, and tokens that continue the answer.
 
     `read` loads the hidden states of the first `num_rows` tokens, [T, L, H].
     """
@@ -64,9 +64,9 @@ class Dump:
 
     @property
     def target_name(self) -> str:
-        """The name of the dump's target in messages."""
+        """Name, commit and digest of the target, for messages."""
         if self.target is None:
-            return "a target it does not name"
+            return "an unnamed target"
         commit = f"@{self.target.commit[:12]}" if self.target.commit else ""
         return f"{self.target.name}{commit} ({self.target.digest})"
 
@@ -119,7 +119,9 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
         CheckpointError, UsageError: see `DumpFormat.open`; the dump is empty.
     """
     if not path.exists():
-        raise CheckpointNotFound("no such dump", path=path, hint="write one with dflash dump TARGET --output DIR")
+        raise CheckpointNotFound(
+            "no such dump", id="dump-not-found", path=path, hint="write one with dflash dump TARGET --output DIR"
+        )
     formats = dump_formats()
     for name in formats:
         format = formats[name]()
@@ -128,7 +130,7 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
             if not dump.texts:
                 raise CheckpointError("the dump is empty, expected at least one text", id="empty-dump", path=path)
             return dump
-    raise UnknownFormat(f"not a dump in a known format ({', '.join(formats)})", path=path)
+    raise UnknownFormat(f"not a dump in a known format ({', '.join(formats)})", id="unknown-dump-format", path=path)
 
 
 def check_ids_within(text: Sequence[int], vocab_size: int, file: Path) -> None:

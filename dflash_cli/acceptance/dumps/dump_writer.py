@@ -1,7 +1,7 @@
-"""Write a dump: answer prompts with a target alone, and keep its text and the outputs of tapped layers.
+"""Write a dump: answer prompts with a target alone, and store its answers and the outputs of tapped layers.
 
-Prompts are answered in batches. Each answer is continued by a few tokens, then read again for its hidden states. Its
-file is renamed into place when it is complete, so an interrupted dump continues after the files that exist.
+Prompts are answered in batches. The target continues each answer by a few tokens, then reads it again for its hidden
+states. Each file is renamed into place when it is complete, so an interrupted dump continues after the existing files.
 """
 
 import json
@@ -77,8 +77,8 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     """Refuse a folder before anything is loaded.
 
     Raises:
-        UsageError: the folder cannot be created, holds other files, or holds a dump and neither `resume` nor `force` is
-            true.
+        UsageError: the folder cannot be created, holds other files, or already holds a dump without `resume` or
+            `force`.
     """
     check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -108,11 +108,11 @@ def _is_dump(folder: Path) -> bool:
 
 
 def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
-    """Dump the answers that the folder does not hold yet. `sink` receives every event of the generation.
+    """Dump the answers that the folder lacks. `sink` receives every event of the generation.
 
     Raises:
         UsageError: the folder holds a dump with other settings, or see `check_folder`.
-        OSError: a file cannot be written; earlier files stay.
+        OSError: a file cannot be written. Earlier files stay.
     """
     params = request.params.with_stops(session.stop_token_ids)
     manifest = _describe(session, request, params)

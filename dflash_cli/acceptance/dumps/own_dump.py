@@ -143,7 +143,9 @@ def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText
     infos = read_shapes(file)
     token_ids, metadata = read_tokens(file)
     if METADATA not in metadata:
-        raise CheckpointError(path=file, field=METADATA, found=MISSING, expected="metadata that dflash dump writes")
+        raise CheckpointError(
+            id="no-metadata", path=file, field=METADATA, found=MISSING, expected="metadata that dflash dump writes"
+        )
     facts = read_document(TextFacts, metadata[METADATA].encode(), file, error=CheckpointError)
     prompt_len, answer_len, num_overhang = facts.prompt_len, facts.answer_len, facts.num_overhang
     num_rows = prompt_len + answer_len - 1

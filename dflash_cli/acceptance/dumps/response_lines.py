@@ -26,7 +26,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, parse_line(line, f"{file}:{number}")
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="unreadable-file", path=file) from error
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:

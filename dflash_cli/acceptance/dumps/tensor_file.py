@@ -43,7 +43,7 @@ def read_shapes(file: Path) -> dict[str, TensorInfo]:
 
 
 def expect_shape(info: TensorInfo, expected: tuple[int, ...]) -> None:
-    """Refuse a tensor whose shape differs from the dump's.
+    """Refuse a tensor of another shape than the dump's.
 
     Raises:
         CheckpointError: naming file and tensor.

@@ -2,12 +2,12 @@
 
 An acceptance length is a ratio of sums: tokens over steps. The difference of two lengths is linearised, so each
 conversation contributes one number. Student's t is computed over these numbers. If both lengths come from the same
-conversations, the numbers belong to pairs. Otherwise each side is computed alone, with Welch's degrees of freedom.
+conversations, each pair contributes one number. Otherwise each side is computed alone, with Welch's degrees of freedom.
 
 Simulations, repeated in the tests, decided the form. A long conversation pulls both lengths of its pair, so a pair's
-number uses the lengths of all other conversations. Without this, 8 of 100 tests at 5% find a difference that does not
-exist. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the plain form and costs
-more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
+number uses the lengths of all other conversations. Without this correction, 8 of 100 tests at 5% find a difference
+where none exists. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the form
+without the correction, and costs more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
 
 numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N
 conversations, 2 tokens and steps.
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 MIN_COMPARED = 12
-"""With fewer conversations, a kind of prompt that is one in four is missing too often, and nothing shows it."""
+"""With fewer conversations, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
 TokenCounts = Sequence[tuple[float, int]]
-"""For each conversation: number of tokens its steps committed, and number of steps."""
+"""Tokens that the verify steps of each conversation committed, and the number of these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class AcceptanceDifference:
 
 
 def tokens_per_step(counts: TokenCounts) -> float | None:
-    """Return the acceptance length over these conversations, or None if they have no steps."""
+    """Return the acceptance length over all conversations together, or None without any step."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else None
 
@@ -96,7 +96,7 @@ def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float
 
 
 def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any]]":
-    """Return the difference and its standard error, [...] each, from two arrays [..., N, 2]."""
+    """Return the difference and its standard error, both [...], from two arrays [..., N, 2]."""
     import numpy as np
 
     before, after = _ratio_of_sums(base), _ratio_of_sums(other)
@@ -105,7 +105,7 @@ def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArra
 
 
 def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
-    """Return the difference, its standard error and its degrees of freedom, rounded down, [...] each."""
+    """Return the difference, its standard error and its degrees of freedom, rounded down, all [...]."""
     import numpy as np
 
     ratios = [_ratio_of_sums(side) for side in (base, other)]

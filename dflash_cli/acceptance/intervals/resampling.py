@@ -4,10 +4,10 @@ A unit is a whole conversation, so conversations are resampled, never turns or s
 units is too narrow. Three corrections widen the interval:
 
 - The bootstrap divides by n instead of n - 1. Here n is the effective number of units by their steps (Kish 1965).
-- The spread is itself an estimate, so the tails are those of Student's t. This is the expanded percentile interval of
+- The spread is itself an estimate, so the interval has the tails of Student's t: the expanded percentile interval of
   Hesterberg 2015, "What Teachers Should Know about the Bootstrap".
-- The precision of that estimate depends on how the spread is distributed. The degrees of freedom come from the observed
-  fourth moment (Satterthwaite 1946): few if a few units cause most of the spread.
+- The precision of the spread depends on its distribution over the units. The degrees of freedom come from the observed
+  fourth moment (Satterthwaite 1946): they are few if a few units cause most of the spread.
 
 This method was chosen among ten by coverage: docs/explanation/statistics.md.
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     Floats = NDArray[Any]
 
 MIN_UNITS = 12
-"""With fewer units, no method reaches its stated coverage. A kind of prompt that is one in four is missing from one
-draw of 8 units in ten, and nothing in the draw shows it. With 12 units it is missing from one draw in thirty.
+"""With fewer units, no method reaches its stated coverage. One in ten draws of 8 units lacks a kind of prompt that is a
+quarter of all prompts, and nothing in the draw shows it. With 12 units, one in thirty draws lacks it.
 """
 MIN_FREEDOM = 4
 """Lower limit of the degrees of freedom, as for five equal units. Without the limit, intervals are too wide."""
@@ -68,7 +68,7 @@ def tail_widths(units: "Floats", confidence: float) -> "Floats":
 
 
 def _worth(units: "Floats") -> "Floats":
-    """Return the effective number of units of equal denominators, the smaller of the two sides: `[W]`."""
+    """Return the effective number of units by their denominators, the smaller of the two sides: `[W]`."""
     import numpy as np
 
     sizes = units[..., 1]
@@ -100,7 +100,7 @@ def _influence(units: "Floats", leverage: "Floats | float" = 1.0) -> "Floats":
 
 
 def _estimate(sums: "Floats") -> "Floats":
-    """Return the quantity from sums `[..., sides, 2]`."""
+    """Return the ratio, or the difference of two ratios, from sums `[..., sides, 2]`."""
     return _between(sums[..., 0] / sums[..., 1], axis=-1)
 
 
@@ -111,7 +111,7 @@ def _between(values: "Floats", axis: int) -> "Floats":
 
 
 def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
-    """Return the quantity in each resample: `[num_resamples, W]`."""
+    """Return the ratio, or the difference of two ratios, in each resample: `[num_resamples, W]`."""
     import numpy as np
 
     num_worlds, num_sides, num_units, _ = units.shape
