@@ -120,8 +120,7 @@ def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...
     groups: dict[str | None, list[Answer]] = {}
     for answer in scored:
         if not answer.row.is_plain:
-            name = answer.row.condition.name if answer.row.condition is not None else ""
-            groups.setdefault(name or None, []).append(answer)
+            groups.setdefault(answer.row.condition_name or None, []).append(answer)
     return tuple(_score(name, members, plain, confidence) for name, members in groups.items())
 
 

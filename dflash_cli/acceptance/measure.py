@@ -1,7 +1,7 @@
 """Measure a pair's acceptance on prompts. Prints nothing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ def measure(
     params = request.params.with_stops(session.stop_token_ids)
     settings = session.run_settings(params, chat=request.chat)
     sinks: list[Sink] = [] if tally is None else [tally.add]
-    failures: list[Failure] = []
+    failed: list[Answer] = []
     started = time.perf_counter()
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         if progress is not None:
@@ -77,10 +77,10 @@ def measure(
                 sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
-                failures += _failure(event.answer, failures)
+                failed += [event.answer] if event.answer.output.error is not None else []
     journal.drop_unfinished()
     answers = [answer for answer in journal.answers if not answer.row.is_plain]
-    pool = partial(_pool, session=session, request=request)
+    failures, pool = find_failures(failed), partial(_pool, session=session, request=request)
     return Evaluation(
         total=pool(answers),
         categories={name: pool(members) for name, members in by_category(answers).items()},
@@ -99,7 +99,7 @@ def measure(
             rendered_prompts_digest=_digest_rendered(answers),
             lock_sha256=request.lock_sha256,
         ),
-        failed=tuple(failures),
+        failed=failures,
         seconds=time.perf_counter() - started,
     )
 
@@ -117,13 +117,15 @@ def _digest_rendered(answers: Sequence[Answer]) -> str:
     return digest_text("".join(lines))
 
 
-def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
-    row, output = answer.row, answer.output
-    condition = row.condition.name if row.condition is not None else None
-    if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
-        return []
-    return [Failure(row.prompt_index, row.id, output.error, condition, output.exit_code)]
+def find_failures(answers: Iterable[Answer]) -> tuple[Failure, ...]:
+    """Return one failure per prompt and condition, from its first failed turn."""
+    found: dict[tuple[int, str | None], Failure] = {}
+    for answer in answers:
+        row, output = answer.row, answer.output
+        if output.error is not None:
+            failure = Failure(row.prompt_index, row.id, output.error, row.condition_name, output.exit_code)
+            found.setdefault((row.prompt_index, row.condition_name), failure)
+    return tuple(found.values())
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:

@@ -105,13 +105,11 @@ def _load_table(found: Probed) -> Table:
 
 def _difference(item: Comparison) -> str:
     """The other result's acceptance length minus the first's, with its interval."""
-    if item.total.difference is None:
-        return value_text(item.total.change, None, "+.3f")
-    return value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
+    return value_text(item.total.difference, item.total.interval, "+.3f")
 
 
 def _change(item: Comparison) -> str:
-    sure = f", {item.total.verdict}" if item.total.difference is not None else f", no interval: {item.total.reason}"
+    sure = f", {item.total.verdict}" if item.total.interval is not None else f", no interval: {item.total.reason}"
     same = f", {plural(item.total.num_conversations, 'prompt')} in common" if item.is_paired else ""
     return f"{_difference(item)} against the server{sure}{same}"
 

@@ -9,11 +9,10 @@ from typing import Protocol
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.intervals.acceptance_difference import holm
 from dflash_cli.acceptance.journal import check_journal
 from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.comparing.result_comparison import Contrast, compare_results
+from dflash_cli.comparing.result_comparison import Contrast, compare_results, correct_p_values
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.shown import Shown
@@ -252,18 +251,11 @@ def _settings_of(path: Path) -> object:
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
     """K below the trained K -> acceptance of the narrowed block minus acceptance of the resized block."""
     numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
-    found = {}
+    found = []
     for number in numbers:
         sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]
-        found[number] = compare_results(sides, confidence=confidence)[0].total
-    return _correct(found)
-
-
-def _correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
-    """The lines with p-values corrected for their number (Holm). A line without an interval has no p-value."""
-    tested = {name: line.difference.p_value for name, line in lines.items() if line.difference is not None}
-    values = dict(zip(tested, holm(list(tested.values())), strict=True))
-    return {name: replace(line, p_value=values.get(name)) for name, line in lines.items()}
+        found.append(compare_results(sides, confidence=confidence)[0].total)
+    return dict(zip(numbers, correct_p_values(found), strict=True))
 
 
 def _contrasts(whole: Evaluation, what_ifs: Mapping[str, Evaluation], confidence: float) -> dict[str, Contrast]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from dflash_cli.acceptance.acceptance_report import Table
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
-from dflash_cli.comparing.comparison_report import ContrastEntry, difference_text, p_value_text
+from dflash_cli.comparing.comparison_report import contrast_cells
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_cli.terminal.shown import Table
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.step_costs import StepTimes
@@ -63,7 +63,7 @@ class WayEntry:
     """The narrowed block compared with the resized block, for one K."""
 
     num_speculative_tokens: int
-    contrast: Annotated[ContrastEntry, INLINE]
+    contrast: Annotated[Contrast, INLINE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class WhatIfEntry:
     """A rounded pair compared with the pair as it is."""
 
     what_if: str
-    contrast: Annotated[ContrastEntry, INLINE]
+    contrast: Annotated[Contrast, INLINE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +114,13 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
             )
             for candidate, item in tuning.evaluations.items()
         ),
-        ways=tuple(WayEntry(number, ContrastEntry.of(line)) for number, line in tuning.ways.items()),
+        ways=tuple(WayEntry(number, line) for number, line in tuning.ways.items()),
         step_times=tuning.costs.times,
         choices=tuple(tuning.choices),
         num_speculative_tokens=tuning.overall.num_speculative_tokens if tuning.overall else None,
         schedule=tuple(tuning.schedule),
         advice=tuple(advice(tuning.choices)),
-        what_ifs=tuple(WhatIfEntry(name, ContrastEntry.of(line)) for name, line in tuning.what_ifs.items()),
+        what_ifs=tuple(WhatIfEntry(name, line) for name, line in tuning.what_ifs.items()),
         settings=whole.settings,
         prompts=whole.prompts,
         measured=whole.measured,
@@ -164,10 +164,9 @@ def ways_table(tuning: Tuning) -> Table:
     """K -> acceptance length in both ways, and how far they are apart."""
     columns = ("K", "resized", "narrowed", "difference", "p", "verdict")
     rows: list[tuple[str, ...]] = [
-        (str(number), _number(line.base_len), _number(line.other_len), difference_text(line),
-         p_value_text(line.p_value), line.verdict)
+        (str(number), *map(_number, line.acceptance_lens), *contrast_cells(line))
         for number, line in tuning.ways.items()
-    ]  # fmt: skip
+    ]
     whole = next(candidate for candidate in tuning.evaluations if candidate.way == "whole")
     length = tuning.whole.total.counts.acceptance_len
     rows.append((str(whole.num_speculative_tokens), _number(length), _number(length), "the whole block", "", ""))
@@ -211,12 +210,8 @@ def what_if_table(tuning: Tuning) -> Table:
     columns = ("what if", "length", "difference", "p", "verdict")
     length = tuning.whole.total.counts.acceptance_len
     rows: list[tuple[str, ...]] = [("as it is", _number(length), "", "", "")]
-    rows += [_what_if_row(name, line) for name, line in tuning.what_ifs.items()]
+    rows += [(name, _number(line.acceptance_lens[1]), *contrast_cells(line)) for name, line in tuning.what_ifs.items()]
     return columns, rows
-
-
-def _what_if_row(name: str, line: Contrast) -> tuple[str, ...]:
-    return (name, _number(line.other_len), difference_text(line), p_value_text(line.p_value), line.verdict)
 
 
 def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:

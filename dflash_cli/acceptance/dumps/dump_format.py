@@ -9,7 +9,6 @@ Axis letters: T rows, L tapped layers, H hidden size.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,13 +102,6 @@ class DumpFormat(Protocol):
 DUMP_FORMATS: Registry[Callable[[], DumpFormat]] = Registry("dump format")
 
 
-@cache
-def dump_formats() -> Registry[Callable[[], DumpFormat]]:
-    """Return the registry with every format of this package."""
-    DUMP_FORMATS.discover("dflash_cli.acceptance.dumps")
-    return DUMP_FORMATS
-
-
 def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
     """Open the dump at a path, in any registered format.
 
@@ -122,15 +114,17 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
         raise CheckpointNotFound(
             "no such dump", id="dump-not-found", path=path, hint="write one with dflash dump TARGET --output DIR"
         )
-    formats = dump_formats()
-    for name in formats:
-        format = formats[name]()
+    DUMP_FORMATS.discover("dflash_cli.acceptance.dumps")
+    for name in DUMP_FORMATS:
+        format = DUMP_FORMATS[name]()
         if format.matches(path):
             dump = format.open(path, layer_ids)
             if not dump.texts:
                 raise CheckpointError("the dump is empty, expected at least one text", id="empty-dump", path=path)
             return dump
-    raise UnknownFormat(f"not a dump in a known format ({', '.join(formats)})", id="unknown-dump-format", path=path)
+    raise UnknownFormat(
+        f"not a dump in a known format ({', '.join(DUMP_FORMATS)})", id="unknown-dump-format", path=path
+    )
 
 
 def check_ids_within(text: Sequence[int], vocab_size: int, file: Path) -> None:

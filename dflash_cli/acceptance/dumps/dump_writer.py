@@ -20,6 +20,8 @@ from dflash_cli.acceptance.dumps.own_dump import (
     read_text,
     text_digests,
 )
+from dflash_cli.acceptance.journal import check_settings
+from dflash_cli.acceptance.measure import find_failures
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
 from dflash_cli.generation.answers import Answer, Event, own_seed
@@ -125,7 +127,7 @@ def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], 
     num_written, size = 0, BATCHES * session.llm.limits.max_num_requests
     for begin in range(0, len(pending), size):
         answers = _answer(session, request, params, pending[begin : begin + size], sink)
-        failures += _failures(answers)
+        failures += find_failures(answers)
         sound = [answer for answer in answers if answer.output.error is None]
         for answer, more in zip(sound, _overhangs(session, params, sound, request.num_overhang), strict=True):
             _write_answer(session, request, answer, more)
@@ -160,19 +162,8 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
     if request.resume and (folder / MANIFEST).is_file():
-        stored = read_manifest(folder)
-        for key in sorted({*stored.settings, *manifest.settings}):
-            was, is_now = stored.settings.get(key), manifest.settings.get(key)
-            if was != is_now:
-                raise UsageError(
-                    f"made with {key} {was!r}, but this run has {is_now!r}",
-                    id="settings-differ",
-                    path=folder,
-                    field=key,
-                    found=was,
-                    expected=repr(is_now),
-                    hint="give the same target and options again, or name another folder with --output",
-                )
+        hint = "give the same target and options again, or name another folder with --output"
+        check_settings(folder, read_manifest(folder).settings, manifest.settings, hint)
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):
         remains.unlink()
@@ -207,16 +198,6 @@ def _answer(
         if event.answer is not None:
             answers.append(event.answer)
     return answers
-
-
-def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
-    """Yield one failure per failed row, from its first failed turn."""
-    known = set()
-    for answer in answers:
-        row, output = answer.row, answer.output
-        if output.error is not None and row.index not in known:
-            known.add(row.index)
-            yield Failure(row.index, row.id, output.error, exit_code=output.exit_code)
 
 
 def _overhangs(

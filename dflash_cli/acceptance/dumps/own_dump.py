@@ -89,11 +89,9 @@ class OwnDump:
     """The format of `dflash dump`."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return (path / MANIFEST).is_file()
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         if layer_ids is not None:
             raise UsageError(
                 f"{path}: the dump states its layers; leave out --dump-layer-ids",

@@ -29,11 +29,9 @@ class SglangDump:
     """A file of responses."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return path.is_file() and path.suffix in (".jsonl", ".json")
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         if layer_ids is None:
             raise UsageError(
                 f"{path}: SGLang's responses do not state their layers",

@@ -41,11 +41,9 @@ class VllmDump:
     """Files of `--speculative-config {"method": "extract_hidden_states", ...}`."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return path.is_dir() and not (path / MANIFEST).exists() and any(path.glob("*.safetensors"))
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         taps = _taps(path, layer_ids)
         responses = _read_responses(path / RESPONSES) if (path / RESPONSES).is_file() else None
         files = sorted(path.glob("*.safetensors"))

@@ -32,7 +32,7 @@ def check_coverage(name: str, num_turns: int) -> None:
 @pytest.mark.parametrize("num_turns", [1, 5])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_interval_covers_as_often_as_it_says(name: str, num_turns: int) -> None:
-    """Two methods that fail: intervals over five turns cover 65 of 100 times, percentile intervals over 16 prompts 89."""
+    """Two other methods fail: intervals over five turns cover 65%, percentile intervals over 16 prompts 89%."""
     check_coverage(name, num_turns)
 
 
@@ -61,7 +61,7 @@ def test_the_script_prints_its_tables(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_intervals_over_eight_conversations_miss_their_coverage() -> None:
-    """The reason for MIN_UNITS: if a quarter of the prompts differs from the others, 8 draws often miss that quarter."""
+    """The reason for MIN_UNITS: if a quarter of the prompts differs, draws of 8 often lack that quarter."""
     world = coverage.WORLDS["few-high"]
     units = coverage.as_units(coverage.draw_counts(world, np.random.default_rng(0), (2000, 8), 1))
     assert coverage.coverage(coverage.widened(units, 1000), coverage.true_ratio(world, 1)) < 91

@@ -149,7 +149,7 @@ def test_positions_of_few_prompts_have_no_interval() -> None:
 
 
 def test_positions_have_the_interval_of_their_share_of_steps() -> None:
-    """A position's interval is the interval of the ratio of its counts. A position with equal prompts has no interval."""
+    """A position's interval is the interval of the ratio of its counts. Equal prompts give no interval."""
     generator = random.Random(3)
     outputs = [output([1 + draw_length(generator, 0.5) for _ in range(10)]) for _ in range(40)]
     summary = summarise(outputs, 8, num_resamples=500)
