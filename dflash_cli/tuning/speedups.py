@@ -76,14 +76,14 @@ class Choice:
 
 
 def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confidence: float) -> list[Choice]:
-    """A choice for all prompts and for each category, at each batch size with known step times."""
+    """Return the choice for all prompts and for each category, at each batch size with known step times."""
     names = [None, *next(iter(evaluations.values())).categories]
     found = (_choose(evaluations, costs, name, batch, confidence) for name in names for batch in costs.batches)
     return [item for item in found if item is not None]
 
 
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
-    """The candidate for an engine with one K for all batch sizes: the highest geometric mean of speed-ups.
+    """Return the candidate with the highest geometric mean of speed-ups, for an engine with one K for all batch sizes.
 
     Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size.
     """
@@ -99,7 +99,7 @@ def overall_best(choices: Sequence[Choice]) -> Candidate | None:
 
 
 def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
-    """(first batch size, last batch size, K), without gaps. K is the best that engines accept, 0 if none pays.
+    """Return ranges (first batch size, last batch size, K) without gaps. K is the best resized block, 0 if none pays.
 
     Between two measured batch sizes, the nearer one on a log scale decides. Neighbouring ranges with one K are joined.
     """
@@ -124,7 +124,7 @@ def _scheduled(choice: Choice) -> int:
 def _choose(
     evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, category: str | None, batch: int, confidence: float
 ) -> Choice | None:
-    """The choice, or None if no candidate has both verify steps and a step time."""
+    """Return the choice, or None if no candidate has both verify steps and a step time."""
     found = [
         item
         for candidate, evaluation in evaluations.items()
@@ -144,7 +144,7 @@ def _choose(
 def speedup(
     evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int
 ) -> Speedup | None:
-    """A candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
+    """Return a candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
     summary = evaluation.total if category is None else evaluation.categories[category]
     length, times = summary.counts.acceptance_len, costs.of(candidate, batch)
     if length is None or times is None:
@@ -179,7 +179,7 @@ def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _
 
 
 def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
-    """Whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
+    """Return whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
 
     Scaling by the ratio of step times turns the comparison into a difference of tokens per step. Its error includes the
     error of the step times.
@@ -194,7 +194,7 @@ def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
 
 
 def _ratio_width(times: Times, others: Times, confidence: float) -> float:
-    """Half the width of the interval of the log ratio of times, paired by round if both have the same number."""
+    """Return half the width of the interval of the log ratio of times, paired by round if both have equal lengths."""
     if len(times) == len(others):
         logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
         return _half_width(logs, confidence)
@@ -202,7 +202,7 @@ def _ratio_width(times: Times, others: Times, confidence: float) -> float:
 
 
 def _half_width(values: Sequence[float], confidence: float) -> float:
-    """Half the width of the interval of the mean; 0 for a single value."""
+    """Return half the width of the interval of the mean; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))

@@ -16,11 +16,10 @@ from dflash_cli.comparing.result_comparison import Contrast, compare_results, co
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.shown import Shown
-from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
 from dflash_cli.tuning.step_costs import (
-    WAYS,
     StepCosts,
     check_complete,
     measure_step_costs,
@@ -66,7 +65,7 @@ class TuningPlan:
     """The prompts, numbers of draft tokens, batch sizes and what-ifs of a tuning.
 
     `config` is the engine's config for measuring acceptance. If `numbers` or `batches` is None, the pair or the file of
-    step times decides. Answers and step times go to `folder`, under `resume` and `force` of `evaluation`.
+    step times decides. Answers and step times go to `folder`, which `resume` and `force` of `evaluation` apply to.
     """
 
     evaluation: EvaluationPlan
@@ -122,7 +121,7 @@ class Tuning(Shown):
 
 
 def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
-    """Measure every candidate on all prompts, and find the best.
+    """Measure every candidate on all prompts, and return their speed-ups, the best first.
 
     Load `session` with the config of `speed.smallest`, because each candidate allocates its own KV cache.
 
@@ -157,7 +156,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | N
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
-    """The times of a file at the requested batch sizes, by default at all of its batch sizes."""
+    """Return the times of a file at the requested batch sizes, by default at all batch sizes of the file."""
     batches = request.batches or given.batches
     check_complete(given, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
@@ -172,6 +171,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(
+            id="k-out-of-range",
             path=request.step_times,
             field="K",
             found=numbers[-1],
@@ -204,7 +204,7 @@ def _measure(
     progress: TuningProgress,
     what_if: WhatIf | None = None,
 ) -> Evaluation:
-    """A candidate's acceptance, with the original or the rounded pair."""
+    """Return a candidate's acceptance, with the original pair or the rounded pair of a what-if."""
     item = what_if or candidate
     name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
     pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
@@ -215,7 +215,7 @@ def _measure(
 def _find_step_costs(
     session: PairSession, candidates: Sequence[Candidate], request: TuningPlan, progress: TuningProgress
 ) -> StepCosts:
-    """Step times of an interrupted run with the same settings; otherwise measured now and stored."""
+    """Return the stored step times of an interrupted run with the same settings, or measure and store them."""
     asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)
     timed = speed_request(
         session,
@@ -226,10 +226,9 @@ def _find_step_costs(
         chat=asked.chat,
     )
     path = request.folder / STEP_TIMES_FILE if request.folder is not None else None
-    settings = session.run_settings(asked.params, chat=asked.chat) | {
+    settings = to_json(session.run_settings(asked.params, chat=asked.chat)) | {
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
-    settings = to_json(settings)
     if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
@@ -241,7 +240,7 @@ def _find_step_costs(
 
 
 def _settings_of(path: Path) -> object:
-    """The settings under which the times of a file were measured; None if the file holds no step times."""
+    """Return the settings under which a file's times were measured; None if the file is absent or malformed."""
     try:
         return read_step_times(path).settings
     except (UsageError, CheckpointNotFound):
@@ -249,7 +248,7 @@ def _settings_of(path: Path) -> object:
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
-    """K below the trained K -> acceptance of the narrowed block minus acceptance of the resized block."""
+    """Return the comparison of the narrowed block with the resized block, by K below the trained K."""
     numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
     found = []
     for number in numbers:
@@ -259,7 +258,7 @@ def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float
 
 
 def _contrasts(whole: Evaluation, what_ifs: Mapping[str, Evaluation], confidence: float) -> dict[str, Contrast]:
-    """Rounded pairs compared with the original pair, corrected for the number of comparisons."""
+    """Return the comparison of each rounded pair with the original pair, corrected for their number."""
     if not what_ifs:
         return {}
     results = [_result(name, item) for name, item in (("as it is", whole), *what_ifs.items())]
