@@ -13,7 +13,7 @@ Kind = Literal["curve", "bars", "dots"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one result, one for each label, None for a missing value."""
+    """The values of one result, one for each label. Missing values are None."""
 
     name: str
     points: tuple[MeasuredValue | None, ...]
@@ -73,8 +73,8 @@ BY_POSITION = (
         "conditional_share",
         "curve",
         "Conditional acceptance",
-        "Acceptance rate given that the previous position was accepted. It falls slowly for a sound draft. Positions "
-        "that fewer than 32 prompts reached have no band.",
+        "Acceptance rate given that the previous position was accepted. It falls slowly for a sound draft. The band "
+        "is left out if fewer than 32 prompts reached the position.",
         "position",
     ),
     _ByPosition(
@@ -88,7 +88,7 @@ BY_POSITION = (
 
 
 def find_figures(results: Sequence[StoredEvaluation]) -> list[Figure]:
-    """The figures of a report: three by position, and one by category if a result has categories."""
+    """Return the figures of a report: three by position, and one by category if a result has categories."""
     figures = [_by_position(item, results) for item in BY_POSITION]
     names = {
         name

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -41,23 +41,13 @@ STEP_TIMES_FILE = "step-times.json"
 class TuningProgress(Protocol):
     """The progress display of a tuning."""
 
-    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
+    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress]:
         """Show the progress of `num_answers` answers under `name`."""
         ...
 
     def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show the progress of `total` timed rounds. Call the returned function with the number of finished rounds."""
         ...
-
-
-class _Silence:
-    """A progress display that shows nothing."""
-
-    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
-        return nullcontext()
-
-    def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        return nullcontext(lambda num_done: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +110,7 @@ class Tuning(Shown):
         return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
 
 
-def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
+def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) -> Tuning:
     """Measure every candidate on all prompts, and return their speed-ups, the best first.
 
     Load `session` with the config of `speed.smallest`, because each candidate allocates its own KV cache.
@@ -129,17 +119,17 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | N
         UsageError: a K, a batch size or a file of step times does not fit the pair.
         RequestError: a prompt cannot be served.
     """
-    shown, started = progress or _Silence(), time.perf_counter()
+    started = time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
     given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
     candidates = candidates_for(_numbers(request, trained, given), trained)
     if given is not None:
         given = _at_batches(given, request)
     _check_journals(request, [*candidates, *request.what_ifs])
-    evaluations = {item: _measure(session, item, request, shown) for item in candidates}
-    costs = given or _find_step_costs(session, candidates, request, shown)
+    evaluations = {item: _measure(session, item, request, progress) for item in candidates}
+    costs = given or _find_step_costs(session, candidates, request, progress)
     what_ifs = {
-        item.name: _measure(session, candidates[-1], request, shown, item)
+        item.name: _measure(session, candidates[-1], request, progress, item)
         for item in request.what_ifs
         if not changes_nothing(item, session.llm.pair)
     }
