@@ -53,7 +53,7 @@ class ConversationCounts:
         steps = [
             TurnSteps(len(item.prompt_token_ids), item.acceptance_lengths, item.committed_lengths) for item in turns
         ]
-        return cls(name=f"prompt {prompt_index + 1}" if id is None else str(id), **known, **count_turns(steps))
+        return cls(name=f"prompt {prompt_index + 1}" if id is None else str(id), **known | count_turns(steps))
 
 
 @dataclass(frozen=True, slots=True)

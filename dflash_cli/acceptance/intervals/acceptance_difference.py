@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.acceptance.intervals.resampling import estimate, influence
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile, student_tail
 
@@ -99,46 +100,25 @@ def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArra
     """Return the difference and its standard error, both [...], from two arrays [..., N, 2]."""
     import numpy as np
 
-    before, after = _ratio_of_sums(base), _ratio_of_sums(other)
-    parts = _linearise(other, after) / (1 - _shares(other)) - _linearise(base, before) / (1 - _shares(base))
-    return after - before, np.sqrt((parts**2).sum(axis=-1))
+    units = np.stack([base, other], axis=-3)
+    return estimate(units), np.sqrt(np.square(influence(units, leaves_out=True)).sum(axis=-1))
 
 
 def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
     """Return the difference, its standard error and its degrees of freedom, rounded down, all [...]."""
     import numpy as np
 
-    ratios = [_ratio_of_sums(side) for side in (base, other)]
-    freedoms = [side.shape[-2] - 1 for side in (base, other)]
+    sides = [side[..., None, :, :] for side in (base, other)]
+    freedoms = [side.shape[-2] - 1 for side in sides]
     squares = [
-        (_linearise(side, ratio) ** 2).sum(axis=-1) * (freedom + 1) / freedom
-        for side, ratio, freedom in zip((base, other), ratios, freedoms, strict=True)
+        np.square(influence(side)).sum(axis=-1) * (freedom + 1) / freedom
+        for side, freedom in zip(sides, freedoms, strict=True)
     ]
     total = squares[0] + squares[1]
     each = sum(square**2 / freedom for square, freedom in zip(squares, freedoms, strict=True))
     with np.errstate(invalid="ignore"):
         freedom = np.where(total > 0, np.floor(total**2 / each), sum(freedoms))
-    return ratios[1] - ratios[0], np.sqrt(total), freedom
-
-
-def _ratio_of_sums(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Return tokens over steps, [..., N, 2] -> [...]."""
-    sums = counts.sum(axis=-2)
-    ratio: NDArray[Any] = sums[..., 0] / sums[..., 1]
-    return ratio
-
-
-def _linearise(counts: "NDArray[Any]", ratio: "NDArray[Any]") -> "NDArray[Any]":
-    """Return each conversation's contribution to the error of the ratio, [..., N]."""
-    tokens, steps = counts[..., 0], counts[..., 1]
-    parts: NDArray[Any] = (tokens - ratio[..., None] * steps) / steps.sum(axis=-1, keepdims=True)
-    return parts
-
-
-def _shares(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Return each conversation's share of all steps, [..., N]."""
-    shares: NDArray[Any] = counts[..., 1] / counts[..., 1].sum(axis=-1, keepdims=True)
-    return shares
+    return estimate(sides[1]) - estimate(sides[0]), np.sqrt(total), freedom
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

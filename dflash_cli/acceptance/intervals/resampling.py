@@ -52,8 +52,8 @@ def linear_bounds(units: "Floats", *, confidence: float) -> "Floats":
     """Return the bounds by the delta method: cheap, and close to `resampled_bounds` if there are many units."""
     import numpy as np
 
-    centre = _estimate(units.sum(axis=2))
-    half = tail_widths(units, confidence) * np.sqrt(np.square(_influence(units)).sum(axis=-1))
+    centre = estimate(units)
+    half = tail_widths(units, confidence) * np.sqrt(np.square(influence(units)).sum(axis=-1))
     return np.stack([centre - half, centre + half], axis=-1)
 
 
@@ -81,9 +81,7 @@ def _freedom(units: "Floats") -> "Floats":
     import numpy as np
 
     num_units = units.shape[2]
-    # A unit pulls the ratio towards itself, so leaving it out moves the ratio by more than its residual.
-    shares = units[..., 1] / units[..., 1].sum(axis=-1, keepdims=True)
-    squares = np.square(_influence(units, leverage=1 - shares))
+    squares = np.square(influence(units, leaves_out=True))
     total, fourth = squares.sum(axis=-1), np.square(squares).sum(axis=-1)
     with np.errstate(invalid="ignore"):
         carrying = np.where(fourth > 0, total**2 / fourth, num_units / 3)
@@ -92,15 +90,20 @@ def _freedom(units: "Floats") -> "Floats":
     return freedom
 
 
-def _influence(units: "Floats", leverage: "Floats | float" = 1.0) -> "Floats":
-    """Return the first-order contribution of each unit to the error of the estimate: `[W, U]`."""
-    sums = units.sum(axis=2, keepdims=True)
-    residuals = units[..., 0] - sums[..., 0] / sums[..., 1] * units[..., 1]
-    return _between(residuals / leverage / sums[..., 1], axis=1)
+def influence(units: "Floats", *, leaves_out: bool = False) -> "Floats":
+    """Return the first-order contribution of each unit to the estimate's error, `[..., sides, U, 2]` -> `[..., U]`.
+
+    A unit pulls the ratio towards itself, so leaving it out moves the ratio by more than its residual. `leaves_out`
+    corrects for this.
+    """
+    sums = units.sum(axis=-2, keepdims=True)
+    residuals = (units[..., 0] - sums[..., 0] / sums[..., 1] * units[..., 1]) / sums[..., 1]
+    return _between(residuals / (1 - units[..., 1] / sums[..., 1]) if leaves_out else residuals, axis=-2)
 
 
-def _estimate(sums: "Floats") -> "Floats":
-    """Return the ratio, or the difference of two ratios, from sums `[..., sides, 2]`."""
+def estimate(units: "Floats") -> "Floats":
+    """Return the ratio of the sums, or the difference of the two sides' ratios, `[..., sides, U, 2]` -> `[...]`."""
+    sums = units.sum(axis=-2)
     return _between(sums[..., 0] / sums[..., 1], axis=-1)
 
 
@@ -124,7 +127,7 @@ def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
         drawn = generator.integers(0, num_units, (count, num_units), dtype=np.uint32)
         places = drawn + np.arange(count)[:, None] * num_units
         times = np.bincount(places.ravel(), minlength=count * num_units).reshape(count, num_units)
-        parts.append(_estimate((times.astype(np.float64) @ table).reshape(count, num_worlds, num_sides, 2)))
+        parts.append(estimate((times.astype(np.float64) @ table).reshape(count, num_worlds, num_sides, 1, 2)))
     return np.concatenate(parts)
 
 
