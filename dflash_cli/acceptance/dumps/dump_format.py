@@ -131,8 +131,10 @@ def check_ids_within(text: Sequence[int], vocab_size: int, file: Path) -> None:
     """Refuse token ids outside the vocabulary.
 
     Raises:
-        CheckpointError: naming the first such id.
+        CheckpointError: naming the first token id outside the vocabulary.
     """
     wrong = next((token for token in text if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise CheckpointError(path=file, field=TOKENS, found=wrong, expected=f"ids in [0, {vocab_size})")
+        raise CheckpointError(
+            id="token-outside-vocabulary", path=file, field=TOKENS, found=wrong, expected=f"ids in [0, {vocab_size})"
+        )

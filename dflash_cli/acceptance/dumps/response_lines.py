@@ -54,7 +54,7 @@ def token_list(value: object, name: str, where: str) -> tuple[int, ...]:
     """
     if not isinstance(value, list) or not all(is_int(item) for item in value):
         found = MISSING if value is None else value
-        raise CheckpointError(path=where, field=name, found=found, expected="a list of token ids")
+        raise CheckpointError(id="not-token-ids", path=where, field=name, found=found, expected="a list of token ids")
     return tuple(value)
 
 

@@ -55,6 +55,7 @@ def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_ta
     num_rows = len(_rows(info, where))
     if info.get("cached_tokens"):
         raise CheckpointError(
+            id="cached-tokens",
             path=where,
             field="meta_info.cached_tokens",
             found=info["cached_tokens"],
@@ -91,6 +92,7 @@ def _rows(info: Mapping[str, Any], where: str) -> list[list[float]]:
     entries = info.get("hidden_states")
     if not isinstance(entries, list) or not entries:
         raise CheckpointError(
+            id="no-hidden-states",
             path=where,
             field="meta_info.hidden_states",
             found=MISSING,
@@ -128,6 +130,7 @@ def _tensor(file: Path, number: int, num_taps: int) -> "torch.Tensor":
         ) from error
     if rows.shape[1] % num_taps:
         raise CheckpointError(
+            id="wrong-width",
             path=where,
             field="meta_info.hidden_states",
             found=rows.shape[1],

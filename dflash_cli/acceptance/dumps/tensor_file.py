@@ -34,6 +34,7 @@ def read_shapes(file: Path) -> dict[str, TensorInfo]:
             )
         if info.dtype not in dtypes or len(info.shape) != num_axes:
             raise CheckpointError(
+                id="wrong-tensor",
                 path=file,
                 field=name,
                 found=f"{info.dtype} {list(info.shape)}",

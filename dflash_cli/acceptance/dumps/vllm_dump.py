@@ -96,7 +96,7 @@ def _read_text(index: int, file: Path, shape: tuple[int, int], responses: Mappin
     stored, _ = read_tokens(file)
     expect_shape(infos[HIDDEN], (len(stored), *shape))
     if not stored:
-        raise CheckpointError(path=file, field=TOKENS, found=[], expected="a prompt")
+        raise CheckpointError(id="no-tokens", path=file, field=TOKENS, found=[], expected="a prompt")
     response = _Response(stored[:1], stored[1:], None)
     if responses is not None:
         if file.name not in responses:
