@@ -62,7 +62,7 @@ def tail_widths(units: "Floats", confidence: float) -> "Floats":
     import numpy as np
 
     worth = _worth(units)
-    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in _freedom(units)]
+    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in _freedom(units).tolist()]
     widths: Floats = np.sqrt(worth / (worth - 1)) * np.array(quantiles)
     return widths
 

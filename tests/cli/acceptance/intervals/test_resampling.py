@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
+from dflash_cli.acceptance.intervals.resampling import MIN_FREEDOM, MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_cli.acceptance.intervals.statistics import MIN_FOR_POSITIONS
+from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_testing.paths import ROOT
 
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
@@ -92,6 +93,15 @@ def test_the_delta_method_agrees_with_the_bootstrap_for_many_units() -> None:
     exact = resampled_bounds(units, confidence=0.9, num_resamples=8000, seed=0)
     width = exact[:, 1] - exact[:, 0]
     assert (np.abs(linear_bounds(units, confidence=0.9) - exact) < 0.08 * width[:, None]).all()
+
+
+def test_cached_quantiles_are_plain_floats() -> None:
+    """A NumPy number would reach JSON through the cache of another interval with the same degrees of freedom."""
+    student_quantile.cache_clear()
+    units = np.concatenate([np.full((1, 1, 20, 2), 1.0), np.ones((1, 1, 1, 2)) * [50.0, 1.0]], axis=2)
+    linear_bounds(units, confidence=0.95)
+    assert type(student_quantile(0.975, MIN_FREEDOM)) is float
+    assert student_quantile.cache_info().hits == 1
 
 
 def test_equal_units_have_an_interval_of_width_zero() -> None:
