@@ -150,28 +150,25 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
 def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, paired: bool) -> Comparison:
     no_rows = next((f"{item.name}: {item.why_no_rows}" for item in (base, other) if not item.conversations), None)
     is_paired = paired and no_rows is None
-    pairs = _pair_up(base, other) if is_paired else _set_side_by_side(base, other)
+    unpaired = (*((item, None) for item in base.conversations), *((None, item) for item in other.conversations))
+    pairs: Sequence[Pair] = _pair_up(base, other) if is_paired else unpaired
+    lines: list[Contrast] = []
     if no_rows is None:
         total = _contrast(None, pairs, confidence, is_paired=is_paired)
+        categories = {item.category for pair in pairs for item in pair if item is not None}
+        lines = [
+            _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
+            for name in sorted(filter(None, categories))
+        ]
     else:
-        total = Contrast(
-            category=None,
-            acceptance_lens=(base.acceptance_len, other.acceptance_len),
-            num_conversations=0,
-            estimate=None,
-            reason=no_rows,
-        )
-    categories = {item.category for pair in pairs for item in pair if item is not None} - {None}
-    lines = [
-        _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
-        for name in sorted(filter(None, categories))
-    ]
+        lengths = base.acceptance_len, other.acceptance_len
+        total = Contrast(category=None, acceptance_lens=lengths, num_conversations=0, estimate=None, reason=no_rows)
     return Comparison(
         base=base,
         other=other,
         is_paired=is_paired,
         total=total,
-        categories=tuple(lines) if no_rows is None else (),
+        categories=tuple(lines),
         unlike=_unlike(base, other, is_paired=is_paired),
     )
 
@@ -242,11 +239,6 @@ def _by_key(conversations: Sequence[ConversationCounts]) -> dict[tuple[str, int]
 def _some(names: Sequence[str]) -> str:
     """Return the first names of a list, with an ellipsis if there are more."""
     return ", ".join(names[:NAMED_PROMPTS]) + (", ..." if len(names) > NAMED_PROMPTS else "")
-
-
-def _set_side_by_side(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
-    """Return the conversations of both results, unpaired."""
-    return [*((item, None) for item in base.conversations), *((None, item) for item in other.conversations)]
 
 
 def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:

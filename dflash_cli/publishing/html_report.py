@@ -27,16 +27,6 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
     """Return the page. All texts of the results are escaped."""
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    figures = [
-        {
-            "title": figure.title,
-            "caption": figure.caption,
-            "drawing": draw_svg(figure, number),
-            "columns": figure.columns,
-            "rows": figure.rows,
-        }
-        for number, figure in enumerate(find_figures(results))
-    ]
     evaluations = [item.evaluation for item in results]
     return page.get_template("page.html").render(
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
@@ -44,7 +34,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
         results=[_result(place, item) for place, item in enumerate(results)],
         notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
-        figures=figures,
+        figures=[(figure, draw_svg(figure, number)) for number, figure in enumerate(find_figures(results))],
         rejected=REJECTED,
         colours=COLOURS,
     )
