@@ -5,6 +5,7 @@ Source: golden_al_distribution/README.md of SemiAnalysisAI/InferenceX. Its lengt
 conditions is exported with a warning.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -25,8 +26,10 @@ from dflash_runtime.notices import Notice
 
 CATEGORY, ANSWER_LEN = "coding", 4096
 METADATA = "_metadata"
-SWITCHES = {True: "on", "enabled": "on", False: "off", "disabled": "off"}
-"""Values by which chat templates switch thinking on or off."""
+SWITCHES: Mapping[Any, Thinking] = {
+    True: "on", "on": "on", "enabled": "on", False: "off", "off": "off", "disabled": "off",
+}  # fmt: skip
+"""Values of --thinking and of chat templates that switch thinking on or off."""
 
 
 @EXPORTS.register("golden-al")
@@ -134,16 +137,16 @@ def _model(request: ExportPlan) -> str:
 
 
 def _thinking(request: ExportPlan) -> Thinking:
-    """Return whether the model was thinking: by the request, or else by the run's settings.
+    """Return whether the model was thinking: by the request, or else by the run's --thinking or template options.
 
     Raises:
-        UsageError: neither states it.
+        UsageError: none of them states it, or the run measured both.
     """
-    options = template_options(request.evaluation)
-    told = next((options[name] for name in ("enable_thinking", "thinking", "thinking_mode") if name in options), None)
-    told = request.evaluation.settings.get("thinking", told)
-    found = request.thinking or (told if told in ("on", "off") else SWITCHES.get(told))
-    if found not in ("on", "off"):
+    options, words = template_options(request.evaluation), request.evaluation.settings.get("thinking") or ()
+    names = [name for name in ("enable_thinking", "thinking", "thinking_mode") if name in options]
+    stated = words[0] if len(words) == 1 else words or (options[names[0]] if names else None)
+    found = request.thinking or next((word for switch, word in SWITCHES.items() if switch == stated), None)
+    if found is None:
         raise UsageError(
             f"{request.stored.name}: the result does not state whether the model was thinking",
             id="thinking-unknown",
@@ -151,7 +154,7 @@ def _thinking(request: ExportPlan) -> Thinking:
             found=MISSING,
             hint="pass --thinking on or --thinking off",
         )
-    return "on" if found == "on" else "off"
+    return found
 
 
 def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:

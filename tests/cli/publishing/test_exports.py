@@ -154,9 +154,24 @@ def test_an_unsuitable_golden_file_is_refused_and_not_changed(text: str, code: i
     assert Path("golden.yaml").read_text(encoding="latin-1") == text
 
 
-def test_thinking_has_to_be_stated() -> None:
+@pytest.mark.parametrize("settings", [{}, {"thinking": []}, {"thinking": ["on", "off"]}, {"thinking": ["high"]}])
+def test_thinking_has_to_be_stated(settings: dict[str, Any]) -> None:
+    write_evaluation(Path("r.json"), drawn_evaluation(**settings))
     done = support.run_main("export", "r.json", "--to", "golden-al")
     assert (done.code, done.error_id, done.field) == (2, "thinking-unknown", "--thinking")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"thinking": ["off"]},
+        {"thinking": [], "chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": '{"thinking_mode": "disabled"}'},
+    ],
+)
+def test_thinking_is_read_from_the_settings(settings: dict[str, Any]) -> None:
+    write_evaluation(Path("r.json"), drawn_evaluation(**settings))
+    assert list(yaml.safe_load(exported("golden-al"))["target"]) == ["thinking_off"]
 
 
 def test_the_document_has_the_content() -> None:
