@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.conversation_counts import ConversationCounts
-from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_cli.tuning.candidates import Candidate
@@ -27,6 +26,8 @@ from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 
 Payoff = Literal["pays", "does not pay", "undecided"]
+Arm = tuple[TokenCounts, Times]
+"""One side of a comparison: tokens and steps of each conversation, and step times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,35 +162,25 @@ def speedup(
     return Speedup(candidate=candidate, speedup=value, interval=interval)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """One side of a comparison: its conversations and step times."""
-
-    conversations: Sequence[ConversationCounts]
-    times: Times
-
-    @property
-    def counts(self) -> list[tuple[float, int]]:
-        return [(item.num_tokens, item.num_steps) for item in self.conversations]
-
-
-def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _Arm:
+def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> Arm:
     assert times is not None, "a candidate that has a speed-up"
-    return _Arm([item for item in evaluation.conversations if category in (None, item.category)], times)
+    conversations = (item for item in evaluation.conversations if category in (None, item.category))
+    return [(item.num_tokens, item.num_steps) for item in conversations], times
 
 
-def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
+def is_slower(arm: Arm, best: Arm, confidence: float) -> bool:
     """Return whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
 
     Scaling by the ratio of step times turns the comparison into a difference of tokens per step. Its error includes the
     error of the step times.
     """
-    ratio = fmean(best.times) / fmean(arm.times)
-    scaled = [(tokens * ratio, steps) for tokens, steps in arm.counts]
-    difference, length = paired_difference(best.counts, scaled, confidence), tokens_per_step(scaled)
+    (counts, times), (best_counts, best_times) = arm, best
+    ratio = fmean(best_times) / fmean(times)
+    scaled = [(tokens * ratio, steps) for tokens, steps in counts]
+    difference, length = paired_difference(best_counts, scaled, confidence), tokens_per_step(scaled)
     if difference is None or length is None:
         return False
-    of_times = _ratio_width(best.times, arm.times, confidence)
+    of_times = _ratio_width(best_times, times, confidence)
     return difference.value + math.hypot(difference.interval.high - difference.value, length * of_times) < 0
 
 

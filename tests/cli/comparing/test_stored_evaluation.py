@@ -14,7 +14,7 @@ from dflash_cli.acceptance.acceptance_report import Evaluation, legend
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.exact_match import ExactMatch, PlainMatch
-from dflash_cli.acceptance.intervals.proportions import wilson_interval
+from dflash_cli.acceptance.intervals.proportions import paired_share_interval, wilson_interval
 from dflash_cli.acceptance.intervals.statistics import Anchors, Interval, summarise
 from dflash_cli.comparing.stored_evaluation import read_evaluations, refuse_capped
 from dflash_cli.generation.conditions import Condition
@@ -71,8 +71,8 @@ def test_the_mean_over_anchors_of_a_replay_comes_back(tmp_path: Path) -> None:
 def test_conditions_and_exact_matches_come_back(tmp_path: Path) -> None:
     evaluation = drawn_evaluation()
     counts = {"num_pairs": 9, "num_correct": 6, "num_only_draft": 1, "num_only_plain": 2, "num_same_text": 7}
-    plain = PlainMatch.count(**counts, confidence=0.95)
     interval = wilson_interval(5, 9, 0.95)
+    plain = PlainMatch(**counts, interval=interval, difference_interval=paired_share_interval(4, 2, 1, 9, 0.95))
     evaluation = replace(
         evaluation,
         conditions=conditions(evaluation),
