@@ -142,7 +142,8 @@ def _thinking(request: ExportPlan) -> Thinking:
     Raises:
         UsageError: none of them states it, or the run measured both.
     """
-    options, words = template_options(request.evaluation), request.evaluation.settings.get("thinking") or ()
+    options = template_options(request.evaluation)
+    words: Any = request.evaluation.settings.get("thinking") or ()
     names = [name for name in ("enable_thinking", "thinking", "thinking_mode") if name in options]
     stated = words[0] if len(words) == 1 else words or (options[names[0]] if names else None)
     found = request.thinking or next((word for switch, word in SWITCHES.items() if switch == stated), None)
