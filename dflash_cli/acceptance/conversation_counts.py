@@ -58,7 +58,7 @@ class ConversationCounts:
 
 @dataclass(frozen=True, slots=True)
 class TurnSteps:
-    """The steps of one turn: its prompt's length, and how many tokens each step committed and the answer kept."""
+    """The steps of one turn: length of the prompt, tokens committed per step, and how many of them the answer kept."""
 
     prompt_len: int
     acceptance_lengths: Sequence[int]
@@ -74,7 +74,7 @@ def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts
 
 
 def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
-    """Return the conversations with the counts of one prompt under several conditions added up.
+    """Return one conversation per prompt, with its counts under all conditions added up.
 
     Answers to one prompt under several conditions are not independent samples.
     """

@@ -105,7 +105,7 @@ class Disaggregation:
 
     @property
     def lines(self) -> list[str]:
-        """The verdict, its likely cause, and the prompts it does not cover."""
+        """The verdict, its likely cause, and the prompts without a hand-off."""
         if self.fault is not None:
             lines = [f"the hand-off does not hold: {self.fault}"]
             lines += [f"mismatch: {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
@@ -123,7 +123,7 @@ class Disaggregation:
 
     @property
     def table(self) -> Table:
-        """The figures of both sides, and how much was handed over."""
+        """The ratios with one engine and with two, equal texts and steps, and the amount of KV handed over."""
         return ("", "one engine", "two engines", "difference"), [
             *(
                 (name, value_text(item.one_engine), value_text(item.disaggregated), item.change)

@@ -22,7 +22,7 @@ MARK = "####"
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return an answer's final number: in the last `\boxed{}`, after `####`, or else the last number of the text.
+    r"""Return an answer's final number: in the last `\boxed{}`, after `####`, or else the last number of the text.
 
     Text before `</think>` is ignored.
     """
@@ -80,7 +80,7 @@ class PlainMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """Number of answers with the number of their reference."""
+    """Number of right answers: their final number equals the reference of their prompt."""
 
     condition: str | None
     num_scored: Annotated[int, Limits(least=1)]

@@ -279,26 +279,18 @@ def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | Non
             found=config.target_layer_ids,
             hint="dump the target again with --taps-from DRAFT",
         )
-    if config.feature_size != dump.hidden_size:
-        raise PairMismatch(
-            f"reads hidden states of width {config.feature_size}, but {dump.path} holds hidden states of width "
-            f"{dump.hidden_size}, made with {dump.target_name}",
-            id="dump-hidden-size",
-            path=path,
-            field="hidden_size",
-            found=config.feature_size,
-            expected=str(dump.hidden_size),
-        )
-    if dump.vocab_size is not None and config.vocab_size != dump.vocab_size:
-        raise PairMismatch(
-            f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, which has vocab_size "
-            f"{dump.vocab_size}",
-            id="dump-vocab-size",
-            path=path,
-            field="vocab_size",
-            found=config.vocab_size,
-            expected=str(dump.vocab_size),
-        )
+    widths = {"hidden_size": config.feature_size, "vocab_size": config.vocab_size}
+    for field, found in widths.items():
+        expected = getattr(dump, field)
+        if expected is not None and found != expected:
+            raise PairMismatch(
+                f"{field} {found}, but {dump.path} was made with {dump.target_name}, which has {field} {expected}",
+                id=f"dump-{field.replace('_', '-')}",
+                path=path,
+                field=field,
+                found=found,
+                expected=str(expected),
+            )
     if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
         raise PairMismatch(
             f"{dump.path} was made with {dump.target_name}, and its embedding or head has other weights",

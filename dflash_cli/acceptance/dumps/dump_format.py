@@ -1,8 +1,8 @@
-"""The content of a dump, whichever program wrote it, and the registry of dump formats.
+"""The content of a dump of any program, and the registry of dump formats.
 
-A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Here tapped layers are
-counted from 0, whatever the writing program does: tap i is the output of decoder layer i. The last layer's tap is taken
-before the final norm.
+A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Tapped layers are counted
+from 0 here, also if the writing program counts in another way: tap i is the output of decoder layer i. The last layer's
+tap is taken before the final norm.
 
 Axis letters: T rows, L tapped layers, H hidden size.
 """

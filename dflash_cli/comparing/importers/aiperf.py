@@ -16,7 +16,7 @@ STEPS, ACCEPTED = "total_spec_decode_steps", "total_accepted_draft_tokens"
 class AiperfRecords(ResultFormat):
     """A record for each request. The requests of one conversation are counted together.
 
-    Conversations of two results are equal if their names and prompt lengths are.
+    Conversations of two results are paired if they have the same name and prompt length.
 
     Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` and `MetricRecordMetadata`.
     """
