@@ -10,12 +10,13 @@ Axis letters: T rows, L tapped layers, H hidden size.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import DumpSource
+from dflash_runtime.documents import Limits
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnknownFormat
 from dflash_runtime.registry import Registry
 from dflash_runtime.scheduling.request import FinishReason
@@ -27,21 +28,28 @@ HIDDEN, TOKENS = "hidden_states", "token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DumpedText:
-    """One answer of a target. `token_ids` are the prompt, the answer, and tokens that continue the answer.
+class TextFacts:
+    """One answer of a target. `num_overhang` further tokens of the target continue it."""
+
+    row: PromptRow
+    turn: int = 0
+    finish_reason: FinishReason = FinishReason.LENGTH
+    prompt_len: Annotated[int, Limits(least=1)]
+    answer_len: Annotated[int, Limits(least=0)]
+    num_overhang: Annotated[int, Limits(least=0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedText(TextFacts):
+    """One answer of a target in a dump. `token_ids` are the prompt, the answer, and the tokens that continue it.
 
     `read` loads the hidden states of the first `num_rows` tokens, [T, L, H].
     """
 
-    row: PromptRow
-    turn: int = 0
     file: Path
     token_ids: tuple[int, ...]
-    prompt_len: int
-    answer_len: int
     num_rows: int
     read: Callable[[], "torch.Tensor"]
-    finish_reason: FinishReason = FinishReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

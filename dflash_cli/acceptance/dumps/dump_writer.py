@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText
+from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText, TextFacts
 from dflash_cli.acceptance.dumps.own_dump import (
     MANIFEST,
     METADATA,
     DumpedRequest,
     DumpManifest,
-    TextFacts,
     read_manifest,
     read_text,
     text_digests,
