@@ -22,11 +22,10 @@ from dflash_cli.acceptance.intervals.statistics import (
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
-from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
 from dflash_runtime.phrases import shorten
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
 REJECTED = "tokens most often rejected"
 BAR_WIDTH = 24
@@ -37,10 +36,7 @@ SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation(Shown):
-    """Result of `dflash eval-acceptance`.
-
-    With several conditions, the total pools all of them.
-    """
+    """Result of `dflash eval-acceptance`. The total pools all conditions."""
 
     KIND: ClassVar[str] = "eval-acceptance"
 
@@ -93,7 +89,7 @@ class Evaluation(Shown):
     def summary(self) -> list[str]:
         return [headline(self), legend(self)]
 
-    def shown_tables(self) -> Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]]:
+    def shown_tables(self) -> Mapping[str, Table]:
         return tables(self, is_full=False)
 
     @property
@@ -109,7 +105,8 @@ def headline(evaluation: Evaluation) -> str:
     block = total.counts.num_speculative_tokens + 1
     parts = [f"acceptance length {total.length_text}, at most {block}"]
     if total.counts.is_capped:
-        parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
+        num_verified = sum(count > 0 for count in total.counts.per_pos_verified)
+        parts.append(f"capped: of {block - 1} drafted tokens {num_verified} were verified")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
     if evaluation.prompts.is_named:
@@ -119,13 +116,8 @@ def headline(evaluation: Evaluation) -> str:
     return ", ".join(parts)
 
 
-def _num_verified(total: Summary) -> int:
-    """Return how many positions of a block were verified at least once."""
-    return sum(count > 0 for count in total.counts.per_pos_verified)
-
-
 def legend(evaluation: Evaluation) -> str:
-    """Return lines that explain the headline and give its largest possible value."""
+    """Return lines that explain the acceptance length of the headline, its interval and its largest possible value."""
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.acceptance_len_interval
     lines = [
@@ -142,7 +134,7 @@ def legend(evaluation: Evaluation) -> str:
         anchors = evaluation.anchors
         length = value_text(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
         mean = f"mean over {anchors.num_anchors} anchors {length}"
-        lines.append(f"{mean}: another quantity, which includes blocks that a live run skips")
+        lines.append(f"{mean}: another mean, which includes blocks that a live run skips")
     if evaluation.conditions:
         lines.append("by condition: mean tokens per prompt; difference to the first condition, paired by prompt")
     return "\n".join([*lines, *evaluation.prompts.lines])
@@ -195,7 +187,7 @@ def position_table(total: Summary) -> Table:
             str(place + 1),
             f"{accepted}",
             value_text(rate, total.per_pos_intervals[place]),
-            value_text(conditional, None),
+            value_text(conditional),
             _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
@@ -207,7 +199,7 @@ def position_table(total: Summary) -> Table:
 
 
 def _definition_table(total: Summary) -> Table:
-    rows = [(name, value_text(total.definitions[name], None), meaning) for name, meaning in DEFINITIONS.items()]
+    rows = [(name, value_text(total.definitions[name]), meaning) for name, meaning in DEFINITIONS.items()]
     return ("definition", "value", "meaning"), rows
 
 
@@ -218,18 +210,11 @@ def _condition_table(evaluation: Evaluation) -> Table:
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
             item.summary.length_text,
-            _against_first(item),
+            "" if item.difference_interval is None else value_text(item.difference, item.difference_interval, "+.2f"),
         )
         for item in evaluation.conditions
     ]
     return ("condition", "prompts", "tokens", "acceptance length", "against the first"), rows
-
-
-def _against_first(item: ConditionResult) -> str:
-    """`-0.51 [-0.62, -0.40]`."""
-    if item.difference_interval is None:
-        return ""
-    return value_text(item.difference, item.difference_interval, "+.2f")
 
 
 def _category_table(evaluation: Evaluation) -> Table:
@@ -238,18 +223,13 @@ def _category_table(evaluation: Evaluation) -> Table:
             shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            summary.length_text + _lack(summary),
+            summary.length_text + (" (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""),
         )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
     rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), total.length_text))
     return ("category", "prompts", "steps", "acceptance length"), rows
-
-
-def _lack(summary: Summary) -> str:
-    """Return a remark if a category has too few prompts for an interval."""
-    return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _bar(rate: float, interval: Interval | None) -> str:
@@ -260,7 +240,7 @@ def _bar(rate: float, interval: Interval | None) -> str:
 
 
 def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
-    """Tokens are in brackets, so that leading and trailing spaces show."""
+    """Return the most often rejected tokens, as columns and rows. Brackets make leading and trailing spaces visible."""
     rows = [
         (
             shorten(f"[{item.text}]", NAME_WIDTH),

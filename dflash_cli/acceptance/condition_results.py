@@ -37,7 +37,7 @@ def compare_conditions(
 ) -> tuple[ConditionResult, ...]:
     """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
-    groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
+    groups = {item.name: [answer for answer in answers if answer.row.condition_name == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}
     found = []
     for condition in drafted:
@@ -58,10 +58,6 @@ def compare_conditions(
             )
         )
     return tuple(found)
-
-
-def _name(answer: Answer) -> str | None:
-    return answer.row.condition.name if answer.row.condition is not None else None
 
 
 def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:

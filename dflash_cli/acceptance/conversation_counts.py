@@ -3,16 +3,19 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.documents import Limits
 from dflash_runtime.json_values import is_number
 
 if TYPE_CHECKING:
+    from dflash_cli.acceptance.journal import JournalRow
     from dflash_cli.generation.answers import Answer
+    from dflash_runtime.scheduling.request import RequestOutput
 
 AT_LEAST_0 = Limits(least=0)
+COUNTED = ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps")
 FAR = 256
 """A step is far if its context is at least twice as long as the first prompt, and this many tokens longer."""
 
@@ -21,8 +24,8 @@ FAR = 256
 class ConversationCounts:
     """Number of tokens that a conversation's verify steps committed, and number of steps, over all its turns.
 
-    Far steps, whose context has at least doubled since the first step, are also counted separately. `digest` is equal
-    for the same prompt in another result. `name` is for messages. `condition` is set if there were several conditions.
+    Far steps, with a context at least twice as long as at the first step, are also counted separately. The same prompt
+    has the same `digest` in another result. `name` is for messages. `condition` is None for a run without conditions.
     """
 
     digest: Annotated[str, "of the prompt; results are paired by it"]
@@ -37,15 +40,25 @@ class ConversationCounts:
     num_far_steps: Annotated[int, AT_LEAST_0] = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"):
+        for name in COUNTED:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:  # counts may come from another program's file
                 raise ValueError(f"{name} of {self.name}: found {value!r}, expected a number, 0 or more")
 
+    @classmethod
+    def of_turns(
+        cls, turns: "Sequence[RequestOutput | JournalRow]", *, id: str | int | None, prompt_index: int, **known: Any
+    ) -> "ConversationCounts":
+        """Return the counts of a conversation's turns. Without an id, its name is the number of its prompt."""
+        steps = [
+            TurnSteps(len(item.prompt_token_ids), item.acceptance_lengths, item.committed_lengths) for item in turns
+        ]
+        return cls(name=f"prompt {prompt_index + 1}" if id is None else str(id), **known | count_turns(steps))
+
 
 @dataclass(frozen=True, slots=True)
 class TurnSteps:
-    """The steps of one turn: its prompt's length, and how many tokens each step committed and the answer kept."""
+    """The steps of one turn: length of the prompt, tokens committed per step, and how many of them the answer kept."""
 
     prompt_len: int
     acceptance_lengths: Sequence[int]
@@ -61,7 +74,7 @@ def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts
 
 
 def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
-    """Return the conversations with the counts of one prompt under several conditions added up.
+    """Return one conversation per prompt, with its counts under all conditions added up.
 
     Answers to one prompt under several conditions are not independent samples.
     """
@@ -72,32 +85,30 @@ def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[Conver
 
 
 def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
-    counted = ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps")
     digests = " ".join(sorted(item.digest for item in items))
     return replace(
         items[0],
         digest=digest_text(digests),
         condition=", ".join(item.condition or "" for item in items),
-        **{name: sum(getattr(item, name) for item in items) for name in counted},
+        **{name: sum(getattr(item, name) for item in items) for name in COUNTED},
     )
 
 
 def _count(answers: "Sequence[Answer]") -> ConversationCounts:
-    row, outputs = answers[0].row, [answer.output for answer in answers]
-    turns = [
-        TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)
-        for output in outputs
-    ]
-    name = str(row.id) if row.id is not None else f"prompt {row.prompt_index + 1}"
-    condition = row.condition.name if row.condition is not None else None
-    return ConversationCounts(
-        digest=row.digest, name=name, category=row.category, condition=condition, **count_turns(turns)
+    row = answers[0].row
+    return ConversationCounts.of_turns(
+        [answer.output for answer in answers],
+        id=row.id,
+        prompt_index=row.prompt_index,
+        digest=row.digest,
+        category=row.category,
+        condition=row.condition_name,
     )
 
 
 def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:
     """Return tokens and steps of a conversation's turns, by the field names of `ConversationCounts`."""
-    counts = dict.fromkeys(("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"), 0)
+    counts = dict.fromkeys(COUNTED, 0)
     far = max(2 * turns[0].prompt_len, turns[0].prompt_len + FAR)
     for turn in turns:
         context = turn.prompt_len

@@ -1,10 +1,9 @@
-"""Shapes of acceptance by position that point to a fault: name, likely causes, and a command that tests them.
+"""Shapes of acceptance by position that point to a fault, each with likely causes and a command that tests them.
 
 A shape is reported only if the measured steps support it. Steps of one text resemble each other, so rates have 99%
 intervals computed from a quarter of the steps. A sound draft has no such shape: conditional acceptance falls slowly.
 """
 
-import math
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,14 @@ from typing import Annotated, Any
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.proportions import wilson_interval
+from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_runtime.metrics import AcceptanceCounts
 
 WIDTH = 76
 STEPS_PER_UNIT = 4
 """Correlated steps that carry as much information as one independent step."""
-Z = 2.576
-"""Standard errors of a 99% interval."""
+CONFIDENCE = 0.99
 LOW, FLAT = 0.35, 0.6
 """A curve is flat and low if the first rate is surely below LOW and no later conditional rate surely above FLAT."""
 CLIFF = 0.6
@@ -32,7 +32,7 @@ DECAY = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveShape:
-    """A shape that was found: its name, the figures that show it, possible causes, and a command that tests them."""
+    """A shape that was found: its name, the rates that show it, possible causes, and a command that tests them."""
 
     name: Annotated[str, "docs/explanation/shapes.md lists the names"]
     evidence: str
@@ -49,7 +49,7 @@ class CurveShape:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Acceptance rate of a position, given that the previous one was accepted, with bounds (Wilson 1927)."""
+    """Acceptance rate of a position, given that the previous position was accepted, with its 99% interval."""
 
     num_accepted: int
     num_reached: int
@@ -60,18 +60,16 @@ class _Rate:
 
     @property
     def low(self) -> float:
-        return self._bound(-1)
+        return self._interval.low
 
     @property
     def high(self) -> float:
-        return self._bound(1)
+        return self._interval.high
 
-    def _bound(self, sign: int) -> float:
-        count = self.num_reached / STEPS_PER_UNIT
-        if not count:
-            return 0.0 if sign < 0 else 1.0
-        half = Z / (2 * count) * math.sqrt(4 * count * self.value * (1 - self.value) + Z * Z)
-        return (self.value + Z * Z / (2 * count) + sign * half) / (1 + Z * Z / count)
+    @property
+    def _interval(self) -> Interval:
+        found = wilson_interval(self.num_accepted / STEPS_PER_UNIT, self.num_reached / STEPS_PER_UNIT, CONFIDENCE)
+        return found or Interval(0.0, 1.0, CONFIDENCE)
 
 
 def find_shapes(
@@ -94,7 +92,7 @@ def _word(reference: Any, otherwise: str) -> str:
 
 
 def _rates(counts: AcceptanceCounts) -> list[_Rate]:
-    """Conditional rates of the positions that were verified."""
+    """Return the conditional rates of the positions that were verified."""
     verified = [
         accepted for accepted, steps in zip(counts.per_pos_accepted, counts.per_pos_verified, strict=True) if steps
     ]
@@ -141,11 +139,14 @@ def _cliff(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
 
 
 def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape | None:
-    """Compare steps within conversations, so that long prompts of another kind do not look like decay."""
+    """Return the decay with context, found by comparing steps within each conversation.
+
+    A comparison between conversations would also find long prompts of another kind.
+    """
     both = [item for item in conversations if 0 < item.num_far_steps < item.num_steps]
     near = [(item.num_tokens - item.num_far_tokens, item.num_steps - item.num_far_steps) for item in both]
     far = [(item.num_far_tokens, item.num_far_steps) for item in both]
-    found = paired_difference(near, far, 0.99)
+    found = paired_difference(near, far, CONFIDENCE)
     before, after = tokens_per_step(near), tokens_per_step(far)
     if found is None or before is None or after is None:
         return None

@@ -1,15 +1,12 @@
 """The result of an evaluation with prefill and decode on two engines, compared with one engine."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from dflash_cli.acceptance.intervals.acceptance_difference import (
-    TokenCounts,
-    paired_difference,
-    tokens_per_step,
-)
+from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
 from dflash_cli.acceptance.intervals.statistics import Interval, value_text
+from dflash_cli.terminal.options import CarrierName
+from dflash_cli.terminal.shown import Table
 from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
@@ -18,10 +15,6 @@ TITLE = "prefill and decode in two engines, and in one"
 EXACT = ("float32", "float64")
 """Dtypes in which the rounding of sums in another order has never changed a token."""
 SHOWN_PROBLEMS = 6
-
-Carrier = Literal["file", "gloo", "nccl", "nixl"]
-
-Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +52,19 @@ class SideBySide:
     def text(self) -> str:
         """`3.44 -> 2.31 (-1.13 [-1.31, -0.95])`."""
         change = f" ({self.change})" if self.change else ""
-        return f"{_number(self.one_engine)} -> {_number(self.disaggregated)}{change}"
+        return f"{value_text(self.one_engine)} -> {value_text(self.disaggregated)}{change}"
 
     @property
     def change(self) -> str:
         """`-1.13 [-1.31, -0.95]`; without an interval if too few prompts were measured."""
-        span = self.difference_interval
-        if self.difference is None:
-            return ""
-        return value_text(self.difference, span, "+.3f")
+        return "" if self.difference is None else value_text(self.difference, self.difference_interval, "+.3f")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disaggregation:
-    """Answers with prefill in another process, compared with answers of one engine. A turn is one answer."""
+    """Answers with prefill in another process, compared with answers of one engine. Each turn has one answer."""
 
-    connector: Annotated[Carrier, "transport of the KV"]
+    connector: Annotated[CarrierName, "transport of the KV"]
     prefill_draft: Annotated[str | None, "the prefill side's draft, if it is not the pair's draft"]
     dtype: str
     num_turns: Annotated[int, "answers that are compared"]
@@ -115,7 +105,7 @@ class Disaggregation:
 
     @property
     def lines(self) -> list[str]:
-        """The verdict, its likely cause, and the prompts it does not cover."""
+        """The verdict, its likely cause, and the prompts without a hand-off."""
         if self.fault is not None:
             lines = [f"the hand-off does not hold: {self.fault}"]
             lines += [f"mismatch: {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
@@ -133,23 +123,22 @@ class Disaggregation:
 
     @property
     def table(self) -> Table:
-        """The figures of both sides, and how much was handed over."""
-        rows: list[tuple[str, ...]] = [
-            (name, _number(item.one_engine), _number(item.disaggregated), item.change)
-            for name, item in (("acceptance length", self.acceptance_len), ("share at position 1", self.position_1))
-        ]
-        rows += [
+        """The ratios with one engine and with two, equal texts and steps, and the amount of KV handed over."""
+        return ("", "one engine", "two engines", "difference"), [
+            *(
+                (name, value_text(item.one_engine), value_text(item.disaggregated), item.change)
+                for name, item in (("acceptance length", self.acceptance_len), ("share at position 1", self.position_1))
+            ),
             ("same text", "", f"{self.num_same_texts} of {self.num_turns}", ""),
             ("same steps", "", f"{self.num_same_traces} of {self.num_turns}", ""),
             ("handed over", "", str(self.num_handed), f"{self.num_rows} rows, {self.num_bytes / 1e6:.1f} MB"),
         ]
-        return ("", "one engine", "two engines", "difference"), rows
 
     def check(self) -> None:
-        """Require that the hand-off holds.
+        """Require that the hand-off changed neither text nor acceptance.
 
         Raises:
-            GateFailed: it does not.
+            GateFailed: it changed one of them.
         """
         if self.fault is not None:
             raise GateFailed(
@@ -161,7 +150,3 @@ class Disaggregation:
     @property
     def _figures(self) -> str:
         return f"acceptance length {self.acceptance_len.text}, position 1 {self.position_1.text}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -22,7 +22,7 @@ MARK = "####"
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return an answer's final number: in the last `\boxed{}`, after `####`, or else the last number of the text.
+    r"""Return an answer's final number: in the last `\boxed{}`, after `####`, or else the last number of the text.
 
     Text before `</think>` is ignored.
     """
@@ -45,7 +45,7 @@ def parse_number(text: str | None) -> Decimal | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMatch:
-    """The same prompts without the draft: number of right answers, and number of prompts where the two runs differ."""
+    """The same prompts without the draft: number of right answers, and number of prompts with different answers."""
 
     num_pairs: Annotated[int, Limits(least=1)]
     num_correct: int
@@ -54,21 +54,6 @@ class PlainMatch:
     num_only_plain: Annotated[int, "prompts answered right only without the draft"]
     num_same_text: int
     difference_interval: Interval
-
-    @classmethod
-    def count(cls, *, num_pairs: int, num_correct: int, num_only_draft: int, num_only_plain: int, num_same_text: int,
-              confidence: float) -> "PlainMatch":  # fmt: skip
-        """Return the counts with intervals of this confidence."""
-        both = num_correct - num_only_plain
-        return cls(
-            num_pairs=num_pairs,
-            num_correct=num_correct,
-            interval=wilson_interval(num_correct, num_pairs, confidence),
-            num_only_draft=num_only_draft,
-            num_only_plain=num_only_plain,
-            num_same_text=num_same_text,
-            difference_interval=paired_share_interval(both, num_only_plain, num_only_draft, num_pairs, confidence),
-        )
 
     @property
     @computed_key
@@ -95,7 +80,7 @@ class PlainMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """How many answers have the number of their reference."""
+    """Number of right answers: their final number equals the reference of their prompt."""
 
     condition: str | None
     num_scored: Annotated[int, Limits(least=1)]
@@ -120,8 +105,7 @@ def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...
     groups: dict[str | None, list[Answer]] = {}
     for answer in scored:
         if not answer.row.is_plain:
-            name = answer.row.condition.name if answer.row.condition is not None else ""
-            groups.setdefault(name or None, []).append(answer)
+            groups.setdefault(answer.row.condition_name or None, []).append(answer)
     return tuple(_score(name, members, plain, confidence) for name, members in groups.items())
 
 
@@ -142,13 +126,15 @@ def _score(
 
 def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMatch:
     right = [(_is_right(answer), _is_right(other)) for answer, other in pairs]
-    return PlainMatch.count(
+    both, only_draft, only_plain = (right.count(item) for item in ((True, True), (True, False), (False, True)))
+    return PlainMatch(
         num_pairs=len(pairs),
-        num_correct=sum(other for _, other in right),
-        num_only_draft=right.count((True, False)),
-        num_only_plain=right.count((False, True)),
+        num_correct=both + only_plain,
+        interval=wilson_interval(both + only_plain, len(pairs), confidence),
+        num_only_draft=only_draft,
+        num_only_plain=only_plain,
         num_same_text=sum(answer.output.token_ids == other.output.token_ids for answer, other in pairs),
-        confidence=confidence,
+        difference_interval=paired_share_interval(both, only_plain, only_draft, len(pairs), confidence),
     )
 
 

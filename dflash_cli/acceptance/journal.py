@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.documents.atomic_file import (
@@ -80,6 +80,32 @@ def check_journal(path: Path, *, resume: bool, force: bool) -> None:
         UsageError: the parent is not a directory, or the file exists and neither `resume` nor `force` is given.
     """
     check_output(path, force=resume or force, hint="pass --resume to continue it, or --force to replace it")
+
+
+def check_settings(
+    path: Path,
+    stored: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    hint: str,
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Require that a file or folder was made with these settings. `hints` has the hints of single settings.
+
+    Raises:
+        UsageError: naming the first setting that differs.
+    """
+    for key in sorted({*stored, *settings}):
+        was, is_now = stored.get(key), settings.get(key)
+        if was != is_now:
+            raise UsageError(
+                f"made with {key} {was!r}, but this run has {is_now!r}",
+                id="settings-differ",
+                path=path,
+                field=key,
+                found=was,
+                expected=repr(is_now),
+                hint=hints.get(key, hint),
+            )
 
 
 class Journal:
@@ -181,18 +207,8 @@ class Journal:
         """Take over stored answers to rows of this run."""
         if not stored.num_bytes:
             return
-        for key in sorted({*stored.settings, *self._settings}):
-            was, is_now = stored.settings.get(key), self._settings.get(key)
-            if was != is_now:
-                raise UsageError(
-                    f"made with {key} {was!r}, but this run has {is_now!r}",
-                    id="settings-differ",
-                    path=path,
-                    field=key,
-                    found=was,
-                    expected=repr(is_now),
-                    hint=HINTS.get(key, "give the same options again, or name another file with --output"),
-                )
+        hint = "give the same options again, or name another file with --output"
+        check_settings(path, stored.settings, self._settings, hint, HINTS)
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
             row = by_index.get(record.get("index", -1))

@@ -1,7 +1,7 @@
 """Measure a pair's acceptance on prompts. Prints nothing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,13 +59,14 @@ def measure(
 ) -> Evaluation:
     """Answer the rows and pool their verify steps, in total and by category.
 
-    A conversation with a failed turn is left out and named. `tally` receives every event of the generation.
+    A conversation with a failed turn is left out of the counts and listed in `failed`. `tally` receives every event of
+    the generation.
     """
     session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
     settings = session.run_settings(params, chat=request.chat)
     sinks: list[Sink] = [] if tally is None else [tally.add]
-    failures: list[Failure] = []
+    failed: list[Answer] = []
     started = time.perf_counter()
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         if progress is not None:
@@ -76,10 +77,10 @@ def measure(
                 sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
-                failures += _failure(event.answer, failures)
+                failed += [event.answer] if event.answer.output.error is not None else []
     journal.drop_unfinished()
     answers = [answer for answer in journal.answers if not answer.row.is_plain]
-    pool = partial(_pool, session=session, request=request)
+    failures, pool = find_failures(failed), partial(_pool, session=session, request=request)
     return Evaluation(
         total=pool(answers),
         categories={name: pool(members) for name, members in by_category(answers).items()},
@@ -98,7 +99,7 @@ def measure(
             rendered_prompts_digest=_digest_rendered(answers),
             lock_sha256=request.lock_sha256,
         ),
-        failed=tuple(failures),
+        failed=failures,
         seconds=time.perf_counter() - started,
     )
 
@@ -111,22 +112,24 @@ def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParam
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
-    """A hash of the prompts' token ids, as rendered by template and tokenizer."""
+    """Return a hash of the prompts' token ids, as rendered by template and tokenizer."""
     lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
     return digest_text("".join(lines))
 
 
-def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
-    row, output = answer.row, answer.output
-    condition = row.condition.name if row.condition is not None else None
-    if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
-        return []
-    return [Failure(row.prompt_index, row.id, output.error, condition, output.exit_code)]
+def find_failures(answers: Iterable[Answer]) -> tuple[Failure, ...]:
+    """Return one failure per prompt and condition, from its first failed turn."""
+    found: dict[tuple[int, str | None], Failure] = {}
+    for answer in answers:
+        row, output = answer.row, answer.output
+        if output.error is not None:
+            failure = Failure(row.prompt_index, row.id, output.error, row.condition_name, output.exit_code)
+            found.setdefault((row.prompt_index, row.condition_name), failure)
+    return tuple(found.values())
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Require the acceptance length, or the lower end of its interval, to be at least `minimum` under each condition.
+    """Require an acceptance length, or lower end of its interval, of at least `minimum` under each condition.
 
     Raises:
         GateFailed: the value is below the minimum, or there are too few steps or prompts to compute it.
@@ -162,6 +165,7 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
     if value < minimum:
         raise GateFailed(
             f"{name} {value:.3f}, expected at least {minimum:g}",
+            id="acceptance-too-low",
             field=name,
             found=value,
             expected=f"at least {minimum:g}",

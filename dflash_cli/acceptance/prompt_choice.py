@@ -52,7 +52,7 @@ def choose_prompts(
     rows = choice.rows
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(
-            "--exact-match both: no prompt has a reference number",
+            "--exact-match both: every prompt lacks a reference number",
             id="no-reference-numbers",
             field="--exact-match",
             found="both",
@@ -75,7 +75,7 @@ def choose_rows(
     seed: int = 0,
     is_default: bool = False,
 ) -> PromptChoice:
-    """Return the rows of a set, each once. `is_default` is true if the user did not name the set."""
+    """Return the rows of a set, each once. `is_default` is true if the user named no set."""
     is_chat = prompts.settle_chat(tokenizer, chat=chat)
     is_text = prompts.for_chat and not is_chat
     if is_text:
@@ -93,14 +93,14 @@ def choose_rows(
         version=prompts.version,
         sha256=prompts.sha256,
         dataset=prompts.dataset,
-        warning=_warn_of_text(prompts.name) if is_text and chat is None else None,
+        warning=Notice(
+            f"the target's tokenizer lacks a chat template, so the questions of {prompts.name} are sent as plain text",
+            id="questions-as-text",
+        )
+        if is_text and chat is None
+        else None,
     )
     return PromptChoice(rows=rows, source=source, chat=is_chat)
-
-
-def _warn_of_text(name: str) -> Notice:
-    text = f"the target's tokenizer has no chat template, so the questions of {name} are sent as plain text"
-    return Notice(text, id="questions-as-text")
 
 
 def _put_under(
@@ -151,7 +151,7 @@ def _check_thinking(
     row = next((row for row in rows if row.kind in ("messages", "turns") or (row.kind == "prompt" and chat)), None)
     if row is None or pair.tokenizer is None or not pair.tokenizer.has_template:
         raise UsageError(
-            "--thinking: no prompt goes through a chat template",
+            "--thinking: every prompt is sent without a chat template",
             id="thinking-without-template",
             field="--thinking",
             hint="pass --chat if the target has a chat template",

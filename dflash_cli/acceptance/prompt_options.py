@@ -10,21 +10,21 @@ from dflash_cli.terminal.requests import MEASURING, PROMPTS, Option
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionOptions(PromptOptions):
-    """Which prompts are answered, and under which conditions."""
+    """The prompts to answer, and the conditions under which they are answered."""
 
     context_lengths: Annotated[
         tuple[int, ...],
         Option(
             metavar="N,...", min=1, group=PROMPTS, parse=parse_tokens, expected="a number of tokens such as 500 or 4k",
-            help="Fill each prompt up to N tokens with other text, such as 1k,4k,16k, and measure each length.",
+            help="Fill each prompt with other text up to N tokens, such as 1k,4k,16k, and measure each length.",
         ),
     ] = ()  # fmt: skip
     exact_match: Annotated[
         Literal["draft", "both", "none"],
         Option(
             group=MEASURING,
-            help="Compare the final number of each answer with the reference in its row (gsm8k has references): draft, "
-            "with the draft. both, with and without it.",
+            help="Compare the final number of each answer with the reference of its row (gsm8k has references). draft: "
+            "answers with the draft. both: also answers without the draft.",
         ),
     ] = "draft"
 

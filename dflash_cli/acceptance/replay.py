@@ -1,11 +1,11 @@
-"""Judge a draft on a dump: how many of its tokens the target would have accepted along its own text.
+"""Judge a draft on a dump: how many draft tokens the target would have accepted along the target's own text.
 
 The dump's hidden states give the context KV of each text. One forward then drafts blocks at many anchors of many
 texts. A draft token counts as accepted if it equals the text's next token: greedy or sampled, the target would have
 chosen that token too.
 
 The chained walk starts at the first anchor and continues after the accepted tokens, as a live run does. The mean over
-anchors weights every anchor equally. It is another quantity, since a run skips anchors inside accepted blocks.
+anchors weights every anchor equally. It differs from the walk, which skips anchors inside accepted blocks.
 """
 
 import time
@@ -53,8 +53,8 @@ TEXT_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ign
 class ReplayRequest:
     """A draft, the dump to judge it on, and optionally the target that provides embedding and head.
 
-    The mean uses every `every`-th anchor of each text. With 0 there is no mean, and only the chained walk is drafted.
-    The walks are written to `journal` in the form of an evaluation's answers.
+    The mean uses every `every`-th anchor of each text. 0 leaves the mean out, and drafts only the chained walk. The
+    walks are written to `journal` in the form of an evaluation's answers.
     """
 
     draft: DraftCheckpoint
@@ -128,7 +128,7 @@ class Replay:
             yield from _TextGroup(self, group).replay(self.request.every)
 
     def anchors(self, text: DumpedText) -> range:
-        """Return the positions whose whole block lies within the text's known tokens and the draft's positions."""
+        """Return the anchors of a text with a complete block: known tokens within the draft's position limit."""
         ends = (
             text.prompt_len + text.answer_len - 1,
             len(text.token_ids) - self.num_drafts,
@@ -263,7 +263,7 @@ def replay(request: ReplayRequest) -> Evaluation:
 
 
 def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:
-    """Refuse a dump whose target differs from the draft's target, as far as their files state it.
+    """Refuse a dump of another target than the draft's, as far as the files state their targets.
 
     Raises:
         PairMismatch: naming both values.
@@ -279,29 +279,21 @@ def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | Non
             found=config.target_layer_ids,
             hint="dump the target again with --taps-from DRAFT",
         )
-    if config.feature_size != dump.hidden_size:
-        raise PairMismatch(
-            f"reads hidden states of width {config.feature_size}, but {dump.path} holds hidden states of width "
-            f"{dump.hidden_size}, made with {dump.target_name}",
-            id="dump-hidden-size",
-            path=path,
-            field="hidden_size",
-            found=config.feature_size,
-            expected=str(dump.hidden_size),
-        )
-    if dump.vocab_size is not None and config.vocab_size != dump.vocab_size:
-        raise PairMismatch(
-            f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, which has vocab_size "
-            f"{dump.vocab_size}",
-            id="dump-vocab-size",
-            path=path,
-            field="vocab_size",
-            found=config.vocab_size,
-            expected=str(dump.vocab_size),
-        )
+    widths = {"hidden_size": config.feature_size, "vocab_size": config.vocab_size}
+    for field, found in widths.items():
+        expected = getattr(dump, field)
+        if expected is not None and found != expected:
+            raise PairMismatch(
+                f"{field} {found}, but {dump.path} was made with {dump.target_name}, which has {field} {expected}",
+                id=f"dump-{field.replace('_', '-')}",
+                path=path,
+                field=field,
+                found=found,
+                expected=str(expected),
+            )
     if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
         raise PairMismatch(
-            f"{dump.path} was made with {dump.target_name}, whose embedding or head has other weights",
+            f"{dump.path} was made with {dump.target_name}, and its embedding or head has other weights",
             id="dump-of-another-target",
             path=head_from.checkpoint.path,
             hint="name the dump's own target with --head-from",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Request):
-    """Whether a draft is measured in a live run or on a dump, and which dump."""
+    """Options that choose between a live run and a dump."""
 
     mode: Annotated[
         Literal["live", "replay"],
@@ -40,8 +40,8 @@ class ReplayOptions(Request):
         tuple[int, ...],
         Option(
             min=0, metavar="ID,...", group=MEASURING,
-            help="Layer ids that vLLM or SGLang was started with, in its own numbering, such as 2,10,18. Required for "
-            "its dumps, which do not state them.",
+            help="Layer ids that vLLM or SGLang was started with, in the engine's numbering, such as 2,10,18. Required "
+            "for dumps of these engines.",
         ),
     ] = ()  # fmt: skip
     head_from: Annotated[
@@ -56,7 +56,7 @@ class ReplayOptions(Request):
         int,
         Option(
             min=0, group=MEASURING,
-            help="With --mode replay: use every Nth anchor for the mean over anchors; 0 leaves the mean out.",
+            help="With --mode replay: use every Nth anchor for the mean over anchors. 0 leaves the mean out.",
         ),
     ] = 1  # fmt: skip
 

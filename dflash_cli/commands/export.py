@@ -61,13 +61,12 @@ def export(request: ExportRequest) -> "Exported":
     chosen, output = find_export(request.to), request.output
     if output is not None:
         check_output(output, force=request.force or chosen.merges)
-    has_file = output is not None and chosen.merges and output.is_file()
     exported = chosen.export(
         ExportPlan(
             stored=read_evaluations([request.result])[0],
             model=request.target_name,
             thinking=request.thinking,
-            existing=output.read_text(encoding="utf-8") if output is not None and has_file else None,
+            output=output,
             force=request.force,
         )
     )

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from dflash_cli.acceptance.curve_shape import CurveShape
-from dflash_cli.acceptance.intervals.statistics import Interval, value_text
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
+from dflash_cli.terminal.shown import Table
 from dflash_runtime.documents import INLINE
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
@@ -45,20 +45,19 @@ def headline(comparison: Comparison, place: int) -> str:
     total = comparison.total
     start = f"{letter(place)} against A: "
     if total.difference is None:
-        return f"{start}{total.change:+.3f}, no interval" if total.change is not None else f"{start}not known"
-    return (
-        f"{start}{value_text(total.difference.value, total.difference.interval, '+.3f')}, "
-        f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
-    )
+        return f"{start}not known"
+    change = f"{start}{value_text(total.difference, total.interval, '+.3f')}"
+    sure = "no interval" if total.interval is None else f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
+    return f"{change}, {sure}"
 
 
 def how(comparison: Comparison, tolerance: float | None, num_results: int) -> list[str]:
-    """Return lines that explain how the difference was computed and what the verdict means."""
+    """Return lines that explain the computation of the difference and the meaning of its verdict."""
     total = comparison.total
-    if total.difference is None:
+    if total.interval is None:
         return [f"no interval: {total.reason}"]
     kind = "paired by prompt" if comparison.is_paired else "as independent samples"
-    lines = [f"{kind}; in brackets, the {100 * total.difference.confidence:g}% interval"]
+    lines = [f"{kind}; in brackets, the {100 * total.interval.confidence:g}% interval"]
     corrected = ["results"] * (num_results > 2) + ["categories"] * bool(comparison.categories)
     if corrected:
         lines.append(f"p is corrected for the number of {' and '.join(corrected)} (Holm)")
@@ -67,27 +66,24 @@ def how(comparison: Comparison, tolerance: float | None, num_results: int) -> li
     return lines
 
 
-def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def table(comparison: Comparison, place: int) -> Table:
     """Return columns and rows: each category, then all prompts."""
     columns = ("category", "prompts", "A", letter(place), "difference", "p", "verdict")
     return columns, [_row(line) for line in (*comparison.categories, comparison.total)]
 
 
 def _row(line: Contrast) -> tuple[str, ...]:
-    name = line.category or "all"
+    lengths = [value_text(length, form=".2f") for length in line.acceptance_lens]
     return (
-        shorten(name, CATEGORY_WIDTH),
+        shorten(line.category or "all", CATEGORY_WIDTH),
         str(line.num_conversations),
-        value_text(line.base_len, None, ".2f"),
-        value_text(line.other_len, None, ".2f"),
-        difference_text(line),
-        p_value_text(line.p_value),
-        line.verdict,
+        *lengths,
+        *contrast_cells(line),
     )
 
 
 def warning(comparison: Comparison) -> Notice | None:
-    """Return a warning if the two results were measured under different conditions."""
+    """Return a warning with the facts in which the two results differ, or None if all are equal."""
     if not comparison.unlike:
         return None
     fields = ", ".join(
@@ -98,66 +94,14 @@ def warning(comparison: Comparison) -> Notice | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastEntry:
-    """The difference between two results, over all conversations or over the conversations of one category."""
-
-    acceptance_lens: tuple[float | None, float | None]
-    num_conversations: int
-    difference: float | None
-    interval: Interval | None
-    p_value: Annotated[float | None, "corrected for the number of results, or of categories"]
-    equivalence_p_value: float | None
-    verdict: Literal["higher", "lower", "equivalent", "same", "undecided"] | None
-    reason: Annotated[str | None, "why there is no interval"]
-
-    @classmethod
-    def of(cls, line: Contrast) -> "ContrastEntry":
-        """Return the entry of a line of a comparison."""
-        return cls(
-            acceptance_lens=(line.base_len, line.other_len),
-            num_conversations=line.num_conversations,
-            difference=line.change,
-            interval=line.difference.interval if line.difference is not None else None,
-            p_value=line.p_value,
-            equivalence_p_value=line.equivalence_p_value,
-            verdict=None if line.verdict == "-" else line.verdict,
-            reason=line.reason,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultEntry:
-    """One compared result."""
-
-    name: str
-    source: Annotated[str, "the program that wrote the file"]
-    acceptance_len: float
-    num_conversations: Annotated[int, "0 if the file has totals only"]
-    why_no_rows: str | None
-    shapes: tuple[CurveShape, ...]
-
-    @classmethod
-    def of(cls, result: MeasuredResult) -> "ResultEntry":
-        """Return the entry of a result."""
-        return cls(
-            name=result.name,
-            source=result.source,
-            acceptance_len=result.acceptance_len,
-            num_conversations=len(result.conversations),
-            why_no_rows=result.why_no_rows,
-            shapes=tuple(result.shapes),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonEntry:
     """A further result compared with the first one."""
 
     base: str
     other: str
     is_paired: bool
-    total: Annotated[ContrastEntry, INLINE]
-    categories: Mapping[str, ContrastEntry]
+    total: Annotated[Contrast, INLINE]
+    categories: Mapping[str, Contrast]
     unlike: Annotated[Mapping[str, tuple[Any, Any]], "facts that differ: the value of each result"]
 
     @classmethod
@@ -167,8 +111,8 @@ class ComparisonEntry:
             base=comparison.base.name,
             other=comparison.other.name,
             is_paired=comparison.is_paired,
-            total=ContrastEntry.of(comparison.total),
-            categories={line.category or "": ContrastEntry.of(line) for line in comparison.categories},
+            total=comparison.total,
+            categories={line.category or "": line for line in comparison.categories},
             unlike=comparison.unlike,
         )
 
@@ -179,7 +123,7 @@ class CompareDocument:
 
     KIND: ClassVar[str] = "compare"
 
-    results: tuple[ResultEntry, ...]
+    results: tuple[MeasuredResult, ...]
     tolerance: float | None
     comparisons: Annotated[tuple[ComparisonEntry, ...], "each further result compared with the first"]
 
@@ -187,22 +131,20 @@ class CompareDocument:
 def compare_document(comparisons: Sequence[Comparison], tolerance: float | None) -> CompareDocument:
     """Return the document of comparisons with the same first result."""
     return CompareDocument(
-        results=result_entries(comparisons),
+        results=compared_results(comparisons),
         tolerance=tolerance,
         comparisons=tuple(map(ComparisonEntry.of, comparisons)),
     )
 
 
-def result_entries(comparisons: Sequence[Comparison]) -> tuple[ResultEntry, ...]:
+def compared_results(comparisons: Sequence[Comparison]) -> tuple[MeasuredResult, ...]:
     """Return the first result and every result compared with it; empty without comparisons."""
-    results = [*(item.base for item in comparisons[:1]), *(item.other for item in comparisons)]
-    return tuple(map(ResultEntry.of, results))
+    return (*(item.base for item in comparisons[:1]), *(item.other for item in comparisons))
 
 
-def difference_text(line: Contrast) -> str:
-    if line.difference is not None:
-        return value_text(line.difference.value, line.difference.interval, "+.2f")
-    return value_text(line.change, None, "+.2f")
+def contrast_cells(line: Contrast) -> tuple[str, str, str]:
+    """Return difference, p-value and verdict as cells of a table."""
+    return value_text(line.difference, line.interval, "+.2f"), p_value_text(line.p_value), line.verdict or "-"
 
 
 def p_value_text(value: float | None, equals: str = "") -> str:

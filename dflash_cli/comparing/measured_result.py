@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.documents.atomic_file import naming_output
 from dflash_cli.documents.reading import parse_object
-from dflash_runtime.documents import from_json
+from dflash_runtime.documents import HIDDEN, computed_key, from_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.registry import Registry
@@ -27,26 +27,34 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredResult:
-    """One result: its acceptance length, the counts of each conversation, and facts about the measurement.
+    """One compared result.
 
     A file with totals only lacks conversations, and `why_no_rows` gives the reason. `counts` is set if the file has
-    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or describes another definition.
+    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or describes another definition. `facts`
+    describe the measurement.
     """
 
     name: str
-    source: str
+    source: Annotated[str, "the program that wrote the file"]
     acceptance_len: float
-    conversations: tuple[ConversationCounts, ...] = ()
+    conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN] = ()
     why_no_rows: str | None = None
-    definition: str = "vllm"
-    counts: AcceptanceCounts | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    definition: Annotated[str, HIDDEN] = "vllm"
+    counts: Annotated[AcceptanceCounts | None, HIDDEN] = None
+    facts: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
 
     @property
+    @computed_key
+    def num_conversations(self) -> int:
+        """Number of conversations; 0 if the file has totals only."""
+        return len(self.conversations)
+
+    @property
+    @computed_key
     def shapes(self) -> list[CurveShape]:
         """Shapes of the acceptance curve that point to a fault."""
         return find_shapes(self.counts, self.conversations, self.facts)
@@ -58,7 +66,7 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise CheckpointNotFound("no such file", path=path)
+            raise CheckpointNotFound("no such file", id="file-not-found", path=path)
         with naming_output(path):
             try:
                 self.text = path.read_text(encoding="utf-8")
@@ -68,10 +76,11 @@ class ResultFile:
     @cached_property
     def document(self) -> Any:
         """The JSON document of the file, or None if the file is not JSON."""
-        try:
-            return json.loads(self.text)
-        except (ValueError, RecursionError):
-            return None
+        return _parse(self.text)
+
+    def has(self, *keys: str) -> bool:
+        """Return whether the file is a JSON object with these keys."""
+        return isinstance(self.document, dict) and self.document.keys() >= {*keys}
 
     @cached_property
     def parsed(self) -> dict[str, Any]:
@@ -114,36 +123,50 @@ class ResultFile:
             UsageError: another line is not an object.
         """
         lines = self.text.splitlines()
-        parsed = [_parse_object(line) for line in lines]
-        if not parsed or parsed[0] is None:
+        parsed = [_parse(line) for line in lines]
+        if not parsed or not isinstance(parsed[0], dict):
             return {}
         for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
-            if row is None and line.strip() and number < len(lines):
+            if not isinstance(row, dict) and line.strip() and number < len(lines):
                 text = f"found {line[:20]!r}, expected a JSON object"
                 raise UsageError(text, id="not-an-object", path=f"{self.path}:{number}", found=line)
-        return {number: row for number, row in enumerate(parsed, start=1) if row is not None}
+        return {number: row for number, row in enumerate(parsed, start=1) if isinstance(row, dict)}
 
     def refuse(self, what: str, hint: str | None = None, *, id: str) -> UsageError:
         """Return an error about this file."""
         return UsageError(what, id=id, path=self.path, hint=hint)
 
 
-def _parse_object(line: str) -> dict[str, Any] | None:
+def _parse(text: str) -> Any:
+    """Return a JSON value, or None if the text is not JSON."""
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
 
 
 class ResultFormat(ABC):
-    """A file format with acceptance results. `title` names it in messages."""
+    """A file format with acceptance results. `title` names the format in messages and results."""
 
     title: ClassVar[str]
 
+    def of_length(self, file: ResultFile, acceptance_len: float, **known: Any) -> MeasuredResult:
+        """Return the result of a file with this acceptance length."""
+        return MeasuredResult(name=str(file.path), source=self.title, acceptance_len=acceptance_len, **known)
+
+    def of_counts(self, file: ResultFile, counts: AcceptanceCounts, **known: Any) -> MeasuredResult:
+        """Return the result of a file with these counts by position.
+
+        Raises:
+            UsageError: the counts have no verify steps.
+        """
+        if counts.acceptance_len is None:
+            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
+        return self.of_length(file, counts.acceptance_len, counts=counts, **known)
+
     @abstractmethod
     def recognises(self, file: ResultFile) -> bool:
-        """Return whether the file has this format, by its content."""
+        """Return whether the content of a file has this format."""
 
     @abstractmethod
     def read(self, file: ResultFile) -> MeasuredResult:

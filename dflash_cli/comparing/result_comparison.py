@@ -1,10 +1,10 @@
 """Compare two or more results with the first one. Prints nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, Literal
+from itertools import chain, repeat
+from typing import Annotated, Any, Literal
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.acceptance_difference import (
@@ -15,10 +15,12 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     tokens_per_step,
     unpaired_difference,
 )
+from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.comparing.measured_result import MeasuredResult
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import GateFailed, UsageError
 
-Verdict = Literal["higher", "lower", "equivalent", "same", "undecided", "-"]
+Verdict = Literal["higher", "lower", "equivalent", "same", "undecided"]
 Pair = tuple[ConversationCounts | None, ConversationCounts | None]
 
 NAMED_PROMPTS = 3
@@ -35,42 +37,54 @@ SAME_BY_DIGEST = {"target": "target_digest"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """One line of a comparison: both lengths over all conversations or over one category, and their difference.
+    """The difference between two results, over all conversations or over the conversations of one category.
 
-    P-values are corrected for all lines of their family. Without a `difference`, `reason` says why.
+    P-values are corrected for the number of compared results, or of categories. `estimate` is None if there is no
+    interval.
     """
 
-    category: str | None
-    base_len: float | None
-    other_len: float | None
+    category: Annotated[str | None, HIDDEN]
+    acceptance_lens: tuple[float | None, float | None]
     num_conversations: int
-    difference: AcceptanceDifference | None
-    reason: str | None = None
-    p_value: float | None = None
+    estimate: Annotated[AcceptanceDifference | None, HIDDEN]
+    reason: Annotated[str | None, "why there is no interval"] = None
+    p_value: Annotated[float | None, "corrected for the number of results, or of categories"] = None
     equivalence_p_value: float | None = None
 
     @property
-    def change(self) -> float | None:
-        """The other length minus the first; None if one of them is unknown."""
-        return None if self.base_len is None or self.other_len is None else self.other_len - self.base_len
+    @computed_key
+    def difference(self) -> float | None:
+        """The second acceptance length minus the first."""
+        if self.estimate is not None:
+            return self.estimate.value
+        first, second = self.acceptance_lens
+        return None if first is None or second is None else second - first
 
     @property
-    def verdict(self) -> Verdict:
-        if self.difference is None or self.p_value is None:
-            return "-"
-        if self.difference.value == self.difference.error == 0:
+    @computed_key
+    def interval(self) -> Interval | None:
+        """The interval of the difference."""
+        return self.estimate.interval if self.estimate is not None else None
+
+    @property
+    @computed_key
+    def verdict(self) -> Verdict | None:
+        """Whether the second acceptance length is higher, lower or equivalent; null without an interval."""
+        if self.estimate is None or self.p_value is None:
+            return None
+        if self.estimate.value == self.estimate.error == 0:
             return "same"
-        error_rate = 1 - self.difference.confidence
+        error_rate = 1 - self.estimate.confidence
         if self.equivalence_p_value is not None and self.equivalence_p_value < error_rate:
             return "equivalent"
         if self.p_value < error_rate:
-            return "higher" if self.difference.value > 0 else "lower"
+            return "higher" if self.estimate.value > 0 else "lower"
         return "undecided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One result compared with the first. `unlike` maps facts that differ to the values of both results."""
+    """One result compared with the first. `unlike` has the facts in which they differ, with both values."""
 
     base: MeasuredResult
     other: MeasuredResult
@@ -83,18 +97,18 @@ class Comparison:
 def compare_results(
     results: Sequence[MeasuredResult], *, confidence: float = 0.95, tolerance: float | None = None, paired: bool = True
 ) -> tuple[Comparison, ...]:
-    """Hold every further result against the first, paired by prompt unless that is waived or there are no rows.
+    """Compare every further result with the first. Results with rows of prompts are paired by prompt if `paired`.
 
-    P-values of totals are corrected for the number of results, P-values of categories for all categories of all
+    P-values of totals are corrected for the number of results, p-values of categories for all categories of all
     results.
 
     Raises:
-        UsageError: the results should be paired but have different prompts.
+        UsageError: results to be paired have different prompts.
     """
     base, *others = results
     found = [_compare(base, other, confidence, paired=paired) for other in others]
-    totals = iter(_corrected([item.total for item in found], tolerance))
-    lines = iter(_corrected(list(chain.from_iterable(item.categories for item in found)), tolerance))
+    totals = iter(correct_p_values([item.total for item in found], tolerance))
+    lines = iter(correct_p_values(list(chain.from_iterable(item.categories for item in found)), tolerance))
     return tuple(
         replace(item, total=next(totals), categories=tuple(next(lines) for _ in item.categories)) for item in found
     )
@@ -103,62 +117,58 @@ def compare_results(
 def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | None) -> None:
     """Require that no result is lower than the first, in total or in a category.
 
-    Without a tolerance, a result fails if its length is significantly lower. With a tolerance, it fails unless a larger
-    drop is ruled out, or if a category is significantly lower and drops by more.
+    Without a tolerance, a result fails if its length is significantly lower. With a tolerance, it fails unless its
+    interval rules out a larger drop. It also fails if a category is significantly lower and drops by more.
 
     Raises:
         GateFailed: a result fails, or cannot be judged.
     """
     for item in comparisons:
         name, total = item.other.name, item.total
-        if total.difference is None:
+        if total.estimate is None:
             raise GateFailed(f"{name}: cannot be judged: {total.reason}", id="cannot-be-judged")
-        change = f"{total.difference.value:+.3f}"
+        change = f"{total.estimate.value:+.3f}"
         if tolerance is None and total.verdict == "lower":
             text = f"{name}: acceptance length {change} against {item.base.name}"
-            raise GateFailed(text, id="lower", field="acceptance_len", found=total.difference.value)
-        if tolerance is not None and total.difference.lower_bound < -tolerance:
+            raise GateFailed(text, id="lower", field="acceptance_len", found=total.estimate.value)
+        if tolerance is not None and total.estimate.lower_bound < -tolerance:
             raise GateFailed(
                 f"{name}: a drop of more than {tolerance:g} is possible: estimate {change}, lower bound "
-                f"{total.difference.lower_bound:+.3f}",
+                f"{total.estimate.lower_bound:+.3f}",
                 id="drop-possible",
                 field="acceptance_len",
-                found=total.difference.lower_bound,
+                found=total.estimate.lower_bound,
                 expected=f"at least {-tolerance:g}",
                 hint="measure more prompts if the difference itself is small",
             )
         for line in item.categories:
-            if line.difference and line.verdict == "lower" and line.difference.value < -(tolerance or 0):
-                text = f"{name}: category {line.category}: acceptance length {line.difference.value:+.3f}"
-                raise GateFailed(text, id="category-lower", field=line.category, found=line.difference.value)
+            if line.estimate and line.verdict == "lower" and line.estimate.value < -(tolerance or 0):
+                text = f"{name}: category {line.category}: acceptance length {line.estimate.value:+.3f}"
+                raise GateFailed(text, id="category-lower", field=line.category, found=line.estimate.value)
 
 
 def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, paired: bool) -> Comparison:
     no_rows = next((f"{item.name}: {item.why_no_rows}" for item in (base, other) if not item.conversations), None)
     is_paired = paired and no_rows is None
-    pairs = _pair_up(base, other) if is_paired else _set_side_by_side(base, other)
+    unpaired = (*((item, None) for item in base.conversations), *((None, item) for item in other.conversations))
+    pairs: Sequence[Pair] = _pair_up(base, other) if is_paired else unpaired
+    lines: list[Contrast] = []
     if no_rows is None:
         total = _contrast(None, pairs, confidence, is_paired=is_paired)
+        categories = {item.category for pair in pairs for item in pair if item is not None}
+        lines = [
+            _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
+            for name in sorted(filter(None, categories))
+        ]
     else:
-        total = Contrast(
-            category=None,
-            base_len=base.acceptance_len,
-            other_len=other.acceptance_len,
-            num_conversations=0,
-            difference=None,
-            reason=no_rows,
-        )
-    categories = {item.category for pair in pairs for item in pair if item is not None} - {None}
-    lines = [
-        _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
-        for name in sorted(filter(None, categories))
-    ]
+        lengths = base.acceptance_len, other.acceptance_len
+        total = Contrast(category=None, acceptance_lens=lengths, num_conversations=0, estimate=None, reason=no_rows)
     return Comparison(
         base=base,
         other=other,
         is_paired=is_paired,
         total=total,
-        categories=tuple(lines) if no_rows is None else (),
+        categories=tuple(lines),
         unlike=_unlike(base, other, is_paired=is_paired),
     )
 
@@ -169,31 +179,30 @@ def _category(pair: Pair) -> str | None:
 
 def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *, is_paired: bool) -> Contrast:
     base, other = ([(item.num_tokens, item.num_steps) for item in side if item] for side in zip(*pairs, strict=True))
-    difference = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
+    estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
     return Contrast(
         category=category,
-        base_len=tokens_per_step(base),
-        other_len=tokens_per_step(other),
+        acceptance_lens=(tokens_per_step(base), tokens_per_step(other)),
         num_conversations=min(len(base), len(other)),
-        difference=difference,
-        reason=None if difference else f"an interval needs {MIN_COMPARED} prompts or more",
+        estimate=estimate,
+        reason=None if estimate else f"an interval needs {MIN_COMPARED} prompts or more",
     )
 
 
-def _corrected(lines: Sequence[Contrast], tolerance: float | None) -> list[Contrast]:
-    """Return the lines with p-values, corrected for the number of tested lines."""
-    tested = [(line, line.difference) for line in lines if line.difference is not None]
-    values = iter(holm([difference.p_value for _, difference in tested]))
-    within = iter(holm([difference.equivalence_p_value(tolerance or 0.0) for _, difference in tested]))
-    found = []
-    for line in lines:
-        if line.difference is None:
-            found.append(line)
-            continue
-        value, equivalent = next(values), next(within)
-        kept = equivalent if tolerance is not None else None
-        found.append(replace(line, p_value=value, equivalence_p_value=kept))
-    return found
+def correct_p_values(lines: Sequence[Contrast], tolerance: float | None = None) -> list[Contrast]:
+    """Return the lines with p-values, corrected for the number of lines with an interval.
+
+    With a tolerance, they also have a p-value of equivalence.
+    """
+    tested = [line.estimate for line in lines if line.estimate is not None]
+    values = iter(holm([item.p_value for item in tested]))
+    within: Iterator[float | None] = repeat(None)
+    if tolerance is not None:
+        within = iter(holm([item.equivalence_p_value(tolerance) for item in tested]))
+    return [
+        line if line.estimate is None else replace(line, p_value=next(values), equivalence_p_value=next(within))
+        for line in lines
+    ]
 
 
 def _pair_up(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
@@ -230,11 +239,6 @@ def _by_key(conversations: Sequence[ConversationCounts]) -> dict[tuple[str, int]
 def _some(names: Sequence[str]) -> str:
     """Return the first names of a list, with an ellipsis if there are more."""
     return ", ".join(names[:NAMED_PROMPTS]) + (", ..." if len(names) > NAMED_PROMPTS else "")
-
-
-def _set_side_by_side(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:
-    """Return the conversations of both results, unpaired."""
-    return [*((item, None) for item in base.conversations), *((None, item) for item in other.conversations)]
 
 
 def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:

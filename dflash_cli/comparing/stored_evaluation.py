@@ -46,7 +46,7 @@ def _read(file: ResultFile) -> Evaluation:
 
 
 def refuse_capped(stored: StoredEvaluation) -> None:
-    """Require that every step verified its whole block, as a figure for K draft tokens needs.
+    """Require that every step verified its whole block. Otherwise the acceptance of K draft tokens is unknown.
 
     Raises:
         UsageError: naming how many tokens were verified.

@@ -82,7 +82,7 @@ class AnswerRow:
             "id": row.id,
             "turn": answer.turn if row.kind == "turns" else None,
             "prompt_index": row.prompt_index if row.condition is not None else None,
-            "condition": row.condition.name if row.condition is not None else None,
+            "condition": row.condition_name,
             "is_plain": row.is_plain,
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": output.token_ids,

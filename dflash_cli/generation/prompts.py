@@ -66,6 +66,11 @@ class PromptRow:
         return self.condition is not None and self.condition.is_plain
 
     @property
+    def condition_name(self) -> str | None:
+        """The name of the row's condition; None without conditions."""
+        return self.condition.name if self.condition is not None else None
+
+    @property
     def digest(self) -> str:
         """Hash of the prompt and its condition. A resumed run finds stored answers by it."""
         under = [] if self.condition is None else [self.condition.name]

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from dflash_cli.terminal.options import SamplingOptions, refuse_beside
+from dflash_cli.terminal.options import CarrierName, SamplingOptions, refuse_beside
 from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
 from dflash_runtime.errors import UsageError
 
-CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 OF_ANSWERS = ("output", "trace", "check_lossless")
 OF_PROMPTS = ("prompt", "prompts", "dataset", "dataset_format", "num_prompts", "max_new_tokens", "chat", "thinking",
               "chat_template_kwargs")  # fmt: skip

@@ -148,8 +148,8 @@ def _lower(evidence: Evidence) -> Attribution | None:
 
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
-        if item.total.difference is not None and item.total.verdict == "lower" and not _is_slight(item):
-            change = value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
+        if item.total.verdict == "lower" and not _is_slight(item):
+            change = value_text(item.total.difference, item.total.interval, "+.3f")
             return Attribution(
                 owner="engine",
                 rule=5,
@@ -186,18 +186,19 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
 
 def _is_higher(item: Comparison) -> bool:
     """Whether the other result is certainly higher than the first. Without an interval: by more than a tenth."""
-    if item.total.difference is not None:
+    if item.total.interval is not None:
         return item.total.verdict == "higher" and not _is_slight(item)
     return item.other.acceptance_len > MUCH * item.base.acceptance_len
 
 
 def _is_slight(item: Comparison) -> bool:
     """Whether rounding can cause a difference of this size, however certain it is."""
-    return abs(item.total.change or 0) <= SLIGHT * item.base.acceptance_len
+    return abs(item.total.difference or 0) <= SLIGHT * item.base.acceptance_len
 
 
 def _lengths(item: Comparison) -> str:
-    return f"{item.total.base_len or 0:.3f} tokens per step, {item.other.name} {item.total.other_len or 0:.3f}"
+    first, second = (length or 0 for length in item.total.acceptance_lens)
+    return f"{first:.3f} tokens per step, {item.other.name} {second:.3f}"
 
 
 def _faults(ids: Iterable[str]) -> str:

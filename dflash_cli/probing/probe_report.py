@@ -3,12 +3,13 @@
 import textwrap
 from collections.abc import Sequence
 
-from dflash_cli.acceptance.acceptance_report import Table, position_table
+from dflash_cli.acceptance.acceptance_report import position_table
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.probing.attribution import Attribution
 from dflash_cli.probing.server_probe import Probed
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_cli.terminal.shown import Table
 from dflash_runtime.phrases import plural
 
 WIDTH = 78
@@ -105,13 +106,11 @@ def _load_table(found: Probed) -> Table:
 
 def _difference(item: Comparison) -> str:
     """The other result's acceptance length minus the first's, with its interval."""
-    if item.total.difference is None:
-        return value_text(item.total.change, None, "+.3f")
-    return value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
+    return value_text(item.total.difference, item.total.interval, "+.3f")
 
 
 def _change(item: Comparison) -> str:
-    sure = f", {item.total.verdict}" if item.total.difference is not None else f", no interval: {item.total.reason}"
+    sure = f", {item.total.verdict}" if item.total.interval is not None else f", no interval: {item.total.reason}"
     same = f", {plural(item.total.num_conversations, 'prompt')} in common" if item.is_paired else ""
     return f"{_difference(item)} against the server{sure}{same}"
 

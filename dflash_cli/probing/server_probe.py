@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from dflash_cli.acceptance.journal import check_journal
-from dflash_cli.comparing.comparison_report import ComparisonEntry, ResultEntry, result_entries
+from dflash_cli.comparing.comparison_report import ComparisonEntry, compared_results
 from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_cli.generation.answers import Event
@@ -99,9 +99,9 @@ class Probed(Shown):
 
     @property
     @computed_key
-    def results(self) -> tuple[ResultEntry, ...]:
+    def results(self) -> tuple[MeasuredResult, ...]:
         """The first run and everything that is compared with it."""
-        return result_entries((*self.loads, *self.yardsticks))
+        return compared_results((*self.loads, *self.yardsticks))
 
     @property
     @computed_key

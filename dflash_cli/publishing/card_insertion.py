@@ -1,15 +1,14 @@
-"""Writing a block and metadata into a model card between marks, and nothing else of it.
+"""Insert a block of Markdown and metadata into an existing model card, between marks.
 
-The block stands between two comments of Markdown, the metadata between two comments of YAML at the head of the card.
-Every byte outside of them stays, and metadata that a card states itself is left to it.
+The marks are comments: of Markdown around the block, of YAML around the metadata at the head of the card. All bytes
+outside the marks stay the same. Metadata that the card already states outside the marks is not inserted.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import yaml
-
-from dflash_cli.publishing.model_card import ModelCard, to_yaml
+from dflash_cli.publishing.model_card import ModelCard
+from dflash_cli.publishing.yaml_text import read_yaml, to_yaml
 from dflash_runtime.errors import UsageError
 
 BLOCK_MARKS = "<!-- dflash card: begin -->", "<!-- dflash card: end -->"
@@ -19,43 +18,57 @@ FENCE = "---"
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A card with the block in it, and the metadata that it states itself, which was left."""
+    """The text of a card with the block, and the names in `left`: metadata that the card already stated."""
 
     text: str
     left: tuple[str, ...] = ()
 
 
-def insert_card(existing: str, card: ModelCard) -> Insertion:
-    """Put a card's block and metadata into a text, in place of those that stand there.
+def insert_card(existing: str, card: ModelCard, path: Path | None = None) -> Insertion:
+    """Insert a card's block and metadata into an existing text, in place of an earlier block and metadata.
 
-    Without a block so far it goes to the end. Line ends are those of the text.
+    The first block goes to the end of the text. Inserted lines end like the first line of the text. `path` is for
+    errors.
 
     Raises:
-        UsageError: one of two marks is missing, they stand twice, or the head of the text is no YAML.
+        UsageError: a mark is missing or repeated, or the head of the text is not YAML.
     """
     ends = "\r\n" if existing.partition("\n")[0].endswith("\r") else "\n"
     fence = FENCE + ends
-    head, body = _split(existing, fence)
-    stated = _stated(_without(head, _Marks(*METADATA_MARKS, ends)))
+    head, body = _split(existing, fence, path)
+    marks = _Marks(*METADATA_MARKS, ends, path)
+    stated = read_yaml(marks.outside(head), "metadata of the card", path)
     metadata = {key: value for key, value in card.metadata.items() if key not in stated}
-    head = _replaced(head, to_yaml(metadata) if metadata else "", _Marks(*METADATA_MARKS, ends), at_end=head)
-    body = _replaced(body, card.block, _Marks(*BLOCK_MARKS, ends), at_end=_ended(body, ends))
+    head = marks.replace(head, to_yaml(metadata) if metadata else "", at_end=head)
+    body = _Marks(*BLOCK_MARKS, ends, path).replace(body, card.block, at_end=_with_blank_line(body, ends))
     return Insertion(fence + head + fence + body, tuple(key for key in card.metadata if key in stated))
 
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """The lines between which we write, and how lines of the card end."""
+    """The first and last line of a region that this module writes, and the line ends of the card."""
 
     begin: str
     end: str
     ends: str
+    path: Path | None
 
-    def around(self, text: str) -> str:
-        return f"{self.begin}\n{text}{self.end}\n".replace("\n", self.ends)
+    def outside(self, text: str) -> str:
+        """Return the text without the region."""
+        bounds = self.bounds(text)
+        return text if bounds is None else text[: bounds[0]] + text[bounds[1] :]
+
+    def replace(self, text: str, inside: str, *, at_end: str) -> str:
+        """Return the text with a new region in place of the old one, or `at_end` and the new region."""
+        bounds, region = self.bounds(text), f"{self.begin}\n{inside}{self.end}\n".replace("\n", self.ends)
+        return at_end + region if bounds is None else text[: bounds[0]] + region + text[bounds[1] :]
 
     def bounds(self, text: str) -> tuple[int, int] | None:
-        """Where the marked region begins and ends, marks and the end of its last line included."""
+        """Return start and end of the region, marks included, or None without any mark.
+
+        Raises:
+            UsageError: a mark is missing or repeated.
+        """
         begin, end = self.begin + self.ends, self.end + self.ends
         counts = text.count(begin), text.count(end)
         if counts == (0, 0):
@@ -63,46 +76,40 @@ class _Marks:
         first, last = text.find(begin), text.find(end)
         if counts != (1, 1) or last < first:
             raise UsageError(
-                f"the card has {counts[0]} of {self.begin!r} and {counts[1]} of {self.end!r}, expected one line each",
-                hint="take them out, with what stands between, and insert again",
+                f"found {counts[0]} lines {self.begin!r} and {counts[1]} lines {self.end!r}, expected one of each, in "
+                "this order",
+                id="card-marks",
+                path=self.path,
+                field=self.begin,
+                found=counts,
+                hint="delete these lines and the text between them, then insert again",
             )
         return first, last + len(end)
 
 
-def _split(text: str, fence: str) -> tuple[str, str]:
-    """The YAML between the fences at the head of a card, its last line's end included, and what comes after."""
+def _split(text: str, fence: str, path: Path | None) -> tuple[str, str]:
+    """Return the lines between the two fences at the head of a card, and the text after them.
+
+    Raises:
+        UsageError: the second fence is missing.
+    """
     if not text.startswith(fence):
         return "", text
     ends = fence.removeprefix(FENCE)
     head, found, body = text[len(FENCE) :].partition(f"{ends}{fence}")
     if not found:
-        raise UsageError("the card's metadata has no end", hint="close it with a line ---")
+        raise UsageError(
+            "the metadata at the head of the card does not end",
+            id="card-metadata-open",
+            path=path,
+            field=FENCE,
+            hint="close it with a line ---",
+        )
     return f"{head}{ends}".removeprefix(ends), body
 
 
-def _stated(head: str) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(head) or {}
-    except yaml.YAMLError as error:
-        raise UsageError(f"the card's metadata is no YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict):
-        raise UsageError("the card's metadata is no mapping of names to values")
-    return found
-
-
-def _without(text: str, marks: _Marks) -> str:
-    bounds = marks.bounds(text)
-    return text if bounds is None else text[: bounds[0]] + text[bounds[1] :]
-
-
-def _replaced(text: str, inside: str, marks: _Marks, *, at_end: str) -> str:
-    """The text with the region in place of the old one, or after `at_end`, which is the text made ready for it."""
-    bounds, region = marks.bounds(text), marks.around(inside)
-    return at_end + region if bounds is None else text[: bounds[0]] + region + text[bounds[1] :]
-
-
-def _ended(body: str, ends: str) -> str:
-    """The text with an empty line at its end."""
+def _with_blank_line(body: str, ends: str) -> str:
+    """Return the text with a blank line at its end; an empty text stays empty."""
     if not body or body.endswith(2 * ends):
         return body
     return body + (ends if body.endswith(ends) else 2 * ends)

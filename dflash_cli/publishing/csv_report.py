@@ -1,4 +1,4 @@
-"""Results as one tidy table: each row holds one value of one result. Columns: docs/how-to/publishing.md."""
+"""Results as one tidy table: each row has one value of one result. docs/how-to/publishing.md lists the columns."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def to_csv(results: Sequence[StoredEvaluation]) -> str:
-    """The table with a header line. Unknown values have no row, and missing intervals have empty cells."""
+    """Return the table with a header line. Unknown values are left out, and missing intervals have empty cells."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()

@@ -1,6 +1,6 @@
 """The layout of a figure: lines, areas, marks and texts in drawing units. `svg_figure.py` and `png_report.py` paint it.
 
-One unit is a hundredth of an inch in a picture, and scales with the page on a page. y grows downwards.
+One unit is a hundredth of an inch in a PNG. On an HTML page it scales with the page. y grows downwards.
 """
 
 import math
@@ -20,9 +20,9 @@ COLOURS = (
     ("#a81d4a", "#f58aa8"),
     ("#5b6770", "#b4bdc6"),
 )
-"""Of the series, on a light and on a dark ground. The seventh series has the first colour again."""
+"""Colours of the series, on a light and on a dark background. The seventh series has the first colour again."""
 MARKS = "●■◆"
-"""Of the series, in turn: a series differs by its mark as well as by its colour."""
+"""Marks of the series, in turn, so that series differ by mark as well as by colour."""
 
 WIDTH, ROW, PLOT_HEIGHT, TEXT_SIZE = 640, 26, 260, 12
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 40
@@ -34,7 +34,7 @@ Coordinates = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line through points: of the grid, or of a series."""
+    """A line through points. It belongs to the grid if `series` is None."""
 
     points: Coordinates
     series: int | None = None
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A filled polygon: the band of a curve, or a bar. `note` is the text a pointer shows."""
+    """A filled polygon: the band of a curve, or a bar. `note` is the tooltip."""
 
     points: Coordinates
     series: int
@@ -52,7 +52,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The mark of a series at one value. `note` is the text a pointer shows."""
+    """The mark of a series at one value. `note` is the tooltip."""
 
     x: float
     y: float
@@ -62,7 +62,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text, whose baseline begins, is centred or ends at a point."""
+    """A text with its baseline at a point. `anchor` says which part of the text lies there."""
 
     x: float
     y: float
@@ -75,14 +75,14 @@ Shape = Line | Area | Mark | Label
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The shapes of a figure, those at the back first. The width is `WIDTH`."""
+    """The shapes of a figure, from back to front. The width is `WIDTH`."""
 
     height: float
     shapes: tuple[Shape, ...]
 
 
 def lay_out(figure: Figure) -> Drawing:
-    """The drawing of a figure, without its title and caption."""
+    """Return the drawing of a figure, without its title and caption."""
     if figure.kind == "dots":
         plot = _Plot(figure, NAME_LEFT, WIDTH - NAME_LEFT - RIGHT, ROW * len(figure.labels))
     else:
@@ -106,16 +106,16 @@ class _Plot:
 
     @property
     def series(self) -> Iterator[tuple[int, Series, list[tuple[int, MeasuredValue]]]]:
-        """Index, series, and its known values by place."""
+        """Index, series, and known values with their label's index."""
         for index, series in enumerate(self.figure.series):
             yield index, series, [(place, point) for place, point in enumerate(series.points) if point is not None]
 
     def column(self, place: float) -> float:
-        """The middle of a label's column."""
+        """Return the x of the middle of a label's column."""
         return self.left + self.width * (place + 0.5) / len(self.figure.labels)
 
     def row(self, place: float) -> float:
-        """The middle of a label's row."""
+        """Return the y of the middle of a label's row."""
         return TOP + self.height * (place + 0.5) / len(self.figure.labels)
 
     def up(self, value: float) -> float:
@@ -138,7 +138,7 @@ class _Plot:
 
 
 def _column_axes(plot: _Plot) -> Iterator[Shape]:
-    """Values on the left, a label below each column."""
+    """Yield the axes of vertical values: numbers on the left, a label below each column."""
     for tick in plot.ticks:
         y = plot.up(tick)
         yield Line(((plot.left, y), (plot.left + plot.width, y)))
@@ -150,7 +150,7 @@ def _column_axes(plot: _Plot) -> Iterator[Shape]:
 
 
 def _row_axes(plot: _Plot) -> Iterator[Shape]:
-    """Values below, a label on the left of each row."""
+    """Yield the axes of horizontal values: numbers below, a label on the left of each row."""
     for tick in plot.ticks:
         x = plot.along(tick)
         yield Line(((x, TOP), (x, plot.bottom)))
@@ -161,7 +161,7 @@ def _row_axes(plot: _Plot) -> Iterator[Shape]:
 
 
 def _curves(plot: _Plot) -> Iterator[Shape]:
-    """Bands behind all curves, so that no band hides a curve."""
+    """Yield all bands, then all curves, so that bands never hide a curve."""
     for index, series, _ in plot.series:
         yield from _bands(plot, series, index)
     for index, series, points in plot.series:
@@ -172,7 +172,7 @@ def _curves(plot: _Plot) -> Iterator[Shape]:
 
 
 def _bands(plot: _Plot, series: Series, index: int) -> Iterator[Area]:
-    """One area for each run of positions with intervals."""
+    """Yield one area for each run of positions with intervals."""
     upper: list[tuple[float, float]] = []
     lower: list[tuple[float, float]] = []
     for place, point in enumerate((*series.points, None)):

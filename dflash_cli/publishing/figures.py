@@ -1,7 +1,7 @@
 """The figures of a report as data: series of values with intervals over labels. `drawing.py` lays them out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dflash_cli.comparing.comparison_report import letter
@@ -13,7 +13,7 @@ Kind = Literal["curve", "bars", "dots"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one result, one for each label, None for a missing value."""
+    """The values of one result, one for each label. Missing values are None."""
 
     name: str
     points: tuple[MeasuredValue | None, ...]
@@ -30,10 +30,10 @@ class Figure:
     title: str
     caption: str
     axis: str
-    labels: tuple[str, ...]
-    series: tuple[Series, ...]
-    low: float
-    high: float
+    labels: tuple[str, ...] = ()
+    series: tuple[Series, ...] = ()
+    low: float = 0
+    high: float = 1
 
     @property
     def columns(self) -> list[str]:
@@ -49,47 +49,34 @@ class Figure:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _ByPosition:
-    """A figure of one quantity over positions or numbers of tokens."""
-
-    quantity: str
-    kind: Kind
-    title: str
-    caption: str
-    axis: str
-
-
-BY_POSITION = (
-    _ByPosition(
-        "accepted_share",
-        "curve",
-        "Acceptance by position",
-        "Share of verify steps that accepted this position and all before it. The band is the interval over prompts, "
-        "if there are enough prompts.",
-        "position",
+BY_POSITION = {
+    "accepted_share": Figure(
+        kind="curve",
+        title="Acceptance by position",
+        caption="Share of verify steps that accepted this position and all before it. The band is the interval over "
+        "prompts, if there are enough prompts.",
+        axis="position",
     ),
-    _ByPosition(
-        "conditional_share",
-        "curve",
-        "Conditional acceptance",
-        "Acceptance rate given that the previous position was accepted. It falls slowly for a sound draft. Positions "
-        "that fewer than 32 prompts reached have no band.",
-        "position",
+    "conditional_share": Figure(
+        kind="curve",
+        title="Conditional acceptance",
+        caption="Acceptance rate given that the previous position was accepted. It falls slowly for a sound draft. The "
+        "band is left out if fewer than 32 prompts reached the position.",
+        axis="position",
     ),
-    _ByPosition(
-        "steps_giving",
-        "bars",
-        "Tokens per step",
-        "Share of verify steps that committed this number of tokens, the target's own token included.",
-        "tokens",
+    "steps_giving": Figure(
+        kind="bars",
+        title="Tokens per step",
+        caption="Share of verify steps that committed this number of tokens, the target's own token included.",
+        axis="tokens",
     ),
-)
+}
+"""Figures over positions or numbers of tokens, without their values, by quantity."""
 
 
 def find_figures(results: Sequence[StoredEvaluation]) -> list[Figure]:
-    """The figures of a report: three by position, and one by category if a result has categories."""
-    figures = [_by_position(item, results) for item in BY_POSITION]
+    """Return the figures of a report: three by position, and one by category if a result has categories."""
+    figures = [_by_position(quantity, figure, results) for quantity, figure in BY_POSITION.items()]
     names = {
         name
         for item in results
@@ -99,26 +86,19 @@ def find_figures(results: Sequence[StoredEvaluation]) -> list[Figure]:
     return [*figures, _by_category(results, sorted(names))] if names else figures
 
 
-def _by_position(item: _ByPosition, results: Sequence[StoredEvaluation]) -> Figure:
-    most = max(result.evaluation.total.counts.num_speculative_tokens for result in results) + (item.kind == "bars")
+def _by_position(quantity: str, figure: Figure, results: Sequence[StoredEvaluation]) -> Figure:
+    is_bars = figure.kind == "bars"
+    most = max(result.evaluation.total.counts.num_speculative_tokens for result in results) + is_bars
     series = []
     for place, result in enumerate(results):
-        found = {
-            value.position: value
-            for value in measured_values(result.evaluation.total)
-            if value.quantity == item.quantity
-        }
+        values = measured_values(result.evaluation.total)
+        found = {value.position: value for value in values if value.quantity == quantity}
         series.append(Series(letter(place), tuple(found.get(position) for position in range(1, most + 1))))
-    high = 1.0 if item.kind == "curve" else min(1.0, 1.15 * max(point.value for point in _points(series)))
-    return Figure(
-        kind=item.kind,
-        title=item.title,
-        caption=item.caption,
-        axis=item.axis,
+    return replace(
+        figure,
         labels=tuple(str(position) for position in range(1, most + 1)),
         series=tuple(series),
-        low=0,
-        high=high,
+        high=min(1.0, 1.15 * max(point.value for point in _points(series))) if is_bars else 1.0,
     )
 
 

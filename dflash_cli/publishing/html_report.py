@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no script, light and dark by the reader's setting."""
+"""A report as one self-contained HTML page: without network and scripts, light or dark by the reader's setting."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,27 +24,17 @@ from dflash_cli.publishing.svg_figure import draw_svg
 
 
 def to_html(results: Sequence[StoredEvaluation]) -> str:
-    """The page; whatever a result says is escaped in it."""
+    """Return the page. All texts of the results are escaped."""
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    figures = [
-        {
-            "title": figure.title,
-            "caption": figure.caption,
-            "drawing": draw_svg(figure, number),
-            "columns": figure.columns,
-            "rows": figure.rows,
-        }
-        for number, figure in enumerate(find_figures(results))
-    ]
     evaluations = [item.evaluation for item in results]
     return page.get_template("page.html").render(
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
-        subtitle="Tokens that each verify step commits, in total, by position and by category",
+        subtitle="Tokens committed per verify step, in total, by position and by category",
         results=[_result(place, item) for place, item in enumerate(results)],
         notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
-        figures=figures,
+        figures=[(figure, draw_svg(figure, number)) for number, figure in enumerate(find_figures(results))],
         rejected=REJECTED,
         colours=COLOURS,
     )
@@ -73,8 +63,8 @@ def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
 def _interval_text(total: Summary) -> str:
     found = total.acceptance_len_interval
     if found is None:
-        return f"tokens a step; no interval: {total.acceptance_len_no_interval}"
-    return f"tokens a step; {100 * found.confidence:g}% interval [{found.low:.3f}, {found.high:.3f}]"
+        return f"tokens per step; no interval: {total.acceptance_len_no_interval}"
+    return f"tokens per step; {100 * found.confidence:g}% interval [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _facts(evaluation: Evaluation) -> str:
@@ -85,6 +75,6 @@ def _facts(evaluation: Evaluation) -> str:
 
 
 def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[list[str]]]:
-    """A table without the column that a terminal draws in, which has no name: the page has figures."""
+    """Return a table without the unnamed column of bars, which only a terminal needs."""
     kept = [place for place, column in enumerate(columns) if column]
     return [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]

@@ -19,7 +19,7 @@ COLUMNS = ("", "result", "draft", "prompts", "steps", "acceptance length")
 
 
 def to_markdown(results: Sequence[StoredEvaluation]) -> str:
-    """The report of one or several results."""
+    """Return the report of one or several results."""
     if len(results) == 1:
         return evaluation_to_markdown(results[0].evaluation)
     rows = [_row(place, item) for place, item in enumerate(results)]
@@ -31,8 +31,9 @@ def to_markdown(results: Sequence[StoredEvaluation]) -> str:
 
 
 def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
-    """The report of one evaluation."""
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
+    """Return the report of one evaluation. Backslashes keep the lines of the legend apart."""
+    explained = "\\\n".join([*legend(evaluation).splitlines(), TABLE_NOTE])
+    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", explained, ""]
     if evaluation.prompts.warning is not None:
         lines += [f"Note: {evaluation.prompts.warning}.", ""]
     for paragraph in (*(shape.lines for shape in evaluation.shapes), *evaluation.remarks):
@@ -48,7 +49,7 @@ def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") ->
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. Vertical bars in cells are escaped."""
+    """Return the lines of a table. Vertical bars in cells are escaped."""
     return [_table_line(columns), _table_line(["---"] * len(columns)), *map(_table_line, rows)]
 
 
@@ -63,6 +64,6 @@ def _table_line(cells: Sequence[str]) -> str:
 
 
 def _as_code(text: str) -> str:
-    """The text as inline code, so that nothing in it is Markdown or HTML and its spaces stay."""
+    """Return the text as inline code, so that Markdown and HTML in it stay text and spaces stay."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

@@ -1,4 +1,4 @@
-"""The values of a result, one by one, as the table and the figures of a report show them."""
+"""The single values of a result, for the CSV table and the figures of a report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class MeasuredValue:
 
     quantity  acceptance_len, accepted_share, conditional_share, steps_giving or definition_NAME
     position  draft position from 1; of steps_giving, the number of tokens
-    count     verify steps that the value is an average over; of steps_giving, the steps that gave that many tokens
+    count     verify steps behind the value; of steps_giving, the steps that committed this number of tokens
     """
 
     quantity: str
@@ -28,7 +28,7 @@ class MeasuredValue:
 
 
 def measured_values(summary: Summary) -> Iterator[MeasuredValue]:
-    """Every value of a summary that is known: lengths, shares by position, steps by number of tokens, definitions."""
+    """Yield the known values: length, shares by position, steps by number of tokens, the length by each definition."""
     counts = summary.counts
     if counts.acceptance_len is None:
         return

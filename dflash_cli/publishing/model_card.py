@@ -1,13 +1,12 @@
-"""What a model card says of a draft's measured acceptance: YAML metadata, and a block of Markdown.
+"""A model-card section with a draft's measured acceptance: YAML metadata, and a block of Markdown.
 
-The metadata is what the Hub reads: `model-index` as huggingface_hub writes it from `EvalResult`s.
+The Hub reads the metadata: `model-index` as huggingface_hub writes it from `EvalResult`s.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline
@@ -22,7 +21,7 @@ CONDITIONS = (
     "mode", "chat", "chat_template_kwargs", "max_new_tokens", "temperature", "top_p", "top_k", "dtype",
     "draft_sampling",
 )  # fmt: skip
-"""Settings without which a figure means little."""
+"""Settings that the card states beside the acceptance length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class CardDocument:
     output: Annotated[str | None, "the card that was written"]
     metadata: Annotated[Mapping[str, Any], "as the Hub reads it"]
     block: Annotated[str, "Markdown"]
-    left: Annotated[tuple[str, ...], "metadata that the card states itself"]
+    left: Annotated[tuple[str, ...], "metadata that the card already stated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +43,6 @@ class ModelCard:
     metadata: Mapping[str, Any]
     block: str
 
-    @property
-    def metadata_yaml(self) -> str:
-        return to_yaml(self.metadata)
-
-
-def to_yaml(metadata: Mapping[str, Any]) -> str:
-    """Metadata as the head of a card has it."""
-    return str(yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True))
-
 
 def make_card(
     stored: StoredEvaluation,
@@ -61,10 +51,10 @@ def make_card(
     name: str | None = None,
     base_model: str | None = None,
 ) -> ModelCard:
-    """The card of one result. `serve_commands` are by engine.
+    """Return the card of one result, with the serve command of each engine.
 
-    `name` is the draft's on the Hub, in place of the measured one. `base_model` is the target's; without it, it is the
-    measured target where that was taken from the Hub.
+    `name` and `base_model` are the names of draft and target on the Hub, by default as measured. A target that was
+    measured from a directory is left out of the metadata.
     """
     evaluation = stored.evaluation
     name = name or name_of(evaluation, "draft") or "draft"
@@ -81,13 +71,13 @@ def make_card(
 
 
 def _hub_name(evaluation: Evaluation) -> str | None:
-    """The target, where its name is one of the Hub and not of a directory."""
+    """Return the target's name on the Hub, or None if it was measured from a directory."""
     target = name_of(evaluation, "target")
     return target if target is not None and target.count("/") == 1 else None
 
 
 def _results(evaluation: Evaluation) -> list[EvalResult]:
-    """The acceptance length over all prompts, and by category."""
+    """Return the acceptance length over all prompts, and by category."""
     groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *evaluation.categories.items()]
     source = evaluation.prompts.name.rpartition("/")[2]
     return [
@@ -97,7 +87,7 @@ def _results(evaluation: Evaluation) -> list[EvalResult]:
             dataset_name=source if category is None else f"{source}, {category}",
             dataset_config=category,
             metric_type=METRIC,
-            metric_name=f"tokens a verify step, of at most {summary.counts.num_speculative_tokens + 1}",
+            metric_name=f"tokens per verify step, at most {summary.counts.num_speculative_tokens + 1}",
             metric_value=round(summary.counts.acceptance_len, 3),
             metric_args=_metric_args(summary),
             verified=False,
@@ -125,8 +115,8 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
         "",
         f"**{headline(evaluation)}**",
         "",
-        "Tokens that a verify step commits on average, the target's own token included (vLLM's definition), where",
-        f"{name} drafts {total.counts.num_speculative_tokens} tokens a step for {target}. {_interval_line(total)}",
+        "Average number of tokens committed per verify step, the target's own token included (vLLM's definition).",
+        f"{name} drafts {total.counts.num_speculative_tokens} tokens per step for {target}. {_interval_line(total)}",
         "",
     ]
     if source.warning is not None:
@@ -141,8 +131,8 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
 
 def _interval_line(total: Summary) -> str:
     if total.acceptance_len_interval is None:
-        return f"There is no interval: {total.acceptance_len_no_interval}."
-    return f"In brackets is the {100 * total.acceptance_len_interval.confidence:g}% interval over prompts."
+        return f"The interval is missing: {total.acceptance_len_no_interval}."
+    return f"Brackets hold the {100 * total.acceptance_len_interval.confidence:g}% interval over prompts."
 
 
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""The figures of a report as one picture, painted with matplotlib, which the extra `plot` installs."""
+"""The figures of a report as one PNG, painted with matplotlib (extra: plot)."""
 
 import io
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TEXT, QUIET, GRID = "#1c2024", "#5c646d", "#e7eaed"
 
 
 def to_png(results: Sequence[StoredEvaluation]) -> bytes:
-    """The figures in two columns, below the headline of each result.
+    """Return the figures as a PNG in two columns, below the headline of each result.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -29,8 +29,10 @@ def to_png(results: Sequence[StoredEvaluation]) -> bytes:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise UnsupportedError(
-            "a PNG is drawn with matplotlib, which is not installed",
+            "a PNG needs matplotlib, which is not installed",
             id="no-matplotlib",
+            field="--format",
+            found="png",
             hint="pip install 'dflash-cli[plot]'",
         ) from error
     figures = [(figure.title, lay_out(figure)) for figure in find_figures(results)]
@@ -59,7 +61,7 @@ def to_png(results: Sequence[StoredEvaluation]) -> bytes:
 
 
 def _paint_head(axes: Any, index: int, result: StoredEvaluation, top: float, *, is_only: bool) -> None:
-    """A result's headline. With several results, its mark before it is the legend of the figures."""
+    """Paint a result's headline. With several results, its mark comes first, as the legend of the figures."""
     text = f"{letter(index)}  {result.name}: {headline(result.evaluation)}"
     if not is_only:
         _paint(axes, Mark(8, 10, index, ""), MARGIN, top)
@@ -84,7 +86,7 @@ def _paint(axes: Any, shape: Shape, left: float, top: float) -> None:
 
 
 def _paint_text(axes: Any, x: float, y: float, text: str, colour: str, *, ha: str) -> None:
-    """A text as it is: matplotlib would read `$` as the start of a formula."""
+    """Paint a text without formulas: by default, matplotlib reads `$` as the start of one."""
     axes.text(x, y, text, color=colour, ha=ha, fontsize=TEXT_SIZE * POINTS, parse_math=False)
 
 

@@ -1,4 +1,4 @@
-"""The form of a report: chosen by the file name's suffix or by an option."""
+"""The format of a report, chosen by an option or by the suffix of the file name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Results = Sequence[StoredEvaluation]
 
 @dataclass(frozen=True, slots=True)
 class ReportedResult:
-    """One of the results of a report."""
+    """One result of a report."""
 
     name: str
     acceptance_len: float
@@ -32,7 +32,7 @@ class ReportDocument:
 
 
 def choose_format(output: Path | None, asked: ReportFormat | None) -> ReportFormat:
-    """The format `asked` for, else the one of the file name's suffix, else Markdown for stdout.
+    """Return the format `asked` for; without it, the format of the file's suffix, and Markdown for stdout.
 
     Raises:
         UsageError: no format has this suffix.
@@ -44,16 +44,21 @@ def choose_format(output: Path | None, asked: ReportFormat | None) -> ReportForm
     if found is None:
         listed = ", ".join(f".{name}" for name in names)
         raise UsageError(
-            path=output, field="suffix", found=output.suffix, expected=f"one of {listed}", hint="or pass --format"
+            id="unknown-suffix",
+            path=output,
+            field="suffix",
+            found=output.suffix,
+            expected=f"one of {listed}",
+            hint="or pass --format",
         )
     return found
 
 
 def write_report(results: Results, chosen: ReportFormat) -> bytes:
-    """The report in one format. Texts are UTF-8.
+    """Return the report in one format. Texts are UTF-8.
 
     Raises:
-        UnsupportedError: the package that draws pictures is not installed.
+        UnsupportedError: a PNG without matplotlib.
     """
     match chosen:
         case "html":

@@ -10,13 +10,13 @@ from dflash_cli.publishing.figures import Figure
 
 
 def draw_svg(figure: Figure, number: int) -> str:
-    """The figure as one `<svg>` element. `number` makes its ids unique on the page."""
+    """Return the figure as one `<svg>` element. `number` makes its ids unique on the page."""
     drawing = lay_out(figure)
     return "\n".join(
         [
             f'<svg viewBox="0 0 {WIDTH} {drawing.height}" role="img" aria-labelledby="title{number} text{number}">',
             f'<title id="title{number}">{escape(figure.title)}</title>',
-            f'<desc id="text{number}">{escape(figure.caption)} The table below has the figures.</desc>',
+            f'<desc id="text{number}">{escape(figure.caption)} The table below has the numbers.</desc>',
             *map(_element, drawing.shapes),
             "</svg>",
         ]
@@ -37,7 +37,7 @@ def _element(shape: Shape) -> str:
 
 
 def _mark(mark: Mark) -> str:
-    """A circle, a square or a diamond."""
+    """Return a circle, a square or a diamond."""
     style, x, y = f"mark {_colour(mark.series)}", mark.x, mark.y
     kind = MARKS[mark.series % len(MARKS)]
     if kind == "●":

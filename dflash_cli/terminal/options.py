@@ -27,6 +27,8 @@ from dflash_runtime.scheduling.request import SamplingParams
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
+CarrierName = Literal["file", "gloo", "nccl", "nixl"]
+"""Transports of KV between the two engines of a disaggregated run."""
 
 
 def parse_object(text: str) -> Mapping[str, Any]:

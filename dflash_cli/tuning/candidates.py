@@ -1,8 +1,8 @@
 """Candidates (a number of draft tokens and a way to draft them), and the acceptance of each.
 
 There are two ways to draft fewer tokens than trained. Resized: the draft gets a shorter block, as in serving engines.
-Narrowed: it gets its whole block, and only the first rows are verified. Attention in a block is not causal, so the two
-give different draft tokens. A run with whole blocks cannot replace either, because its later anchors differ.
+Narrowed: the draft gets its whole block, and only the first rows are verified. Attention in a block is not causal, so
+the two ways give different draft tokens. A run with whole blocks cannot replace either: its later anchors differ.
 """
 
 import gc
@@ -23,7 +23,8 @@ from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.llm import LLM
 
 Way = Literal["whole", "resized", "narrowed"]
-WAYS = "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified"
+WAYS: tuple[Way, ...] = ("resized", "narrowed")
+"""Ways to draft fewer tokens than trained."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,7 +32,9 @@ class Candidate:
     """A number of draft tokens and a way to draft them."""
 
     num_speculative_tokens: int
-    way: Annotated[Way, WAYS]
+    way: Annotated[
+        Way, "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified"
+    ]
 
     @property
     def name(self) -> str:
@@ -45,13 +48,13 @@ class Candidate:
 
 
 def default_numbers(trained: int) -> list[int]:
-    """1, 3, 7, ... (blocks of 2, 4, 8, ... rows) and the trained K."""
+    """Return 1, 3, 7, ... (blocks of 2, 4, 8, ... rows) and the trained K."""
     powers = [(1 << power) - 1 for power in range(1, trained.bit_length() + 1)]
     return sorted({*(number for number in powers if number < trained), trained})
 
 
 def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
-    """Both ways of each K below the trained K, and the whole block with the trained K.
+    """Return both ways of each K below the trained K, and the whole block with the trained K.
 
     Raises:
         UsageError: a K is outside 1 to the trained K.
@@ -59,15 +62,17 @@ def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
     wrong = [number for number in numbers if not 1 <= number <= trained]
     if wrong:
         raise UsageError(
-            field="--num-speculative-tokens", found=wrong[0], expected=f"1 to {trained}, the K of the draft's training"
+            id="k-out-of-range",
+            field="--num-speculative-tokens",
+            found=wrong[0],
+            expected=f"1 to {trained}, the K of the draft's training",
         )
-    ways: tuple[Way, ...] = ("resized", "narrowed")
-    fewer = [Candidate(number, way) for number in sorted({*numbers} - {trained}) for way in ways]
+    fewer = [Candidate(number, way) for number in sorted({*numbers} - {trained}) for way in WAYS]
     return [*fewer, Candidate(trained, "whole")]
 
 
 def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> LoadedPair:
-    """The pair with a candidate's block, and the batch size and KV pages of `config`."""
+    """Return the pair with a candidate's block, and the batch size and KV pages of `config`."""
     assert pair.draft is not None, "a pair that was loaded with a draft"
     number = None if candidate.way == "narrowed" else candidate.num_speculative_tokens
     restored = replace(
@@ -86,7 +91,7 @@ def measure_candidate(
     pair: LoadedPair | None = None,
     progress: AcceptanceProgress | None = None,
 ) -> Evaluation:
-    """A candidate's acceptance on all prompts, with a new KV cache. `pair` replaces the session's pair.
+    """Return a candidate's acceptance on all prompts, with a new KV cache. `pair` replaces the session's pair.
 
     Raises:
         RequestError: a prompt cannot be served. All candidates must run on the same prompts.

@@ -1,7 +1,7 @@
 """Number formats as roundings: values are rounded to a format and kept in the dtype of the run.
 
 This shows a format's effect on acceptance without kernels for the format. It does not show the effect on step times.
-Weights are rounded to the nearest value without calibration. Calibrated methods (GPTQ, AWQ) should do no worse.
+Weights are rounded to the nearest value without calibration. Calibrated methods (GPTQ, AWQ) should do at least as well.
 
 Axis letters: T rows, KV heads of keys and values, D head dim, S slots, L layers.
 """
@@ -31,28 +31,28 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def to_bfloat16(values: Tensor) -> Tensor:
-    """bfloat16."""
+    """Round to bfloat16."""
     return values.to(torch.bfloat16).to(values.dtype)
 
 
 def to_fp8(values: Tensor) -> Tensor:
-    """FP8 (e4m3) with a scale of 1. Larger values become 448, the largest value of the format."""
+    """Round to FP8 (e4m3) with a scale of 1. Larger values become 448, the largest value of the format."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(values.dtype)
 
 
 def to_scaled_fp8(values: Tensor) -> Tensor:
-    """FP8 (e4m3) with a scale for each row: the row's largest value becomes 448."""
+    """Round to FP8 (e4m3) with a scale for each row: the row's largest value becomes 448."""
     scales = _scales(values, FP8_MAX)
     return (to_fp8((values / scales).float()) * scales).to(values.dtype)
 
 
 def to_int8(values: Tensor) -> Tensor:
-    """Whole numbers from -127 to 127 with a scale for each row."""
+    """Round to whole numbers from -127 to 127, with a scale for each row."""
     return _to_whole(values, 127)
 
 
 def to_int4(values: Tensor) -> Tensor:
-    """Whole numbers from -7 to 7 with a scale for each `GROUP` values of a row."""
+    """Round to whole numbers from -7 to 7, with a scale for each `GROUP` values of a row."""
     width = values.shape[-1]
     group = GROUP if width % GROUP == 0 else width
     return _to_whole(values.unflatten(-1, (-1, group)), 7).flatten(-2)
@@ -64,7 +64,7 @@ def _to_whole(values: Tensor, largest: int) -> Tensor:
 
 
 def _scales(values: Tensor, largest: float) -> Tensor:
-    """The divisor of each row that makes its largest value `largest`, in float32; 1 for a row of zeros."""
+    """Return the float32 divisor of each row that makes its largest value `largest`; 1 for a row of zeros."""
     scales = values.abs().amax(dim=-1, keepdim=True).float() / largest
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
@@ -77,7 +77,7 @@ KV: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_fp8, "fp8-head": to
 
 
 def round_weights(weights: Weights, name: str) -> Weights:
-    """The weights with every matrix rounded, except embeddings and heads. Norms and biases do not change."""
+    """Return the weights with every matrix rounded except embeddings and heads. Norms and biases do not change."""
     return {key: WEIGHTS[name](tensor) if _is_rounded(key, tensor) else tensor for key, tensor in weights.items()}
 
 
@@ -86,7 +86,7 @@ def _is_rounded(key: str, tensor: Tensor) -> bool:
 
 
 def round_kv(kernels: Kernels, name: str) -> Kernels:
-    """The kernels with keys and values rounded before they are stored or read.
+    """Return the kernels with keys and values rounded before they are stored or read.
 
     Queries are not rounded. The work depends on shapes only, so steps can be captured as CUDA graphs.
     """

@@ -1,14 +1,14 @@
 """Measure how fast a pair decodes, with and without its draft. Prints nothing.
 
-Only decoding is timed, and only while every request of a batch runs. Prefill ends before the timed round, and the round
-ends with the first answer. A draft's gain depends on its acceptance, so prompts are real and decoding is greedy. The
-times of draft and target in a step are measured by leaving each out, over fewer steps.
+Only decoding is timed, and only while every request of a batch runs: prefill ends before the timed round, and the round
+ends with the first finished answer. A draft's gain depends on its acceptance, so prompts are real and decoding is
+greedy. `step_parts.py` measures the shares of draft and target, over fewer steps.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,13 +21,13 @@ from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_targe
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import computed_key
-from dflash_runtime.errors import DFlashError, GateFailed, UsageError
+from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 MIN_STEPS = 4
-"""Shorter rounds are refused."""
+"""Fewest steps of a round."""
 
 Window = tuple[int, int, float]
 """Tokens, steps and seconds of a round while all its requests ran."""
@@ -67,7 +67,7 @@ class BatchSpeed:
     @property
     @computed_key
     def adaptive_speedup(self) -> float | None:
-        """The same with adaptive width."""
+        """Tokens per second with adaptive width, divided by tokens per second without the draft."""
         return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
 
 
@@ -101,18 +101,18 @@ class SpeedRequest:
     num_rounds: int
 
     def rounds(self, batch: int) -> list[list[Sequence[int]]]:
-        """The prompts of each round of a batch size."""
-        turns = cycle(self.prompts)
-        return [list(islice(turns, batch)) for _ in range(self.num_rounds)]
+        """Return the prompts of each round of a batch size."""
+        turns = itertools.cycle(self.prompts)
+        return [list(itertools.islice(turns, batch)) for _ in range(self.num_rounds)]
 
     def num_runs(self, pair: LoadedPair) -> int:
-        """Number of rounds to run, including a warm-up round for each measurement."""
+        """Return the number of rounds to run, including a warm-up round for each measurement."""
         num_ways = 2 if _adapting(pair) is None else 3
         return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
 
 
 def smallest(config: EngineConfig) -> EngineConfig:
-    """The config of a session with a tiny KV cache, because each measurement allocates its own."""
+    """Return the config with a tiny KV cache, for a session in which each measurement allocates its own cache."""
     return replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
 
 
@@ -125,15 +125,9 @@ def speed_request(
     num_rounds: int,
     chat: bool,
 ) -> SpeedRequest:
-    """The request for these rows, with at most as many prompts as the rounds of the largest batch take.
-
-    Raises:
-        UsageError: the pair has no draft, or a batch size is missing or below 1.
-    """
-    if session.llm.num_draft_tokens == 0:
-        raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
-    if not batches or min(batches) < 1:
-        raise UsageError(f"batches {list(batches)}, expected numbers of requests, such as 1, 4, 16")
+    """Return the request for these rows, with at most as many prompts as the rounds of the largest batch take."""
+    assert session.llm.num_draft_tokens, "a pair that drafts"
+    assert min(batches) >= 1
     turns = rows[: max(batches) * num_rounds]
     prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
     return SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds)
@@ -142,19 +136,13 @@ def speed_request(
 def measure_speeds(
     pair: LoadedPair, request: SpeedRequest, observe: Callable[[int], None] = lambda num_done: None
 ) -> Iterator[BatchSpeed]:
-    """The speed at each batch size. `observe` gets the number of finished rounds.
+    """Yield the speed at each batch size. `observe` gets the number of finished rounds.
 
     Raises:
         UsageError: answers are too short to measure.
         RequestError: a prompt does not fit the model.
     """
-    num_done = 0
-
-    def count() -> None:
-        nonlocal num_done
-        num_done += 1
-        observe(num_done)
-
+    count = counting(observe)
     for batch in request.batches:
         plain, speculative = (_measure(item, request, batch, count) for item in (pair.without_draft(), pair))
         adapting = _adapting(pair)
@@ -167,19 +155,31 @@ def measure_speeds(
         )
 
 
+def counting(observe: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that tells `observe` how often it was called."""
+    numbers = itertools.count(1)
+    return lambda: observe(next(numbers))
+
+
 def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
     """Require a speed-up of at least `minimum` at every batch size.
 
     Raises:
-        GateFailed: the speed-up is lower; names the batch size with the lowest.
+        GateFailed: naming the batch size with the lowest speed-up.
     """
     worst = min(speeds, key=lambda item: item.speedup)
     if worst.speedup < minimum:
-        raise GateFailed(f"speedup {worst.speedup:.2f} at batch {worst.batch}, expected at least {minimum:g}")
+        raise GateFailed(
+            f"speedup {worst.speedup:.2f} at batch {worst.batch}, expected at least {minimum:g}",
+            id="speedup-too-low",
+            field=f"speedup at batch {worst.batch}",
+            found=worst.speedup,
+            expected=f"at least {minimum:g}",
+        )
 
 
 def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
-    """The speed at a batch size over all rounds together."""
+    """Return the speed at a batch size over all rounds together."""
     (windows,) = measure_rounds([(pair, None)], request, batch, count)
     num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
     return Speed(
@@ -192,9 +192,9 @@ def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callabl
 def measure_rounds(
     arms: Sequence[tuple[LoadedPair, int | None]], request: SpeedRequest, batch: int, count: Callable[[], None]
 ) -> list[list[Window]]:
-    """The rounds of a batch size for each pair and its verify width; None is the whole block.
+    """Return the timed rounds of each arm at a batch size. An arm is a pair and a verify width, None for whole blocks.
 
-    The pairs alternate, so that a disturbance of the machine affects all of them. An untimed warm-up round comes first,
+    The arms alternate, so that a disturbance of the machine affects all of them. An untimed warm-up round comes first,
     to compile kernels and capture CUDA graphs.
     """
     rounds = request.rounds(batch)
@@ -211,7 +211,7 @@ def measure_rounds(
 def _measure_parts(
     pair: LoadedPair, request: SpeedRequest, batch: int, whole_ms: float, count: Callable[[], None]
 ) -> StepParts:
-    """The parts of a step, from a round without the draft and a round without the target, each after a warm-up."""
+    """Return the parts of a step, from a round without the draft and one without the target, each after a warm-up."""
     rounds, num_tokens = request.rounds(batch)[:1], min(PART_TOKENS, request.max_new_tokens)
     times = []
     for silent in (silence_draft(pair), silence_target(pair)):
@@ -224,12 +224,12 @@ def _measure_parts(
 
 
 def _adapting(pair: LoadedPair) -> LoadedPair | None:
-    """The pair with adaptive width, or None if steps are not captured."""
+    """Return the pair with adaptive width, or None if steps are not captured as CUDA graphs."""
     return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
-    """The pair with just enough KV pages for these requests, and prefill of all prompts of a round in one step."""
+    """Return the pair with just enough KV pages for the rounds, and with prefill of a whole round in one step."""
     limits, size, batch = pair.limits, pair.config.page_size, len(rounds[0])
     longest = max(len(prompt) for prompts in rounds for prompt in prompts) + max_new_tokens
     pages = -(-(longest + (pair.config.max_in_flight + 2) * limits.num_lookahead_tokens) // size)
@@ -239,7 +239,7 @@ def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: 
 
 
 def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_width: int | None = None) -> Window:
-    """Fill the batch, then decode until the first answer ends -> tokens, steps and seconds of decoding."""
+    """Fill the batch, decode until the first answer ends, and return tokens, steps and seconds of decoding."""
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
     requests = [
         Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)
@@ -259,20 +259,21 @@ def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_wid
         seconds, num_tokens = time.perf_counter() - started, _num_tokens(requests) - before
     finally:
         engine.abort()
-    _check(requests)
-    return num_tokens, num_steps, seconds
-
-
-def _check(requests: Sequence[Request]) -> None:
     failed = next((request.error for request in requests if request.error is not None), None)
     if failed is not None:
-        raise DFlashError(failed.message, hint=failed.hint)
+        raise failed
+    return num_tokens, num_steps, seconds
 
 
 def _check_steps(num_steps: int) -> None:
     if num_steps < MIN_STEPS:
         raise UsageError(
-            f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time", hint="raise -n"
+            f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time",
+            id="too-few-steps",
+            field="--max-new-tokens",
+            found=num_steps,
+            expected=f"answers of at least {MIN_STEPS} steps",
+            hint="ask for longer answers with -n",
         )
 
 

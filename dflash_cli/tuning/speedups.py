@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.conversation_counts import ConversationCounts
-from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_cli.tuning.candidates import Candidate
@@ -27,6 +26,8 @@ from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 
 Payoff = Literal["pays", "does not pay", "undecided"]
+Arm = tuple[TokenCounts, Times]
+"""One side of a comparison: tokens and steps of each conversation, and step times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +77,14 @@ class Choice:
 
 
 def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confidence: float) -> list[Choice]:
-    """A choice for all prompts and for each category, at each batch size with known step times."""
+    """Return the choice for all prompts and for each category, at each batch size with known step times."""
     names = [None, *next(iter(evaluations.values())).categories]
     found = (_choose(evaluations, costs, name, batch, confidence) for name in names for batch in costs.batches)
     return [item for item in found if item is not None]
 
 
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
-    """The candidate for an engine with one K for all batch sizes: the highest geometric mean of speed-ups.
+    """Return the candidate with the highest geometric mean of speed-ups, for an engine with one K for all batch sizes.
 
     Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size.
     """
@@ -99,7 +100,7 @@ def overall_best(choices: Sequence[Choice]) -> Candidate | None:
 
 
 def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
-    """(first batch size, last batch size, K), without gaps. K is the best that engines accept, 0 if none pays.
+    """Return ranges (first batch size, last batch size, K) without gaps. K is the best resized block, 0 if none pays.
 
     Between two measured batch sizes, the nearer one on a log scale decides. Neighbouring ranges with one K are joined.
     """
@@ -124,7 +125,7 @@ def _scheduled(choice: Choice) -> int:
 def _choose(
     evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, category: str | None, batch: int, confidence: float
 ) -> Choice | None:
-    """The choice, or None if no candidate has both verify steps and a step time."""
+    """Return the choice, or None if no candidate has both verify steps and a step time."""
     found = [
         item
         for candidate, evaluation in evaluations.items()
@@ -144,7 +145,7 @@ def _choose(
 def speedup(
     evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int
 ) -> Speedup | None:
-    """A candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
+    """Return a candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
     summary = evaluation.total if category is None else evaluation.categories[category]
     length, times = summary.counts.acceptance_len, costs.of(candidate, batch)
     if length is None or times is None:
@@ -161,40 +162,30 @@ def speedup(
     return Speedup(candidate=candidate, speedup=value, interval=interval)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """One side of a comparison: its conversations and step times."""
-
-    conversations: Sequence[ConversationCounts]
-    times: Times
-
-    @property
-    def counts(self) -> list[tuple[float, int]]:
-        return [(item.num_tokens, item.num_steps) for item in self.conversations]
-
-
-def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _Arm:
+def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> Arm:
     assert times is not None, "a candidate that has a speed-up"
-    return _Arm([item for item in evaluation.conversations if category in (None, item.category)], times)
+    conversations = (item for item in evaluation.conversations if category in (None, item.category))
+    return [(item.num_tokens, item.num_steps) for item in conversations], times
 
 
-def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
-    """Whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
+def is_slower(arm: Arm, best: Arm, confidence: float) -> bool:
+    """Return whether an arm certainly gives fewer tokens per millisecond than the best arm, on the same prompts.
 
     Scaling by the ratio of step times turns the comparison into a difference of tokens per step. Its error includes the
     error of the step times.
     """
-    ratio = fmean(best.times) / fmean(arm.times)
-    scaled = [(tokens * ratio, steps) for tokens, steps in arm.counts]
-    difference, length = paired_difference(best.counts, scaled, confidence), tokens_per_step(scaled)
+    (counts, times), (best_counts, best_times) = arm, best
+    ratio = fmean(best_times) / fmean(times)
+    scaled = [(tokens * ratio, steps) for tokens, steps in counts]
+    difference, length = paired_difference(best_counts, scaled, confidence), tokens_per_step(scaled)
     if difference is None or length is None:
         return False
-    of_times = _ratio_width(best.times, arm.times, confidence)
+    of_times = _ratio_width(best_times, times, confidence)
     return difference.value + math.hypot(difference.interval.high - difference.value, length * of_times) < 0
 
 
 def _ratio_width(times: Times, others: Times, confidence: float) -> float:
-    """Half the width of the interval of the log ratio of times, paired by round if both have the same number."""
+    """Return half the width of the interval of the log ratio of times, paired by round if both have equal lengths."""
     if len(times) == len(others):
         logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
         return _half_width(logs, confidence)
@@ -202,7 +193,7 @@ def _ratio_width(times: Times, others: Times, confidence: float) -> float:
 
 
 def _half_width(values: Sequence[float], confidence: float) -> float:
-    """Half the width of the interval of the mean; 0 for a single value."""
+    """Return half the width of the interval of the mean; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))

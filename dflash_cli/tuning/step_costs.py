@@ -4,9 +4,9 @@ A file has milliseconds of a step, one number or one per measurement:
 
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
-The keys of the outer objects are K, the keys of the inner objects are batch sizes. The trained K may be under either
-way. The document of `dflash tune --json` has the same object under `step_times`, and can be given too. Lists of equal
-length are paired by round, so that a disturbed round does not look like a difference.
+The keys of the outer objects are K, the keys of the inner objects are batch sizes. The trained K may be in `resized` or
+in `narrowed`. The document of `dflash tune --json` has the same object in `step_times`, and can be given too. Lists of
+equal length are paired by round, so that a disturbed round does not look like a difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from dflash_cli.comparing.measured_result import ResultFile
-from dflash_cli.tuning.candidates import Candidate, Way, resize
-from dflash_cli.tuning.speed import SpeedRequest, measure_rounds
+from dflash_cli.tuning.candidates import WAYS, Candidate, resize
+from dflash_cli.tuning.speed import SpeedRequest, counting, measure_rounds
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, from_json
@@ -25,7 +25,6 @@ from dflash_runtime.errors import MISSING, UsageError
 Value = TypeVar("Value")
 Times = tuple[float, ...]
 """Milliseconds of a step, one number per measurement."""
-WAYS: tuple[Way, ...] = ("resized", "narrowed")
 
 
 Milliseconds = Annotated[float, Limits(above=0, below=1e6)]
@@ -58,12 +57,12 @@ class StepCosts:
         return sorted(self.plain)
 
     def of(self, candidate: Candidate, batch: int) -> Times | None:
-        """A candidate's step times, or None if unknown."""
+        """Return a candidate's step times, or None if unknown."""
         return self.drafting.get(candidate, {}).get(batch)
 
     @property
     def times(self) -> StepTimes:
-        """The document; the whole block is under `resized`."""
+        """The document of these times. The whole block is in `resized`."""
         ways: dict[str, dict[int, TimesByBatch]] = {way: {} for way in WAYS}
         for candidate, times in sorted(self.drafting.items()):
             way = "resized" if candidate.way == "whole" else candidate.way
@@ -77,7 +76,7 @@ def read_step_times(path: Path) -> StepTimes:
 
     Raises:
         CheckpointNotFound: the file does not exist.
-        UsageError: the file holds something else; names the field.
+        UsageError: naming the missing, unknown or wrong field.
     """
     file = ResultFile(path)
     document = file.parsed.get("step_times") if file.parsed.get("kind") == "tune" else file.parsed
@@ -86,24 +85,22 @@ def read_step_times(path: Path) -> StepTimes:
 
 
 def read_step_costs(path: Path, trained: int) -> StepCosts:
-    """The step times in a file, for a draft that was trained to draft `trained` tokens.
+    """Return the step times in a file, for a draft that was trained to draft `trained` tokens.
 
     Raises:
         CheckpointNotFound: the file does not exist.
-        UsageError: the file holds something else; names the field.
+        UsageError: naming the missing, unknown or wrong field.
     """
     times = read_step_times(path)
     drafting: dict[Candidate, Mapping[int, Times]] = {}
-    ways: tuple[tuple[Way, Mapping[int, TimesByBatch]], ...] = (
-        ("resized", times.resized),
-        ("narrowed", times.narrowed),
-    )
-    for way, by_number in ways:
-        for number, by_batch in _from_one(by_number, way, path):
+    for way in WAYS:
+        for number, by_batch in _from_one(getattr(times, way), way, path):
             candidate = Candidate(number, "whole" if number == trained else way)
             drafting.setdefault(candidate, _as_times(by_batch, f"{way}.{number}", path))
     if not drafting:
-        raise UsageError(path=path, field="resized", found=times.resized, expected="step times of one K or more")
+        raise UsageError(
+            id="no-step-times", path=path, field="resized", found=times.resized, expected="step times of one K or more"
+        )
     return StepCosts(plain=_as_times(times.plain, "plain", path), drafting=drafting, source=times.source or str(path))
 
 
@@ -111,22 +108,20 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     """Require the step times of these K and batch sizes. Narrowed blocks may lack times; then only acceptance counts.
 
     Raises:
-        UsageError: a time is missing; names the field.
+        UsageError: naming the field of a missing time.
     """
     known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
     for batch in batches:
         if batch not in costs.plain:
-            raise UsageError(
-                path=costs.source, field=f"plain.{batch}", found=MISSING, expected="milliseconds of a plain step"
-            )
+            raise _missing(costs, f"plain.{batch}")
         lacking = [number for number in numbers if batch not in known.get(number, {})]
         if lacking:
-            raise UsageError(
-                path=costs.source,
-                field=f"resized.{lacking[0]}.{batch}",
-                found=MISSING,
-                expected="milliseconds of a step",
-            )
+            raise _missing(costs, f"resized.{lacking[0]}.{batch}")
+
+
+def _missing(costs: StepCosts, field: str) -> UsageError:
+    facts: dict[str, Any] = {"field": field, "found": MISSING, "expected": "milliseconds of a step"}
+    return UsageError(id="missing-step-time", path=costs.source, **facts)
 
 
 def measure_step_costs(
@@ -141,13 +136,7 @@ def measure_step_costs(
     Raises:
         UsageError: answers are too short to measure.
     """
-    num_done = 0
-
-    def count() -> None:
-        nonlocal num_done
-        num_done += 1
-        observe(num_done)
-
+    count = counting(observe)
     arms = [(pair.without_draft(), None), *((resize(pair, item, config), item.verify_width) for item in candidates)]
     found: list[dict[int, Times]] = [{} for _ in arms]
     for batch in request.batches:
@@ -158,7 +147,7 @@ def measure_step_costs(
 
 
 def num_timed_rounds(candidates: Sequence[Candidate], request: SpeedRequest) -> int:
-    """Number of rounds that `measure_step_costs` runs, warm-up rounds included."""
+    """Return the number of rounds that `measure_step_costs` runs, warm-up rounds included."""
     return (len(candidates) + 1) * len(request.batches) * (request.num_rounds + 1)
 
 
@@ -167,17 +156,21 @@ def _as_times(by_batch: TimesByBatch, where: str, path: Path) -> dict[int, Times
     for batch, values in _from_one(by_batch, where, path):
         found[batch] = values if isinstance(values, tuple) else (values,)
         if not found[batch]:
-            raise UsageError(path=path, field=f"{where}.{batch}", found=[], expected="milliseconds of a step")
+            raise UsageError(
+                id="missing-step-time", path=path, field=f"{where}.{batch}", found=[], expected="milliseconds of a step"
+            )
     return found
 
 
 def _from_one(by_number: Mapping[int, Value], where: str, path: Path) -> Iterator[tuple[int, Value]]:
-    """The items of a mapping.
+    """Yield the items of a mapping.
 
     Raises:
         UsageError: a key is below 1.
     """
     for number, value in by_number.items():
         if number < 1:
-            raise UsageError(path=path, field=f"{where}.{number}", found=number, expected="a whole number from 1 on")
+            raise UsageError(
+                id="key-below-one", path=path, field=f"{where}.{number}", found=number, expected="a key of 1 or more"
+            )
         yield number, value

@@ -1,7 +1,7 @@
-"""How the time of a drafting step divides: what it loses when the draft, or the target, answers at once with nothing.
+"""Split the time of a drafting step into draft, target and the rest, by timing steps without one of the models.
 
-A step is one graph, or launches that the host runs ahead of, so a clock inside it would time something else. Without
-one of its models it is run as it always is, and is faster by what that model costs it.
+A step is one CUDA graph, or launches that the host queues ahead, so a clock inside the step would measure something
+else. Here a stub that returns zeros at once replaces one model. The time of that model is the time the step saves.
 
 Axis letters: R requests, K drafted tokens, T flat rows, F features, V vocabulary.
 """
@@ -18,7 +18,7 @@ from dflash_runtime.device.loading import LoadedPair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Milliseconds of a drafting step: the draft with its context KV, the target with its head, and all else."""
+    """Milliseconds of a drafting step: the draft with its context KV, the target with its head, and the rest."""
 
     draft_ms: float
     verify_ms: float
@@ -26,18 +26,21 @@ class StepParts:
 
     @classmethod
     def of_steps(cls, whole: float, without_draft: float, without_target: float) -> "StepParts":
-        """From milliseconds of steps with both models and without either. Where steps vary, a part may come out 0."""
+        """Return the parts, given milliseconds of steps with both models, without the draft and without the target.
+
+        A part is at least 0: noise can make a step without a model slower.
+        """
         draft, verify = max(0.0, whole - without_draft), max(0.0, whole - without_target)
         return cls(draft_ms=draft, verify_ms=verify, rest_ms=max(0.0, whole - draft - verify))
 
 
 def silence_draft(pair: LoadedPair) -> LoadedPair:
-    """The pair with a draft that proposes the same token everywhere and keeps no context, at no cost."""
+    """Return the pair with a stub draft, which proposes the same token everywhere and stores no context KV."""
     return replace(pair, draft=_SilentDraft(pair))
 
 
 def silence_target(pair: LoadedPair) -> LoadedPair:
-    """The pair with a target that says the same token everywhere, at no cost; it gives wrong text."""
+    """Return the pair with a stub target, which chooses the same token everywhere. The text is wrong."""
     target: Any = _SilentTarget(pair)
     return replace(pair, target=target)
 
@@ -53,7 +56,7 @@ class _SilentDraft:
         pass
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: object, num_drafts: int | None = None) -> Tensor:
-        """[R, K, V] zeros."""
+        """Return zeros, [R, K, V]."""
         size = (len(block_ids), num_drafts or block_ids.shape[1] - 1, self.config.draft_vocab_size)
         return torch.zeros(size, dtype=self._dtype, device=block_ids.device)
 
@@ -68,7 +71,7 @@ class _SilentTarget:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: object, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden], or [S, hidden] of those wanted, and [T, F]: zeros."""
+        """Return zeros: hidden states [T, hidden], or [S, hidden] with `wanted` [S], and features [T, F]."""
         size, rows = self.config.hidden_size, token_ids if wanted is None else wanted
         hidden = torch.zeros((len(rows), size), dtype=self._dtype, device=token_ids.device)
         return hidden, hidden.new_zeros((len(token_ids), len(taps) * size)) if taps else None
@@ -79,5 +82,5 @@ class _SilentHead:
         self.weight, self.bias = weight, None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, V] zeros."""
+        """Return zeros, [T, V]."""
         return hidden.new_zeros((len(hidden), len(self.weight)))

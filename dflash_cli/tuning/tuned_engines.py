@@ -25,7 +25,7 @@ class EngineSettings:
 def tuned_engines(
     engines: str, draft: str, target: str, num_draft_tokens: int, schedule: Schedule
 ) -> list[EngineSettings]:
-    """The settings, or the refusal, of each engine in a list such as `vllm,tensorrt-llm`.
+    """Return the settings, or the refusal, of each engine in a list such as `vllm,tensorrt-llm`.
 
     A schedule with the same K for all batch sizes is left out.
     """

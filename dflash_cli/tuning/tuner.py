@@ -2,26 +2,24 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.intervals.acceptance_difference import holm
 from dflash_cli.acceptance.journal import check_journal
 from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.comparing.result_comparison import Contrast, compare_results
+from dflash_cli.comparing.result_comparison import Contrast, compare_results, correct_p_values
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.shown import Shown
-from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
 from dflash_cli.tuning.step_costs import (
-    WAYS,
     StepCosts,
     check_complete,
     measure_step_costs,
@@ -43,7 +41,7 @@ STEP_TIMES_FILE = "step-times.json"
 class TuningProgress(Protocol):
     """The progress display of a tuning."""
 
-    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
+    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress]:
         """Show the progress of `num_answers` answers under `name`."""
         ...
 
@@ -52,22 +50,12 @@ class TuningProgress(Protocol):
         ...
 
 
-class _Silence:
-    """A progress display that shows nothing."""
-
-    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
-        return nullcontext()
-
-    def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        return nullcontext(lambda num_done: None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPlan:
     """The prompts, numbers of draft tokens, batch sizes and what-ifs of a tuning.
 
     `config` is the engine's config for measuring acceptance. If `numbers` or `batches` is None, the pair or the file of
-    step times decides. Answers and step times go to `folder`, under `resume` and `force` of `evaluation`.
+    step times decides. Answers and step times go to `folder`, which `resume` and `force` of `evaluation` apply to.
     """
 
     evaluation: EvaluationPlan
@@ -122,8 +110,8 @@ class Tuning(Shown):
         return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
 
 
-def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
-    """Measure every candidate on all prompts, and find the best.
+def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) -> Tuning:
+    """Measure every candidate on all prompts, and return their speed-ups, the best first.
 
     Load `session` with the config of `speed.smallest`, because each candidate allocates its own KV cache.
 
@@ -131,17 +119,17 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | N
         UsageError: a K, a batch size or a file of step times does not fit the pair.
         RequestError: a prompt cannot be served.
     """
-    shown, started = progress or _Silence(), time.perf_counter()
+    started = time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
     given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
     candidates = candidates_for(_numbers(request, trained, given), trained)
     if given is not None:
         given = _at_batches(given, request)
     _check_journals(request, [*candidates, *request.what_ifs])
-    evaluations = {item: _measure(session, item, request, shown) for item in candidates}
-    costs = given or _find_step_costs(session, candidates, request, shown)
+    evaluations = {item: _measure(session, item, request, progress) for item in candidates}
+    costs = given or _find_step_costs(session, candidates, request, progress)
     what_ifs = {
-        item.name: _measure(session, candidates[-1], request, shown, item)
+        item.name: _measure(session, candidates[-1], request, progress, item)
         for item in request.what_ifs
         if not changes_nothing(item, session.llm.pair)
     }
@@ -158,7 +146,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | N
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
-    """The times of a file at the requested batch sizes, by default at all of its batch sizes."""
+    """Return the times of a file at the requested batch sizes, by default at all batch sizes of the file."""
     batches = request.batches or given.batches
     check_complete(given, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
@@ -173,6 +161,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(
+            id="k-out-of-range",
             path=request.step_times,
             field="K",
             found=numbers[-1],
@@ -205,7 +194,7 @@ def _measure(
     progress: TuningProgress,
     what_if: WhatIf | None = None,
 ) -> Evaluation:
-    """A candidate's acceptance, with the original or the rounded pair."""
+    """Return a candidate's acceptance, with the original pair or the rounded pair of a what-if."""
     item = what_if or candidate
     name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
     pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
@@ -216,7 +205,7 @@ def _measure(
 def _find_step_costs(
     session: PairSession, candidates: Sequence[Candidate], request: TuningPlan, progress: TuningProgress
 ) -> StepCosts:
-    """Step times of an interrupted run with the same settings; otherwise measured now and stored."""
+    """Return the stored step times of an interrupted run with the same settings, or measure and store them."""
     asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)
     timed = speed_request(
         session,
@@ -227,10 +216,9 @@ def _find_step_costs(
         chat=asked.chat,
     )
     path = request.folder / STEP_TIMES_FILE if request.folder is not None else None
-    settings = session.run_settings(asked.params, chat=asked.chat) | {
+    settings = to_json(session.run_settings(asked.params, chat=asked.chat)) | {
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
-    settings = to_json(settings)
     if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
@@ -242,7 +230,7 @@ def _find_step_costs(
 
 
 def _settings_of(path: Path) -> object:
-    """The settings under which the times of a file were measured; None if the file holds no step times."""
+    """Return the settings under which a file's times were measured; None if the file is absent or malformed."""
     try:
         return read_step_times(path).settings
     except (UsageError, CheckpointNotFound):
@@ -250,24 +238,17 @@ def _settings_of(path: Path) -> object:
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
-    """K below the trained K -> acceptance of the narrowed block minus acceptance of the resized block."""
+    """Return the comparison of the narrowed block with the resized block, by K below the trained K."""
     numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
-    found = {}
+    found = []
     for number in numbers:
         sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]
-        found[number] = compare_results(sides, confidence=confidence)[0].total
-    return _correct(found)
-
-
-def _correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
-    """The lines with p-values corrected for their number (Holm). A line without an interval has no p-value."""
-    tested = {name: line.difference.p_value for name, line in lines.items() if line.difference is not None}
-    values = dict(zip(tested, holm(list(tested.values())), strict=True))
-    return {name: replace(line, p_value=values.get(name)) for name, line in lines.items()}
+        found.append(compare_results(sides, confidence=confidence)[0].total)
+    return dict(zip(numbers, correct_p_values(found), strict=True))
 
 
 def _contrasts(whole: Evaluation, what_ifs: Mapping[str, Evaluation], confidence: float) -> dict[str, Contrast]:
-    """Rounded pairs compared with the original pair, corrected for the number of comparisons."""
+    """Return the comparison of each rounded pair with the original pair, corrected for their number."""
     if not what_ifs:
         return {}
     results = [_result(name, item) for name, item in (("as it is", whole), *what_ifs.items())]

@@ -1,16 +1,16 @@
-"""What `tune` found as JSON, as tables of at most 80 columns, and as advice in words."""
+"""The result of `dflash tune` as JSON, as tables of at most 80 columns, and as advice in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from dflash_cli.acceptance.acceptance_report import Table
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
-from dflash_cli.comparing.comparison_report import ContrastEntry, difference_text, p_value_text
+from dflash_cli.comparing.comparison_report import contrast_cells
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_cli.terminal.shown import Table
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.step_costs import StepTimes
@@ -20,15 +20,15 @@ from dflash_runtime.documents import INLINE
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
-WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
-narrowed: it fills its trained block, of which K + 1 rows are verified
+WAYS_LEGEND = """resized: the draft gets a block of K + 1 rows, as in engines
+narrowed: the draft gets its trained block, and K + 1 of its rows are verified
 difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
 SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
-* best at its batch size, = not to be told from the best"""
-CATEGORY_LEGEND = """the best K by category, and its speed-up; r resized, n narrowed
-? undecided whether any pays, - none pays"""
-WHAT_IF_LEGEND = """simulated: values are rounded to the format and computed with in {dtype}
-what a format does to step times is not part of it"""
+* best at its batch size, = not certainly slower than the best"""
+CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
+? undecided whether drafting pays, - drafting does not pay"""
+WHAT_IF_LEGEND = """simulated: values are rounded to the format, and computed in {dtype}
+the format's effect on step times is not simulated"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class LengthEntry:
 
     @classmethod
     def of(cls, summary: Summary) -> "LengthEntry":
-        """The acceptance length of a summary."""
+        """Return the acceptance length of a summary."""
         return cls(
             acceptance_len=summary.counts.acceptance_len,
             acceptance_len_interval=summary.acceptance_len_interval,
@@ -63,7 +63,7 @@ class WayEntry:
     """The narrowed block compared with the resized block, for one K."""
 
     num_speculative_tokens: int
-    contrast: Annotated[ContrastEntry, INLINE]
+    contrast: Annotated[Contrast, INLINE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class WhatIfEntry:
     """A rounded pair compared with the pair as it is."""
 
     what_if: str
-    contrast: Annotated[ContrastEntry, INLINE]
+    contrast: Annotated[Contrast, INLINE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class TuneDocument:
     step_times: Annotated[StepTimes, "read by --step-times"]
     choices: tuple[Choice, ...]
     num_speculative_tokens: Annotated[
-        int | None, "the best K over all batch sizes, of those that engines take; null if drafting does not pay"
+        int | None, "the best K of resized blocks over all batch sizes; null if drafting does not pay"
     ]
     schedule: Annotated[tuple[tuple[int, int, int], ...], "first batch size, last batch size, K"]
     advice: tuple[str, ...]
@@ -100,7 +100,7 @@ class TuneDocument:
 
 
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
-    """The document of a tuning and of the settings that engines are given."""
+    """Return the document of a tuning, with the settings of engines for it."""
     whole = tuning.whole
     assert isinstance(whole.measured, EvaluationRun)
     return TuneDocument(
@@ -114,13 +114,13 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
             )
             for candidate, item in tuning.evaluations.items()
         ),
-        ways=tuple(WayEntry(number, ContrastEntry.of(line)) for number, line in tuning.ways.items()),
+        ways=tuple(WayEntry(number, line) for number, line in tuning.ways.items()),
         step_times=tuning.costs.times,
         choices=tuple(tuning.choices),
         num_speculative_tokens=tuning.overall.num_speculative_tokens if tuning.overall else None,
         schedule=tuple(tuning.schedule),
         advice=tuple(advice(tuning.choices)),
-        what_ifs=tuple(WhatIfEntry(name, ContrastEntry.of(line)) for name, line in tuning.what_ifs.items()),
+        what_ifs=tuple(WhatIfEntry(name, line) for name, line in tuning.what_ifs.items()),
         settings=whole.settings,
         prompts=whole.prompts,
         measured=whole.measured,
@@ -130,7 +130,7 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
 
 
 def advice(choices: Sequence[Choice]) -> Iterator[str]:
-    """A sentence for each batch size, over all prompts."""
+    """Yield a sentence for each batch size, over all prompts."""
     for choice in choices:
         if choice.category is None:
             yield _advice(choice)
@@ -150,24 +150,23 @@ def _advice(choice: Choice) -> str:
 
 
 def settings_line(tuning: Tuning) -> str:
-    """What the settings of engines are of."""
-    assert tuning.overall is not None, "a pair for which drafting pays somewhere"
+    """Return the K of the printed engine settings, and the K of each range of batch sizes, in words."""
+    assert tuning.overall is not None, "a pair for which drafting pays at some batch size"
     number = tuning.overall.num_speculative_tokens
-    line = f"engines resize the block: of those K {number} is best over these batch sizes, in the geometric mean"
+    line = f"engines resize the block: K {number} is the best one, by the geometric mean over these batch sizes"
     if len(tuning.schedule) < 2:
         return line
     ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
-    return f"{line}\nwhere an engine takes a K for each batch size, it is told {ranges}"
+    return f"{line}\nengines with a K for each batch size get {ranges}"
 
 
 def ways_table(tuning: Tuning) -> Table:
-    """K -> acceptance length in both ways, and how far they are apart."""
+    """Return K, both acceptance lengths and their difference, as columns and rows."""
     columns = ("K", "resized", "narrowed", "difference", "p", "verdict")
     rows: list[tuple[str, ...]] = [
-        (str(number), _number(line.base_len), _number(line.other_len), difference_text(line),
-         p_value_text(line.p_value), line.verdict)
+        (str(number), *map(_number, line.acceptance_lens), *contrast_cells(line))
         for number, line in tuning.ways.items()
-    ]  # fmt: skip
+    ]
     whole = next(candidate for candidate in tuning.evaluations if candidate.way == "whole")
     length = tuning.whole.total.counts.acceptance_len
     rows.append((str(whole.num_speculative_tokens), _number(length), _number(length), "the whole block", "", ""))
@@ -175,7 +174,7 @@ def ways_table(tuning: Tuning) -> Table:
 
 
 def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
-    """Batch sizes -> milliseconds of a step, plainly and of each candidate."""
+    """Return milliseconds of a step by batch size: plain decoding, then each candidate, as columns and rows."""
     rows = [("plain", *(f"{fmean(tuning.costs.plain[batch]):.2f}" for batch in batches))]
     for candidate in sorted(tuning.costs.drafting.keys() & tuning.evaluations.keys()):
         times = tuning.costs.drafting[candidate]
@@ -185,7 +184,7 @@ def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
 
 
 def speed_table(tuning: Tuning, batches: Sequence[int]) -> Table:
-    """Candidates -> speed-up at each batch size, over all prompts."""
+    """Return the speed-up of each candidate by batch size, over all prompts, as columns and rows."""
     choices = [item for item in tuning.choices if item.category is None and item.batch in batches]
     candidates = sorted({item.candidate for choice in choices for item in choice.speedups})
     rows = [(_name(item), *(_mark(choice, item) for choice in choices)) for item in candidates]
@@ -193,7 +192,7 @@ def speed_table(tuning: Tuning, batches: Sequence[int]) -> Table:
 
 
 def category_table(tuning: Tuning, batches: Sequence[int]) -> Table:
-    """Categories -> the best K at each batch size."""
+    """Return the best K of each category by batch size, as columns and rows."""
     found: dict[str, dict[int, Choice]] = {}
     for choice in tuning.choices:
         if choice.category is not None:
@@ -207,35 +206,31 @@ def _columns(first: str, batches: Sequence[int]) -> tuple[str, ...]:
 
 
 def what_if_table(tuning: Tuning) -> Table:
-    """Roundings -> acceptance length, and how far it is from that of the pair as it is."""
+    """Return the acceptance length of each rounded pair, and its difference to the original pair's."""
     columns = ("what if", "length", "difference", "p", "verdict")
     length = tuning.whole.total.counts.acceptance_len
     rows: list[tuple[str, ...]] = [("as it is", _number(length), "", "", "")]
-    rows += [_what_if_row(name, line) for name, line in tuning.what_ifs.items()]
+    rows += [(name, _number(line.acceptance_lens[1]), *contrast_cells(line)) for name, line in tuning.what_ifs.items()]
     return columns, rows
 
 
-def _what_if_row(name: str, line: Contrast) -> tuple[str, ...]:
-    return (name, _number(line.other_len), difference_text(line), p_value_text(line.p_value), line.verdict)
-
-
 def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
-    """Legends, and the tables below them; one with many batch sizes is cut in several."""
+    """Yield legends with their tables. A table with many batch sizes is split into several."""
     if tuning.ways:
         yield WAYS_LEGEND, ways_table(tuning)
-    for batches in _cut(tuning.costs.batches, 6):
+    for batches in _split(tuning.costs.batches, 6):
         yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
-    for batches in _cut(tuning.costs.batches, 3):
+    for batches in _split(tuning.costs.batches, 3):
         yield SPEED_LEGEND, speed_table(tuning, batches)
     if any(item.category is not None for item in tuning.choices):
-        for batches in _cut(tuning.costs.batches, 5):
+        for batches in _split(tuning.costs.batches, 5):
             yield CATEGORY_LEGEND, category_table(tuning, batches)
     if tuning.what_ifs:
         legend = WHAT_IF_LEGEND.format(dtype=tuning.session.llm.pair.placement.dtype_name)
         yield legend, what_if_table(tuning)
 
 
-def _cut(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def _split(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     return (batches[start : start + size] for start in range(0, len(batches), size))
 
 

@@ -10,7 +10,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, target_families, target_shapes
+from dflash_runtime.models.target import Target, find_target_runtime, target_families, target_shapes
 from dflash_runtime.models.weights import load_weights
 
 FORMATS = {"draft": tuple(WEIGHTS), "kv": tuple(KV), "target": tuple(WEIGHTS)}
@@ -34,10 +34,10 @@ class WhatIf:
 
 
 def parse_what_ifs(text: str) -> list[WhatIf]:
-    """The what-ifs in `draft=fp8,kv=fp8,draft=fp8+kv=fp8`. `all` means each format of each part alone.
+    """Return the what-ifs in `draft=fp8,kv=fp8,draft=fp8+kv=fp8`. `all` means each format of each part alone.
 
     Raises:
-        UsageError: an unknown part or format.
+        UsageError: naming an unknown part or format.
     """
     if text.strip() == "all":
         return [WhatIf(((part, name),)) for part, names in FORMATS.items() for name in names]
@@ -49,6 +49,7 @@ def _parse(text: str) -> tuple[str, str]:
     if name not in FORMATS.get(part, ()):
         known = "; ".join(f"{part}={'|'.join(names)}" for part, names in FORMATS.items())
         raise UsageError(
+            id="unknown-what-if",
             field="--what-if",
             found=text,
             expected=f"PART=FORMAT, from {known}",
@@ -58,15 +59,15 @@ def _parse(text: str) -> tuple[str, str]:
 
 
 def changes_nothing(what_if: WhatIf, pair: LoadedPair) -> bool:
-    """Whether the pair has these formats already: bfloat16 in a run in bfloat16."""
+    """Return whether the pair has these formats already: bfloat16 in a run in bfloat16."""
     return pair.placement.dtype_name == "bfloat16" and all(name == "bf16" for _, name in what_if.formats)
 
 
 def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPair:
-    """The pair with the parts of a what-if rounded. Rounding the target or KV loads a second copy of the target.
+    """Return the pair with some parts rounded. Rounding the target or KV loads a second copy of the target.
 
     Raises:
-        UnsupportedError: the target or its KV must be rounded, but transformers' code runs the target.
+        UnsupportedError: the target or its KV should be rounded, but transformers' code runs the target.
     """
     formats = dict(what_if.formats)
     assert pair.draft is not None
@@ -91,6 +92,7 @@ def _load(pair: LoadedPair, source: TargetSource, placement: Placement, name: st
             field="--what-if",
             hint="round the draft alone: --what-if draft=FORMAT",
         )
+    _, config = find_target_runtime(source, "native")
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
-    family = target_families()[source.config.model_type]
-    return family(source.config, weights if name is None else round_weights(weights, name), placement)
+    rounded_weights = weights if name is None else round_weights(weights, name)
+    return target_families()[config.model_type](config, rounded_weights, placement)

@@ -1,1 +1,1 @@
-"""Dumps: what a target said and its hidden states while it did; one file a format, and the writer of ours."""
+"""Dumps of a target's answers and hidden states: a reader for each format, and the writer of our own format."""

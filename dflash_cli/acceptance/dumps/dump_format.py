@@ -1,22 +1,22 @@
-"""The content of a dump, whichever program wrote it, and the registry of dump formats.
+"""The content of a dump of any program, and the registry of dump formats.
 
-A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Here tapped layers are
-counted from 0, whatever the writing program does: tap i is the output of decoder layer i. The last layer's tap is taken
-before the final norm.
+A format is one file in this package with a class decorated `@DUMP_FORMATS.register(name)`. Tapped layers are counted
+from 0 here, also if the writing program counts in another way: tap i is the output of decoder layer i. The last layer's
+tap is taken before the final norm.
 
 Axis letters: T rows, L tapped layers, H hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import DumpSource
+from dflash_runtime.documents import Limits
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnknownFormat
 from dflash_runtime.registry import Registry
 from dflash_runtime.scheduling.request import FinishReason
@@ -28,21 +28,28 @@ HIDDEN, TOKENS = "hidden_states", "token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DumpedText:
-    """One answer of a target. `token_ids` are the prompt, the answer, and the target's further tokens.
+class TextFacts:
+    """One answer of a target. `num_overhang` further tokens of the target continue it."""
+
+    row: PromptRow
+    turn: int = 0
+    finish_reason: FinishReason = FinishReason.LENGTH
+    prompt_len: Annotated[int, Limits(least=1)]
+    answer_len: Annotated[int, Limits(least=0)]
+    num_overhang: Annotated[int, Limits(least=0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedText(TextFacts):
+    """One answer of a target in a dump. `token_ids` are the prompt, the answer, and the tokens that continue it.
 
     `read` loads the hidden states of the first `num_rows` tokens, [T, L, H].
     """
 
-    row: PromptRow
-    turn: int = 0
     file: Path
     token_ids: tuple[int, ...]
-    prompt_len: int
-    answer_len: int
     num_rows: int
     read: Callable[[], "torch.Tensor"]
-    finish_reason: FinishReason = FinishReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +71,9 @@ class Dump:
 
     @property
     def target_name(self) -> str:
-        """The name of the dump's target in messages."""
+        """Name, commit and digest of the target, for messages."""
         if self.target is None:
-            return "a target it does not name"
+            return "an unnamed target"
         commit = f"@{self.target.commit[:12]}" if self.target.commit else ""
         return f"{self.target.name}{commit} ({self.target.digest})"
 
@@ -103,13 +110,6 @@ class DumpFormat(Protocol):
 DUMP_FORMATS: Registry[Callable[[], DumpFormat]] = Registry("dump format")
 
 
-@cache
-def dump_formats() -> Registry[Callable[[], DumpFormat]]:
-    """Return the registry with every format of this package."""
-    DUMP_FORMATS.discover("dflash_cli.acceptance.dumps")
-    return DUMP_FORMATS
-
-
 def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
     """Open the dump at a path, in any registered format.
 
@@ -119,24 +119,30 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
         CheckpointError, UsageError: see `DumpFormat.open`; the dump is empty.
     """
     if not path.exists():
-        raise CheckpointNotFound("no such dump", path=path, hint="write one with dflash dump TARGET --output DIR")
-    formats = dump_formats()
-    for name in formats:
-        format = formats[name]()
+        raise CheckpointNotFound(
+            "no such dump", id="dump-not-found", path=path, hint="write one with dflash dump TARGET --output DIR"
+        )
+    DUMP_FORMATS.discover("dflash_cli.acceptance.dumps")
+    for name in DUMP_FORMATS:
+        format = DUMP_FORMATS[name]()
         if format.matches(path):
             dump = format.open(path, layer_ids)
             if not dump.texts:
                 raise CheckpointError("the dump is empty, expected at least one text", id="empty-dump", path=path)
             return dump
-    raise UnknownFormat(f"not a dump in a known format ({', '.join(formats)})", path=path)
+    raise UnknownFormat(
+        f"not a dump in a known format ({', '.join(DUMP_FORMATS)})", id="unknown-dump-format", path=path
+    )
 
 
 def check_ids_within(text: Sequence[int], vocab_size: int, file: Path) -> None:
     """Refuse token ids outside the vocabulary.
 
     Raises:
-        CheckpointError: naming the first such id.
+        CheckpointError: naming the first token id outside the vocabulary.
     """
     wrong = next((token for token in text if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise CheckpointError(path=file, field=TOKENS, found=wrong, expected=f"ids in [0, {vocab_size})")
+        raise CheckpointError(
+            id="token-outside-vocabulary", path=file, field=TOKENS, found=wrong, expected=f"ids in [0, {vocab_size})"
+        )

@@ -1,7 +1,7 @@
-"""Write a dump: answer prompts with a target alone, and keep its text and the outputs of tapped layers.
+"""Write a dump: answer prompts with a target alone, and store its answers and the outputs of tapped layers.
 
-Prompts are answered in batches. Each answer is continued by a few tokens, then read again for its hidden states. Its
-file is renamed into place when it is complete, so an interrupted dump continues after the files that exist.
+Prompts are answered in batches. The target continues each answer by a few tokens, then reads it again for its hidden
+states. Each file is renamed into place when it is complete, so an interrupted dump continues after the existing files.
 """
 
 import json
@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText
+from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText, TextFacts
 from dflash_cli.acceptance.dumps.own_dump import (
     MANIFEST,
     METADATA,
     DumpedRequest,
     DumpManifest,
-    TextFacts,
     read_manifest,
     read_text,
     text_digests,
 )
+from dflash_cli.acceptance.journal import check_settings
+from dflash_cli.acceptance.measure import find_failures
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
 from dflash_cli.generation.answers import Answer, Event, own_seed
@@ -77,8 +78,8 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     """Refuse a folder before anything is loaded.
 
     Raises:
-        UsageError: the folder cannot be created, holds other files, or holds a dump and neither `resume` nor `force` is
-            true.
+        UsageError: the folder cannot be created, holds other files, or already holds a dump without `resume` or
+            `force`.
     """
     check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -108,11 +109,11 @@ def _is_dump(folder: Path) -> bool:
 
 
 def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
-    """Dump the answers that the folder does not hold yet. `sink` receives every event of the generation.
+    """Dump the answers that the folder lacks. `sink` receives every event of the generation.
 
     Raises:
         UsageError: the folder holds a dump with other settings, or see `check_folder`.
-        OSError: a file cannot be written; earlier files stay.
+        OSError: a file cannot be written. Earlier files stay.
     """
     params = request.params.with_stops(session.stop_token_ids)
     manifest = _describe(session, request, params)
@@ -125,7 +126,7 @@ def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], 
     num_written, size = 0, BATCHES * session.llm.limits.max_num_requests
     for begin in range(0, len(pending), size):
         answers = _answer(session, request, params, pending[begin : begin + size], sink)
-        failures += _failures(answers)
+        failures += find_failures(answers)
         sound = [answer for answer in answers if answer.output.error is None]
         for answer, more in zip(sound, _overhangs(session, params, sound, request.num_overhang), strict=True):
             _write_answer(session, request, answer, more)
@@ -160,19 +161,8 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
     if request.resume and (folder / MANIFEST).is_file():
-        stored = read_manifest(folder)
-        for key in sorted({*stored.settings, *manifest.settings}):
-            was, is_now = stored.settings.get(key), manifest.settings.get(key)
-            if was != is_now:
-                raise UsageError(
-                    f"made with {key} {was!r}, but this run has {is_now!r}",
-                    id="settings-differ",
-                    path=folder,
-                    field=key,
-                    found=was,
-                    expected=repr(is_now),
-                    hint="give the same target and options again, or name another folder with --output",
-                )
+        hint = "give the same target and options again, or name another folder with --output"
+        check_settings(folder, read_manifest(folder).settings, manifest.settings, hint)
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):
         remains.unlink()
@@ -207,16 +197,6 @@ def _answer(
         if event.answer is not None:
             answers.append(event.answer)
     return answers
-
-
-def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
-    """Yield one failure per failed row, from its first failed turn."""
-    known = set()
-    for answer in answers:
-        row, output = answer.row, answer.output
-        if output.error is not None and row.index not in known:
-            known.add(row.index)
-            yield Failure(row.index, row.id, output.error, exit_code=output.exit_code)
 
 
 def _overhangs(

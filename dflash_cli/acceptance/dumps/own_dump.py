@@ -14,19 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from dflash_cli.acceptance.dumps.dump_format import DUMP_FORMATS, HIDDEN, TOKENS, Dump, DumpedText, check_ids_within
+from dflash_cli.acceptance.dumps.dump_format import (
+    DUMP_FORMATS,
+    HIDDEN,
+    TOKENS,
+    Dump,
+    DumpedText,
+    TextFacts,
+    check_ids_within,
+)
 from dflash_cli.acceptance.dumps.tensor_file import expect_shape, read_shapes, read_tokens, rows_reader
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.documents.reading import read_document
 from dflash_cli.generation.prompt_source import Failure, PromptSource
-from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.strict_json import read_json
-from dflash_runtime.documents import OPTIONAL, Limits, from_json
+from dflash_runtime.documents import OPTIONAL, Limits, fields_of, from_json
 from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
-from dflash_runtime.scheduling.request import FinishReason
 
 MANIFEST = "manifest.json"
 METADATA = "dflash"
@@ -72,28 +78,14 @@ class DumpManifest:
             raise InvalidConfig("taps", [], "one layer or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextFacts:
-    """The metadata of one answer's file."""
-
-    row: PromptRow
-    turn: int
-    finish_reason: FinishReason
-    prompt_len: Annotated[int, Limits(least=1)]
-    answer_len: Annotated[int, Limits(least=0)]
-    num_overhang: Annotated[int, Limits(least=0)]
-
-
 @DUMP_FORMATS.register("dflash")
 class OwnDump:
     """The format of `dflash dump`."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return (path / MANIFEST).is_file()
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         if layer_ids is not None:
             raise UsageError(
                 f"{path}: the dump states its layers; leave out --dump-layer-ids",
@@ -143,24 +135,16 @@ def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText
     infos = read_shapes(file)
     token_ids, metadata = read_tokens(file)
     if METADATA not in metadata:
-        raise CheckpointError(path=file, field=METADATA, found=MISSING, expected="metadata that dflash dump writes")
+        raise CheckpointError(
+            id="no-metadata", path=file, field=METADATA, found=MISSING, expected="metadata that dflash dump writes"
+        )
     facts = read_document(TextFacts, metadata[METADATA].encode(), file, error=CheckpointError)
-    prompt_len, answer_len, num_overhang = facts.prompt_len, facts.answer_len, facts.num_overhang
-    num_rows = prompt_len + answer_len - 1
-    expect_shape(infos[TOKENS], (num_rows + 1 + num_overhang,))
+    num_rows = facts.prompt_len + facts.answer_len - 1
+    expect_shape(infos[TOKENS], (num_rows + 1 + facts.num_overhang,))
     expect_shape(infos[HIDDEN], (num_rows, *shape))
     check_ids_within(token_ids, vocab_size, file)
-    return DumpedText(
-        row=replace(facts.row, where=file.name),
-        turn=facts.turn,
-        file=file,
-        token_ids=token_ids,
-        prompt_len=prompt_len,
-        answer_len=answer_len,
-        num_rows=num_rows,
-        read=rows_reader(file),
-        finish_reason=facts.finish_reason,
-    )
+    known = fields_of(replace(facts, row=replace(facts.row, where=file.name)))
+    return DumpedText(**known, file=file, token_ids=token_ids, num_rows=num_rows, read=rows_reader(file))
 
 
 def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:

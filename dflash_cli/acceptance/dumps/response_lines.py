@@ -26,7 +26,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, parse_line(line, f"{file}:{number}")
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="unreadable-file", path=file) from error
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def token_list(value: object, name: str, where: str) -> tuple[int, ...]:
     """
     if not isinstance(value, list) or not all(is_int(item) for item in value):
         found = MISSING if value is None else value
-        raise CheckpointError(path=where, field=name, found=found, expected="a list of token ids")
+        raise CheckpointError(id="not-token-ids", path=where, field=name, found=found, expected="a list of token ids")
     return tuple(value)
 
 

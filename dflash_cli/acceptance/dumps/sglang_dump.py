@@ -1,8 +1,8 @@
 """Dumps of SGLang with `--enable-return-aux-hidden-states`: responses of /generate, stored as JSON Lines.
 
 A line is the response to one request with `return_hidden_states` and `return_prompt_token_ids`. In its `meta_info`,
-`hidden_states` starts with one list per prefill chunk, which holds the rows of the prompt's tokens. One row for each
-decoded token follows, except for the last token. A row concatenates the outputs of the requested layers in layer order.
+`hidden_states` starts with one list of rows per prefill chunk: the rows of the prompt's tokens. Then follows one row
+per decoded token, except for the last token. A row concatenates the outputs of the requested layers in layer order.
 
 SGLang counts layers from 0, as taps do, for DFLASH, DSPARK and stated EAGLE3 ids: it captures the input of layer i + 1.
 The server leaves out rows found in its prefix cache, and entries beyond the number of the answer's tokens.
@@ -29,11 +29,9 @@ class SglangDump:
     """A file of responses."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return path.is_file() and path.suffix in (".jsonl", ".json")
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         if layer_ids is None:
             raise UsageError(
                 f"{path}: SGLang's responses do not state their layers",
@@ -49,7 +47,7 @@ class SglangDump:
 
 
 def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_taps: int) -> DumpedText:
-    """Return one response. Its hidden states are large as numbers, so they are parsed again when they are needed."""
+    """Return one response. Parsed hidden states need much memory, so `read` parses them again when they are needed."""
     where = f"{file}:{number}"
     prompt = token_list(line.get("prompt_token_ids"), "prompt_token_ids", where)
     answer = token_list(line.get("output_ids"), "output_ids", where)
@@ -57,10 +55,11 @@ def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_ta
     num_rows = len(_rows(info, where))
     if info.get("cached_tokens"):
         raise CheckpointError(
+            id="cached-tokens",
             path=where,
             field="meta_info.cached_tokens",
             found=info["cached_tokens"],
-            expected="0, since cached tokens have no hidden states",
+            expected="0: SGLang leaves out the hidden states of cached tokens",
             hint="start the server with --disable-radix-cache",
         )
     most = len(prompt) + len(answer) - 1
@@ -93,6 +92,7 @@ def _rows(info: Mapping[str, Any], where: str) -> list[list[float]]:
     entries = info.get("hidden_states")
     if not isinstance(entries, list) or not entries:
         raise CheckpointError(
+            id="no-hidden-states",
             path=where,
             field="meta_info.hidden_states",
             found=MISSING,
@@ -130,6 +130,7 @@ def _tensor(file: Path, number: int, num_taps: int) -> "torch.Tensor":
         ) from error
     if rows.shape[1] % num_taps:
         raise CheckpointError(
+            id="wrong-width",
             path=where,
             field="meta_info.hidden_states",
             found=rows.shape[1],

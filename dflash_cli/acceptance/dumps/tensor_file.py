@@ -34,6 +34,7 @@ def read_shapes(file: Path) -> dict[str, TensorInfo]:
             )
         if info.dtype not in dtypes or len(info.shape) != num_axes:
             raise CheckpointError(
+                id="wrong-tensor",
                 path=file,
                 field=name,
                 found=f"{info.dtype} {list(info.shape)}",
@@ -43,7 +44,7 @@ def read_shapes(file: Path) -> dict[str, TensorInfo]:
 
 
 def expect_shape(info: TensorInfo, expected: tuple[int, ...]) -> None:
-    """Refuse a tensor whose shape differs from the dump's.
+    """Refuse a tensor of another shape than the dump's.
 
     Raises:
         CheckpointError: naming file and tensor.

@@ -41,11 +41,9 @@ class VllmDump:
     """Files of `--speculative-config {"method": "extract_hidden_states", ...}`."""
 
     def matches(self, path: Path) -> bool:
-        """See `dump_format.DumpFormat`."""
         return path.is_dir() and not (path / MANIFEST).exists() and any(path.glob("*.safetensors"))
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
-        """See `dump_format.DumpFormat`."""
         taps = _taps(path, layer_ids)
         responses = _read_responses(path / RESPONSES) if (path / RESPONSES).is_file() else None
         files = sorted(path.glob("*.safetensors"))
@@ -98,7 +96,7 @@ def _read_text(index: int, file: Path, shape: tuple[int, int], responses: Mappin
     stored, _ = read_tokens(file)
     expect_shape(infos[HIDDEN], (len(stored), *shape))
     if not stored:
-        raise CheckpointError(path=file, field=TOKENS, found=[], expected="a prompt")
+        raise CheckpointError(id="no-tokens", path=file, field=TOKENS, found=[], expected="a prompt")
     response = _Response(stored[:1], stored[1:], None)
     if responses is not None:
         if file.name not in responses:

@@ -2,12 +2,12 @@
 
 An acceptance length is a ratio of sums: tokens over steps. The difference of two lengths is linearised, so each
 conversation contributes one number. Student's t is computed over these numbers. If both lengths come from the same
-conversations, the numbers belong to pairs. Otherwise each side is computed alone, with Welch's degrees of freedom.
+conversations, each pair contributes one number. Otherwise each side is computed alone, with Welch's degrees of freedom.
 
 Simulations, repeated in the tests, decided the form. A long conversation pulls both lengths of its pair, so a pair's
-number uses the lengths of all other conversations. Without this, 8 of 100 tests at 5% find a difference that does not
-exist. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the plain form and costs
-more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
+number uses the lengths of all other conversations. Without this correction, 8 of 100 tests at 5% find a difference
+where none exists. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the form
+without the correction, and costs more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
 
 numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N
 conversations, 2 tokens and steps.
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.acceptance.intervals.resampling import estimate, influence
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile, student_tail
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 MIN_COMPARED = 12
-"""With fewer conversations, a kind of prompt that is one in four is missing too often, and nothing shows it."""
+"""With fewer conversations, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
 TokenCounts = Sequence[tuple[float, int]]
-"""For each conversation: number of tokens its steps committed, and number of steps."""
+"""Tokens that the verify steps of each conversation committed, and the number of these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class AcceptanceDifference:
 
 
 def tokens_per_step(counts: TokenCounts) -> float | None:
-    """Return the acceptance length over these conversations, or None if they have no steps."""
+    """Return the acceptance length over all conversations together, or None without any step."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else None
 
@@ -96,49 +97,28 @@ def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float
 
 
 def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any]]":
-    """Return the difference and its standard error, [...] each, from two arrays [..., N, 2]."""
+    """Return the difference and its standard error, both [...], from two arrays [..., N, 2]."""
     import numpy as np
 
-    before, after = _ratio_of_sums(base), _ratio_of_sums(other)
-    parts = _linearise(other, after) / (1 - _shares(other)) - _linearise(base, before) / (1 - _shares(base))
-    return after - before, np.sqrt((parts**2).sum(axis=-1))
+    units = np.stack([base, other], axis=-3)
+    return estimate(units), np.sqrt(np.square(influence(units, leaves_out=True)).sum(axis=-1))
 
 
 def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
-    """Return the difference, its standard error and its degrees of freedom, rounded down, [...] each."""
+    """Return the difference, its standard error and its degrees of freedom, rounded down, all [...]."""
     import numpy as np
 
-    ratios = [_ratio_of_sums(side) for side in (base, other)]
-    freedoms = [side.shape[-2] - 1 for side in (base, other)]
+    sides = [side[..., None, :, :] for side in (base, other)]
+    freedoms = [side.shape[-2] - 1 for side in sides]
     squares = [
-        (_linearise(side, ratio) ** 2).sum(axis=-1) * (freedom + 1) / freedom
-        for side, ratio, freedom in zip((base, other), ratios, freedoms, strict=True)
+        np.square(influence(side)).sum(axis=-1) * (freedom + 1) / freedom
+        for side, freedom in zip(sides, freedoms, strict=True)
     ]
     total = squares[0] + squares[1]
     each = sum(square**2 / freedom for square, freedom in zip(squares, freedoms, strict=True))
     with np.errstate(invalid="ignore"):
         freedom = np.where(total > 0, np.floor(total**2 / each), sum(freedoms))
-    return ratios[1] - ratios[0], np.sqrt(total), freedom
-
-
-def _ratio_of_sums(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Return tokens over steps, [..., N, 2] -> [...]."""
-    sums = counts.sum(axis=-2)
-    ratio: NDArray[Any] = sums[..., 0] / sums[..., 1]
-    return ratio
-
-
-def _linearise(counts: "NDArray[Any]", ratio: "NDArray[Any]") -> "NDArray[Any]":
-    """Return each conversation's contribution to the error of the ratio, [..., N]."""
-    tokens, steps = counts[..., 0], counts[..., 1]
-    parts: NDArray[Any] = (tokens - ratio[..., None] * steps) / steps.sum(axis=-1, keepdims=True)
-    return parts
-
-
-def _shares(counts: "NDArray[Any]") -> "NDArray[Any]":
-    """Return each conversation's share of all steps, [..., N]."""
-    shares: NDArray[Any] = counts[..., 1] / counts[..., 1].sum(axis=-1, keepdims=True)
-    return shares
+    return estimate(sides[1]) - estimate(sides[0]), np.sqrt(total), freedom
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

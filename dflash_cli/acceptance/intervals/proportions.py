@@ -6,7 +6,7 @@ from statistics import NormalDist
 from dflash_cli.acceptance.intervals.statistics import Interval
 
 
-def wilson_interval(count: int, total: int, confidence: float) -> Interval | None:
+def wilson_interval(count: float, total: float, confidence: float) -> Interval | None:
     """Return the interval of a proportion, or None if `total` is 0. Source: Wilson 1927."""
     if not total:
         return None
@@ -41,7 +41,7 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     return float(min(1.0, 2 * tail / 2**changed))
 
 
-def _wilson_ends(count: int, total: int, confidence: float) -> tuple[float, float]:
+def _wilson_ends(count: float, total: float, confidence: float) -> tuple[float, float]:
     quantile = NormalDist().inv_cdf((1 + confidence) / 2)
     share, square = count / total, quantile**2
     centre = (share + square / (2 * total)) / (1 + square / total)

@@ -4,10 +4,10 @@ A unit is a whole conversation, so conversations are resampled, never turns or s
 units is too narrow. Three corrections widen the interval:
 
 - The bootstrap divides by n instead of n - 1. Here n is the effective number of units by their steps (Kish 1965).
-- The spread is itself an estimate, so the tails are those of Student's t. This is the expanded percentile interval of
+- The spread is itself an estimate, so the interval has the tails of Student's t: the expanded percentile interval of
   Hesterberg 2015, "What Teachers Should Know about the Bootstrap".
-- The precision of that estimate depends on how the spread is distributed. The degrees of freedom come from the observed
-  fourth moment (Satterthwaite 1946): few if a few units cause most of the spread.
+- The precision of the spread depends on its distribution over the units. The degrees of freedom come from the observed
+  fourth moment (Satterthwaite 1946): they are few if a few units cause most of the spread.
 
 This method was chosen among ten by coverage: docs/explanation/statistics.md.
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     Floats = NDArray[Any]
 
 MIN_UNITS = 12
-"""With fewer units, no method reaches its stated coverage. A kind of prompt that is one in four is missing from one
-draw of 8 units in ten, and nothing in the draw shows it. With 12 units it is missing from one draw in thirty.
+"""With fewer units, no method reaches its stated coverage. One in ten draws of 8 units lacks a kind of prompt that is a
+quarter of all prompts, and nothing in the draw shows it. With 12 units, one in thirty draws lacks it.
 """
 MIN_FREEDOM = 4
 """Lower limit of the degrees of freedom, as for five equal units. Without the limit, intervals are too wide."""
@@ -52,8 +52,8 @@ def linear_bounds(units: "Floats", *, confidence: float) -> "Floats":
     """Return the bounds by the delta method: cheap, and close to `resampled_bounds` if there are many units."""
     import numpy as np
 
-    centre = _estimate(units.sum(axis=2))
-    half = tail_widths(units, confidence) * np.sqrt(np.square(_influence(units)).sum(axis=-1))
+    centre = estimate(units)
+    half = tail_widths(units, confidence) * np.sqrt(np.square(influence(units)).sum(axis=-1))
     return np.stack([centre - half, centre + half], axis=-1)
 
 
@@ -62,13 +62,13 @@ def tail_widths(units: "Floats", confidence: float) -> "Floats":
     import numpy as np
 
     worth = _worth(units)
-    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in _freedom(units)]
+    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in _freedom(units).tolist()]
     widths: Floats = np.sqrt(worth / (worth - 1)) * np.array(quantiles)
     return widths
 
 
 def _worth(units: "Floats") -> "Floats":
-    """Return the effective number of units of equal denominators, the smaller of the two sides: `[W]`."""
+    """Return the effective number of units by their denominators, the smaller of the two sides: `[W]`."""
     import numpy as np
 
     sizes = units[..., 1]
@@ -81,9 +81,7 @@ def _freedom(units: "Floats") -> "Floats":
     import numpy as np
 
     num_units = units.shape[2]
-    # A unit pulls the ratio towards itself, so leaving it out moves the ratio by more than its residual.
-    shares = units[..., 1] / units[..., 1].sum(axis=-1, keepdims=True)
-    squares = np.square(_influence(units, leverage=1 - shares))
+    squares = np.square(influence(units, leaves_out=True))
     total, fourth = squares.sum(axis=-1), np.square(squares).sum(axis=-1)
     with np.errstate(invalid="ignore"):
         carrying = np.where(fourth > 0, total**2 / fourth, num_units / 3)
@@ -92,15 +90,20 @@ def _freedom(units: "Floats") -> "Floats":
     return freedom
 
 
-def _influence(units: "Floats", leverage: "Floats | float" = 1.0) -> "Floats":
-    """Return the first-order contribution of each unit to the error of the estimate: `[W, U]`."""
-    sums = units.sum(axis=2, keepdims=True)
-    residuals = units[..., 0] - sums[..., 0] / sums[..., 1] * units[..., 1]
-    return _between(residuals / leverage / sums[..., 1], axis=1)
+def influence(units: "Floats", *, leaves_out: bool = False) -> "Floats":
+    """Return the first-order contribution of each unit to the estimate's error, `[..., sides, U, 2]` -> `[..., U]`.
+
+    A unit pulls the ratio towards itself, so leaving it out moves the ratio by more than its residual. `leaves_out`
+    corrects for this.
+    """
+    sums = units.sum(axis=-2, keepdims=True)
+    residuals = (units[..., 0] - sums[..., 0] / sums[..., 1] * units[..., 1]) / sums[..., 1]
+    return _between(residuals / (1 - units[..., 1] / sums[..., 1]) if leaves_out else residuals, axis=-2)
 
 
-def _estimate(sums: "Floats") -> "Floats":
-    """Return the quantity from sums `[..., sides, 2]`."""
+def estimate(units: "Floats") -> "Floats":
+    """Return the ratio of the sums, or the difference of the two sides' ratios, `[..., sides, U, 2]` -> `[...]`."""
+    sums = units.sum(axis=-2)
     return _between(sums[..., 0] / sums[..., 1], axis=-1)
 
 
@@ -111,7 +114,7 @@ def _between(values: "Floats", axis: int) -> "Floats":
 
 
 def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
-    """Return the quantity in each resample: `[num_resamples, W]`."""
+    """Return the ratio, or the difference of two ratios, in each resample: `[num_resamples, W]`."""
     import numpy as np
 
     num_worlds, num_sides, num_units, _ = units.shape
@@ -124,7 +127,7 @@ def _resample(units: "Floats", num_resamples: int, seed: int) -> "Floats":
         drawn = generator.integers(0, num_units, (count, num_units), dtype=np.uint32)
         places = drawn + np.arange(count)[:, None] * num_units
         times = np.bincount(places.ravel(), minlength=count * num_units).reshape(count, num_units)
-        parts.append(_estimate((times.astype(np.float64) @ table).reshape(count, num_worlds, num_sides, 2)))
+        parts.append(estimate((times.astype(np.float64) @ table).reshape(count, num_worlds, num_sides, 1, 2)))
     return np.concatenate(parts)
 
 

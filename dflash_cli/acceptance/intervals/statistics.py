@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dflash_cli.acceptance.intervals.resampling import Floats
 
 StepCounts = Sequence[tuple[int, int]]
-"""For each request: number of tokens its verify steps committed, and number of steps."""
+"""Tokens that the verify steps of each request committed, and the number of these steps."""
 
 MIN_FOR_POSITIONS = 32
 """With fewer conversations, few of them decide a position's rate, and its interval misses its stated coverage."""
@@ -35,7 +36,7 @@ class Interval:
     confidence: float
 
 
-def value_text(value: float | None, interval: Interval | None, form: str = ".3f") -> str:
+def value_text(value: float | None, interval: Interval | None = None, form: str = ".3f") -> str:
     """`3.439 [3.241, 3.659]`: a value with its interval if it has one. A missing value is `-`."""
     if value is None:
         return "-"
@@ -88,7 +89,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchors:
-    """Acceptance over every anchor of a text. A run differs: it skips anchors inside accepted blocks."""
+    """Acceptance over every anchor of a text. A live run has another mean: it skips anchors inside accepted blocks."""
 
     num_anchors: int
     mean_over_anchors: float | None
@@ -98,7 +99,7 @@ class Anchors:
 
     @classmethod
     def of(cls, summary: Summary) -> "Anchors":
-        """Return the anchors' result from the summary of their blocks."""
+        """Return the result over all anchors from the summary of their blocks."""
         return cls(
             num_anchors=summary.counts.num_drafts,
             mean_over_anchors=summary.counts.acceptance_len,
@@ -132,9 +133,9 @@ def summarise(
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> Summary:
-    """Pool requests into counts, intervals and every definition.
+    """Return counts, intervals and the acceptance by every definition, over all requests together.
 
-    `conversations` has each request's conversation. Without it, each request is its own conversation.
+    `conversations` names the conversation of each request. Without it, each request is its own conversation.
     """
     names = range(len(outputs)) if conversations is None else conversations
     counts = count_acceptance(outputs, num_speculative_tokens)
@@ -146,7 +147,7 @@ def summarise(
         asked = _enough_for_interval(units)
         found = _intervals(units[asked], confidence=confidence, num_resamples=num_resamples, seed=seed)
         for place, interval in zip(asked, found, strict=True):
-            intervals[place] = interval
+            intervals[place] = interval if place == 0 or interval.low < interval.high else None
     return Summary(
         counts=counts,
         num_requests=len(outputs),
@@ -155,37 +156,17 @@ def summarise(
         acceptance_len_interval=intervals[0],
         acceptance_len_no_interval=reason,
         per_pos_intervals=tuple(
-            interval if verified and interval is not None and interval.low < interval.high else None
-            for interval, verified in zip(
-                intervals[1 : num_speculative_tokens + 1], counts.per_pos_verified, strict=True
-            )
+            interval if verified else None
+            for interval, verified in zip(intervals[1:], counts.per_pos_verified, strict=False)
         ),
-        per_pos_conditional_intervals=tuple(
-            interval if interval is not None and interval.low < interval.high else None
-            for interval in intervals[num_speculative_tokens + 1 :]
-        ),
+        per_pos_conditional_intervals=tuple(intervals[num_speculative_tokens + 1 :]),
         histogram=tuple(map(sum, zip(*lengths, strict=True))) or (0,) * (num_speculative_tokens + 1),
         definitions=_definitions(outputs, counts),
     )
 
 
-def bootstrap_interval(
-    outputs: Sequence[RequestOutput],
-    conversations: Sequence[Hashable] | None = None,
-    *,
-    confidence: float,
-    num_resamples: int,
-    seed: int,
-) -> Interval | None:
-    """Return the interval of the pooled acceptance length over conversations, or None for fewer than MIN_UNITS."""
-    sample = _pool_conversations(count_steps(outputs), conversations or range(len(outputs)))
-    if _why_none(len(sample), num_resamples) is not None:
-        return None
-    return _intervals(_as_units([sample]), confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
-
-
 def running_interval(sample: StepCounts) -> tuple[float, float] | None:
-    """Return the ends of the 95% interval by a cheap formula, for progress. `sample` has one item per conversation."""
+    """Return the ends of a cheap 95% interval, for progress displays. `sample` has one item per conversation."""
     if _why_none(len(sample)) is not None:
         return None
     low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
@@ -195,7 +176,7 @@ def running_interval(sample: StepCounts) -> tuple[float, float] | None:
 def paired_interval(
     base: StepCounts, other: StepCounts, *, confidence: float, num_resamples: int, seed: int
 ) -> Interval | None:
-    """Return the interval of `other` minus `base`, both pooled acceptance lengths over the same requests.
+    """Return the interval of the acceptance length of `other` minus that length of `base`, over the same requests.
 
     Each resample draws the same requests on both sides. None if fewer than MIN_UNITS requests have steps on both sides.
     """
@@ -206,16 +187,17 @@ def paired_interval(
     return _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
 
 
-def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
-    """Return why there is no interval over this many conversations, or None if there is one."""
+def _why_none(num_units: int, num_resamples: int = 1) -> Notice | None:
+    """Return the reason why this number of conversations has no interval, or None if it has an interval."""
     if not num_units:
-        return "no verify steps"
+        return Notice("no verify steps", id="no-steps")
     if num_units < MIN_UNITS:
-        return f"{plural(num_units, 'prompt')}, and an interval needs {MIN_UNITS} or more"
-    return None if num_resamples else "no bootstrap was requested"
+        text = f"{plural(num_units, 'prompt')}, and an interval needs {MIN_UNITS} or more"
+        return Notice(text, id="too-few-prompts")
+    return None if num_resamples else Notice("no bootstrap was requested", id="no-bootstrap")
 
 
-def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval | None]:
+def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval]:
     bounds = resampled_bounds(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return [Interval(float(low), float(high), confidence) for low, high in bounds]
 
@@ -228,29 +210,20 @@ def _as_units(sides: Sequence[StepCounts]) -> "Floats":
 
 
 def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
-    """Return for each request the number of tokens its verify steps committed, and the number of steps."""
+    """Return the committed tokens and the number of verify steps of each request."""
     return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
 
 
 def pooled_acceptance_len(counts: StepCounts) -> float:
-    """Return tokens per step over these requests, or 1 (no accepted token) if they have no steps."""
+    """Return tokens per step over all requests, or 1 (no accepted token) without any step."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
-
-
-def _pool_conversations(counts: StepCounts, conversations: Sequence[Hashable]) -> StepCounts:
-    """Return tokens and steps of each conversation with steps."""
-    pooled: dict[Hashable, tuple[int, int]] = {}
-    for (tokens, steps), name in zip(counts, conversations, strict=True):
-        before = pooled.get(name, (0, 0))
-        pooled[name] = before[0] + tokens, before[1] + steps
-    return [item for item in pooled.values() if item[1]]
 
 
 def _lengths_by_conversation(
     outputs: Sequence[RequestOutput], conversations: Sequence[Hashable], num_speculative_tokens: int
 ) -> list[list[int]]:
-    """Return for each conversation with steps how many of its steps committed 1 to K + 1 tokens."""
+    """Return the number of steps that committed 1, 2, ... K + 1 tokens, for each conversation with steps."""
     found: dict[Hashable, list[int]] = {}
     for output, name in zip(outputs, conversations, strict=True):
         if output.acceptance_lengths:
@@ -274,13 +247,13 @@ def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
 
 
 def _enough_for_interval(units: "Floats") -> list[int]:
-    """Return the quantities with enough conversations. Positions need more conversations than all steps together."""
+    """Return the indices of quantities with enough conversations. A position needs more of them than the length."""
     num_speaking = (units[:, 0, :, 1] > 0).sum(axis=1).tolist()
     return [place for place, count in enumerate(num_speaking) if place == 0 or count >= MIN_FOR_POSITIONS]
 
 
 def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:
-    """Return each project's figure for the same steps."""
+    """Return the acceptance of these steps by each project's definition."""
     stepped = [output for output in outputs if output.acceptance_lengths]
     if not stepped:
         return dict.fromkeys(DEFINITIONS)

@@ -14,7 +14,9 @@ STEPS, ACCEPTED = "total_spec_decode_steps", "total_accepted_draft_tokens"
 
 @RESULT_FORMATS.register("aiperf-records")
 class AiperfRecords(ResultFormat):
-    """All requests of one conversation of the data set form one unit, identified by name and prompt length.
+    """A record for each request. The requests of one conversation are counted together.
+
+    Conversations of two results are paired if they have the same name and prompt length.
 
     Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` and `MetricRecordMetadata`.
     """
@@ -34,13 +36,10 @@ class AiperfRecords(ResultFormat):
             )
         records = [row[RECORD] for row in rows]
         counts = _counts([record["acceptance_histogram"] for record in records], records[0].get("num_spec_tokens"))
-        assert counts.acceptance_len is not None
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=counts.acceptance_len,
+        return self.of_counts(
+            file,
+            counts,
             conversations=_conversations(rows),
-            counts=counts,
             facts={"num_speculative_tokens": counts.num_speculative_tokens, "serving_engine": records[0]["engine"]},
         )
 
@@ -52,15 +51,14 @@ class AiperfTotals(ResultFormat):
     title: ClassVar[str] = "AIPerf profile_export_aiperf.json"
 
     def recognises(self, file: ResultFile) -> bool:
-        return isinstance(file.document, dict) and {STEPS, ACCEPTED} <= file.document.keys()
+        return file.has(STEPS, ACCEPTED)
 
     def read(self, file: ResultFile) -> MeasuredResult:
         steps, accepted = (file.document[name]["avg"] for name in (STEPS, ACCEPTED))
         histogram = file.document.get("pooled_spec_decode_acceptance_histogram")
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=1 + accepted / steps,
+        return self.of_length(
+            file,
+            1 + accepted / steps,
             why_no_rows="AIPerf's summary has totals only; give profile_export.jsonl of a run with "
             "--export-level records",
             counts=_counts([histogram], None) if histogram else None,

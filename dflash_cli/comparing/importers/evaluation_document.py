@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import pool_conditions
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_cli.comparing.stored_evaluation import read_evaluation
@@ -16,20 +17,16 @@ class EvaluationDocument(ResultFormat):
     title: ClassVar[str] = "dflash eval-acceptance --json"
 
     def recognises(self, file: ResultFile) -> bool:
-        return isinstance(file.document, dict) and file.document.get("kind") == "eval-acceptance"
+        return file.has("kind") and file.document["kind"] == Evaluation.KIND
 
     def read(self, file: ResultFile) -> MeasuredResult:
         evaluation = read_evaluation(file)
         counts, conversations = evaluation.total.counts, evaluation.conversations
-        if counts.acceptance_len is None:
-            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=counts.acceptance_len,
+        return self.of_counts(
+            file,
+            counts,
             conversations=pool_conditions(conversations),
             why_no_rows=None if conversations else "an older release wrote it without rows of prompts; measure again",
-            counts=counts,
             facts={**evaluation.settings, **_plain(to_json(evaluation.measured))},
         )
 

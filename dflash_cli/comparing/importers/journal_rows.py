@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts, TurnSteps, count_turns, pool_conditions
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_conditions
 from dflash_cli.acceptance.journal import JournalHead, JournalRow
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.documents import from_json
@@ -34,26 +34,17 @@ class JournalRows(ResultFormat):
             widths = row.verify_widths or [counts.num_speculative_tokens + 1] * len(row.acceptance_lengths)
             for length, width in zip(row.acceptance_lengths, widths, strict=True):
                 counts.add(length - 1, width - 1)
-        if counts.acceptance_len is None:
-            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=counts.acceptance_len,
-            conversations=pool_conditions(_conversation(turns) for turns in conversations.values()),
-            counts=counts,
-            facts=settings,
-        )
+        pooled = pool_conditions(_conversation(turns) for turns in conversations.values())
+        return self.of_counts(file, counts, conversations=pooled, facts=settings)
 
 
 def _conversation(rows: Sequence[JournalRow]) -> ConversationCounts:
     first = rows[0]
-    turns = [TurnSteps(len(row.prompt_token_ids), row.acceptance_lengths, row.committed_lengths) for row in rows]
-    number = first.index if first.prompt_index is None else first.prompt_index
-    return ConversationCounts(
+    return ConversationCounts.of_turns(
+        rows,
+        id=first.id,
+        prompt_index=first.index if first.prompt_index is None else first.prompt_index,
         digest=first.digest,
-        name=f"prompt {number + 1}" if first.id is None else str(first.id),
         category=first.category,
         condition=first.condition,
-        **count_turns(turns),
     )

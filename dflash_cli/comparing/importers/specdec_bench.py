@@ -9,9 +9,9 @@ from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult,
 
 @RESULT_FORMATS.register("specdec_bench")
 class SpecdecBench(ResultFormat):
-    """Each request has the mean of its turns, without their steps. The total is the mean over requests, as in the file.
+    """The acceptance length of each turn or request, without its steps. The total is the mean over requests.
 
-    Numbers or ids identify requests, so results are comparable only on the same data set. Source: the metrics of
+    Requests are identified by number or id, so results are comparable only on the same data set. Source: the metrics of
     `examples/specdec_bench` of Model-Optimizer, 2026-08-21.
     """
 
@@ -26,10 +26,9 @@ class SpecdecBench(ResultFormat):
         if len(runs) != 1:
             hint = "give each run its own --save_dir"
             raise file.refuse(f"found {len(runs)} runs, expected one", hint, id="several-runs")
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=runs[0]["Average_AL"],
+        return self.of_length(
+            file,
+            runs[0]["Average_AL"],
             conversations=tuple(_conversations(runs[0]["Request_AL"])),
             definition="mean over turns of tokens / steps, with the first token (specdec_bench)",
         )

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 
-FIELDS = {"backend", "dataset", "average_acceptance_length", "spec_verify_count"}
+FIELDS = ("backend", "dataset", "average_acceptance_length", "spec_verify_count")
 
 
 @RESULT_FORMATS.register("specforge")
@@ -14,7 +14,7 @@ class SpecForgeBenchmark(ResultFormat):
     title: ClassVar[str] = "specforge benchmark"
 
     def recognises(self, file: ResultFile) -> bool:
-        return isinstance(file.document, dict) and file.document.keys() >= FIELDS
+        return file.has(*FIELDS)
 
     def read(self, file: ResultFile) -> MeasuredResult:
         length = file.document["average_acceptance_length"]
@@ -24,11 +24,10 @@ class SpecForgeBenchmark(ResultFormat):
                 "check that the server was started with a draft",
                 id="no-acceptance",
             )
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=length,
-            why_no_rows="specforge benchmark writes a mean over prompts, not rows of them",
+        return self.of_length(
+            file,
+            length,
+            why_no_rows="specforge benchmark writes a mean over prompts, not rows of prompts",
             definition="sglang",
             facts={"dataset": file.document["dataset"]},
         )

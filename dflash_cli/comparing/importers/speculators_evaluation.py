@@ -32,14 +32,10 @@ class SpeculatorsEvaluation(ResultFormat):
                 round(sum(float(row[place] or 0) * float(row["num_drafts"]) for row in rows)) for place in places
             ],
         )
-        if counts.acceptance_len is None:
-            raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=counts.acceptance_len,
+        return self.of_counts(
+            file,
+            counts,
             why_no_rows="acceptance.csv has totals of each subset, not rows of prompts",
-            counts=counts,
             facts={"num_speculative_tokens": len(places)},
         )
 
@@ -51,7 +47,7 @@ class GuideLlm(ResultFormat):
     title: ClassVar[str] = "GuideLLM's JSON"
 
     def recognises(self, file: ResultFile) -> bool:
-        return isinstance(file.document, dict) and isinstance(file.document.get("benchmarks"), list)
+        return file.has("benchmarks") and isinstance(file.document["benchmarks"], list)
 
     def read(self, file: ResultFile) -> MeasuredResult:
         raise file.refuse(

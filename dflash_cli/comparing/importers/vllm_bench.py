@@ -13,7 +13,7 @@ class VllmBench(ResultFormat):
     title: ClassVar[str] = "vllm bench serve"
 
     def recognises(self, file: ResultFile) -> bool:
-        return isinstance(file.document, dict) and {"request_throughput", "model_id"} <= file.document.keys()
+        return file.has("request_throughput", "model_id")
 
     def read(self, file: ResultFile) -> MeasuredResult:
         document = file.document
@@ -25,10 +25,9 @@ class VllmBench(ResultFormat):
             )
         num_drafts = document["spec_decode_num_drafts"]
         rates = document["spec_decode_per_position_acceptance_rates"]
-        return MeasuredResult(
-            name=str(file.path),
-            source=self.title,
-            acceptance_len=document["spec_decode_acceptance_length"],
+        return self.of_length(
+            file,
+            document["spec_decode_acceptance_length"],
             why_no_rows="vllm bench serve writes totals of the server, not rows of prompts",
             counts=AcceptanceCounts(
                 num_speculative_tokens=len(rates),

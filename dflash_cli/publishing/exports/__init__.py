@@ -1,1 +1,1 @@
-"""One file a format in which other programs take a measured acceptance."""
+"""Exports of measured acceptance for other programs, one format per file."""

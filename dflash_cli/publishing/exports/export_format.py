@@ -1,9 +1,10 @@
-"""What a format of exports is, and the registry that finds them."""
+"""The base class of exports for other programs, and the registry of export formats."""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -16,16 +17,15 @@ Thinking = Literal["on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """A result to be exported, and what it does not say: how the model is called, and whether it was thinking.
+    """A result to export, with facts that the result may lack: the name of the model, and whether it was thinking.
 
-    `existing` is the text of the file that the export is written into, where it is there. With `force` what it says of
-    the same is replaced.
+    A format that `merges` adds its entry to the file `output`. `force` replaces an entry with another value.
     """
 
     stored: StoredEvaluation
     model: str | None = None
     thinking: Thinking | None = None
-    existing: str | None = None
+    output: Path | None = None
     force: bool = False
 
     @property
@@ -35,7 +35,7 @@ class ExportPlan:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The text of an export, and what its reader must not overlook."""
+    """The text of an export, and warnings about its use."""
 
     text: str
     warnings: tuple[str, ...] = ()
@@ -54,19 +54,19 @@ class ExportDocument:
 
 
 class ExportFormat(ABC):
-    """A form of a measured acceptance for one program; `title` is what people call it.
+    """A measured acceptance in the form of another program. `title` names the form.
 
-    `merges` says whether it adds to a file that is there.
+    `merges` is true if an export adds its entry to an existing file.
     """
 
     title: ClassVar[str]
     merges: ClassVar[bool] = False
 
     def export(self, request: ExportPlan) -> Exported:
-        """The result in this form.
+        """Return the result in this form.
 
         Raises:
-            UsageError: steps did not verify all that was drafted, or the result does not say what the form needs.
+            UsageError: steps did not verify all draft tokens, or the result lacks a fact that the form needs.
         """
         refuse_capped(request.stored)
         exported, foreign = self._export(request), request.evaluation.prompts.warning
@@ -80,24 +80,24 @@ EXPORTS: Registry[type[ExportFormat]] = Registry("export format")
 
 
 def find_export(name: str) -> ExportFormat:
-    """The format of a name.
+    """Return the format with this name.
 
     Raises:
-        UnsupportedError: none has it.
+        UnsupportedError: the name is unknown.
     """
     EXPORTS.discover(PACKAGE)
     return EXPORTS[name]()
 
 
 def name_of(evaluation: Evaluation, role: str) -> str | None:
-    """What a draft or target is called, without a path of the machine it was measured on."""
+    """Return the name of the draft or target, without the path of a directory."""
     identity = {"draft": evaluation.measured.draft, "target": evaluation.measured.target}[role]
     name = identity.name if identity is not None else evaluation.settings.get(role)
     return None if name is None else str(name)
 
 
 def template_options(evaluation: Evaluation) -> Mapping[str, Any]:
-    """What was passed to the chat template; empty where nothing was, or it is not known."""
+    """Return the options passed to the chat template; empty if none are known."""
     found = evaluation.settings.get("chat_template_kwargs")
     if isinstance(found, str):
         try:

@@ -1,16 +1,16 @@
-"""A golden acceptance length: `{model: {thinking_on or thinking_off: {K: length}}}`, one file a model and draft.
+"""Golden acceptance lengths: `{model: {thinking_on or thinking_off: {K: length}}}`, one file per model and draft.
 
-Source: golden_al_distribution/README.md of SemiAnalysisAI/InferenceX. There a length is 1 + accepted / steps over the
-`coding` prompts of SPEED-Bench with answers of 4096 tokens and the model's own sampling; a result of other conditions
-has the same form and says so.
+Source: golden_al_distribution/README.md of SemiAnalysisAI/InferenceX. Its lengths are 1 + accepted / steps over the
+`coding` prompts of SPEED-Bench, with answers of 4096 tokens and the model's own sampling. A result measured under other
+conditions is exported with a warning.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import yaml
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.statistics import Summary
+from dflash_cli.comparing.measured_result import ResultFile
 from dflash_cli.publishing.exports.export_format import (
     EXPORTS,
     Exported,
@@ -20,17 +20,21 @@ from dflash_cli.publishing.exports.export_format import (
     name_of,
     template_options,
 )
-from dflash_runtime.errors import LossyConversion, UsageError
+from dflash_cli.publishing.yaml_text import read_yaml, to_yaml
+from dflash_runtime.errors import MISSING, LossyConversion, UsageError
+from dflash_runtime.notices import Notice
 
 CATEGORY, ANSWER_LEN = "coding", 4096
 METADATA = "_metadata"
-SWITCHES = {True: "on", "enabled": "on", False: "off", "disabled": "off"}
-"""What templates call thinking and not thinking."""
+SWITCHES: Mapping[Any, Thinking] = {
+    True: "on", "on": "on", "enabled": "on", False: "off", "off": "off", "disabled": "off",
+}  # fmt: skip
+"""Values of --thinking and of chat templates that switch thinking on or off."""
 
 
 @EXPORTS.register("golden-al")
 class GoldenLength(ExportFormat):
-    """A result's cell of that table, added to the file that is there."""
+    """The length of one result, added to an existing file."""
 
     title: ClassVar[str] = "golden acceptance lengths of InferenceX"
     merges: ClassVar[bool] = True
@@ -40,41 +44,55 @@ class GoldenLength(ExportFormat):
         summary = _chosen(request)
         length = summary.counts.acceptance_len
         if length is None:
-            raise UsageError(f"{request.stored.name}: category {CATEGORY} has no steps")
+            raise UsageError(
+                f"{request.stored.name}: category {CATEGORY} lacks verify steps",
+                id="no-steps",
+                field=f"categories.{CATEGORY}",
+            )
         head, content = _existing(request)
         _add(request, content, round(length, 2))
-        if request.existing is None:
+        if head is None:
             head = "".join(f"# {line}\n" for line in _conditions(evaluation, summary))
-        return Exported(head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), _warnings(evaluation))
+        return Exported(head + to_yaml(content), _warnings(evaluation))
 
 
 def _chosen(request: ExportPlan) -> Summary:
-    """Of several conditions the one that thinks as is asked for; else the category that a golden length is of."""
+    """Return the condition with the requested thinking, or else the coding category, or else the total."""
     evaluation = request.evaluation
     switched = {item.condition.thinking: item.summary for item in evaluation.conditions}
     return switched.get(_thinking(request)) or evaluation.categories.get(CATEGORY, evaluation.total)
 
 
-def _existing(request: ExportPlan) -> tuple[str, dict[str, Any]]:
-    """The comments at the head of the file, which are kept as they are, and what it holds.
+def _existing(request: ExportPlan) -> tuple[str | None, dict[str, Any]]:
+    """Return the comments at the head of the existing file, which are kept, and its content; None for a new file.
 
     Raises:
-        LossyConversion: it has comments elsewhere, which would be lost.
-        UsageError: it is no such file.
+        LossyConversion: the file has comments elsewhere, which would be lost.
+        UsageError: the file has another form.
     """
-    text = request.existing or ""
+    path = request.output
+    if path is None or not path.is_file():
+        return None, {}
+    text = ResultFile(path).text
     lines = text.splitlines(keepends=True)
     num_comments = next((place for place, line in enumerate(lines) if not line.startswith("#")), len(lines))
     if any("#" in line for line in lines[num_comments:]):
         raise LossyConversion(
-            "the file has comments among its figures, which would be lost", hint="move them to its head"
+            "the file has comments between its lengths, which would be lost",
+            id="comments-lost",
+            path=path,
+            hint="move the comments to the head of the file",
         )
-    try:
-        content = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise UsageError(f"the file is no YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict) or not all(isinstance(item, dict) for item in content.values()):
-        raise UsageError("the file holds something else, expected {model: {thinking_on or thinking_off: {K: length}}}")
+    content = read_yaml(text, "golden lengths", path)
+    wrong = next((name for name, item in content.items() if not isinstance(item, dict)), None)
+    if wrong is not None:
+        raise UsageError(
+            id="not-golden-lengths",
+            path=path,
+            field=str(wrong),
+            found=content[wrong],
+            expected="{thinking_on or thinking_off: {K: length}}",
+        )
     return "".join(lines[:num_comments]), content
 
 
@@ -82,19 +100,32 @@ def _add(request: ExportPlan, content: dict[str, Any], length: float) -> None:
     """Enter a length under its model, mode and K.
 
     Raises:
-        UsageError: another one stands there, or the file is of another draft.
+        UsageError: without `force`, if the file has another length there, or lengths of another draft.
     """
     evaluation, model = request.evaluation, _model(request)
     draft = name_of(evaluation, "draft")
     metadata = content.setdefault(METADATA, {"draft-model": draft})
     if metadata.get("draft-model", draft) != draft and not request.force:
-        raise UsageError(f"the file is of draft {metadata['draft-model']}, and the result of {draft}")
+        raise UsageError(
+            f"the file has lengths of draft {metadata['draft-model']}, but the result is of {draft}",
+            id="other-draft",
+            path=request.output,
+            field="draft-model",
+            found=metadata["draft-model"],
+            expected=draft,
+            hint="name another file with --output",
+        )
     mode = f"thinking_{_thinking(request)}"
     num_drafted = evaluation.total.counts.num_speculative_tokens
     curve = content.setdefault(model, {}).setdefault(mode, {})
     if curve.get(num_drafted, length) != length and not request.force:
         raise UsageError(
-            f"{model}, {mode}, K = {num_drafted}: the file has {curve[num_drafted]}, and the result {length}",
+            f"{model}, {mode}, K = {num_drafted}: the file has {curve[num_drafted]}, but the result has {length}",
+            id="other-length",
+            path=request.output,
+            field=f"{model}.{mode}.{num_drafted}",
+            found=curve[num_drafted],
+            expected=f"{length}",
             hint="pass --force to replace it",
         )
     curve[num_drafted] = length
@@ -106,18 +137,25 @@ def _model(request: ExportPlan) -> str:
 
 
 def _thinking(request: ExportPlan) -> Thinking:
-    """Whether the model was thinking: as asked, or as its template was told.
+    """Return whether the model was thinking: by the request, or else by the run's --thinking or template options.
 
     Raises:
-        UsageError: neither says it.
+        UsageError: none of them states it, or the run measured both.
     """
     options = template_options(request.evaluation)
-    told = next((options[name] for name in ("enable_thinking", "thinking", "thinking_mode") if name in options), None)
-    told = request.evaluation.settings.get("thinking", told)
-    found = request.thinking or (told if told in ("on", "off") else SWITCHES.get(told))
-    if found not in ("on", "off"):
-        raise UsageError(f"{request.stored.name}: does not say whether the model was thinking", hint="pass --thinking")
-    return "on" if found == "on" else "off"
+    words: Any = request.evaluation.settings.get("thinking") or ()
+    names = [name for name in ("enable_thinking", "thinking", "thinking_mode") if name in options]
+    stated = words[0] if len(words) == 1 else words or (options[names[0]] if names else None)
+    found = request.thinking or next((word for switch, word in SWITCHES.items() if switch == stated), None)
+    if found is None:
+        raise UsageError(
+            f"{request.stored.name}: the result does not state whether the model was thinking",
+            id="thinking-unknown",
+            field="--thinking",
+            found=MISSING,
+            hint="pass --thinking on or --thinking off",
+        )
+    return found
 
 
 def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
@@ -136,7 +174,7 @@ def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
 def _warnings(evaluation: Evaluation) -> tuple[str, ...]:
     unlike = []
     if evaluation.conditions:
-        unlike.append(f"all prompts of {evaluation.prompts.name} under one condition of several")
+        unlike.append(f"all prompts of {evaluation.prompts.name}, under one of several conditions")
     elif CATEGORY not in evaluation.categories:
         unlike.append(f"prompts {evaluation.prompts.name} without a category {CATEGORY}")
     if evaluation.settings.get("max_new_tokens") != ANSWER_LEN:
@@ -144,4 +182,4 @@ def _warnings(evaluation: Evaluation) -> tuple[str, ...]:
     if not unlike:
         return ()
     expected = f"SPEED-Bench {CATEGORY} with answers of {ANSWER_LEN} tokens"
-    return (f"measured on {', '.join(unlike)}; a golden length is of {expected}",)
+    return (Notice(f"measured on {', '.join(unlike)}; golden lengths are measured on {expected}", id="not-golden"),)

@@ -1,7 +1,7 @@
-"""`speculation_profile.json`, which travels with a draft: acceptance by position under both conventions.
+"""`speculation_profile.json`, which is published with a draft: acceptance by position, marginal and conditional.
 
-Source: the open pull requests NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, whose fields these are. They may
-change until they are merged, and the file says so.
+Source: the fields of the open pull requests NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316. The fields may change
+until the pull requests are merged, so the file is marked as a draft.
 """
 
 import json
@@ -14,12 +14,12 @@ from dflash_runtime.documents import to_json
 
 DRAFT = "draft: after NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, which are open; fields may change"
 TOLERANCE = 0.02
-"""What the producers there allow between the mean and that of the marginal rates."""
+"""Largest difference between the mean length and the length from marginal rates, as Model-Optimizer allows it."""
 
 
 @EXPORTS.register("speculation-profile")
 class SpeculationProfile(ExportFormat):
-    """The profile of one result. Blocks of another K are another draft, so nothing is said of them."""
+    """The profile of one result. It covers only the measured K: other blocks give other draft tokens."""
 
     title: ClassVar[str] = "speculation_profile.json of Model-Optimizer"
 
@@ -28,7 +28,7 @@ class SpeculationProfile(ExportFormat):
 
 
 def profile(evaluation: Evaluation) -> dict[str, Any]:
-    """The profile. A rate of a position that no step reached is 0, as its producers have it."""
+    """Return the profile. Positions that no step reached have rate 0, as in Model-Optimizer."""
     total, measured = evaluation.total, to_json(evaluation.measured)
     counts = total.counts
     assert counts.acceptance_len is not None
@@ -63,7 +63,7 @@ def profile(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _trained_block(evaluation: Evaluation) -> int | None:
-    """The block that the draft was trained with, where the run took it from the draft."""
+    """Return the draft's trained block size, or None if the run set its own K."""
     engine = evaluation.measured.engine if isinstance(evaluation.measured, EvaluationRun) else {}
     is_trained = "num_draft_tokens" in engine and engine["num_draft_tokens"] is None
     return evaluation.total.counts.num_speculative_tokens + 1 if is_trained else None

@@ -1,6 +1,6 @@
-"""What makes an engine accept as a draft was measured to, with any weights: for capacity plans and load tests.
+"""Settings by which an engine accepts as measured, with any weights: for capacity planning and load tests.
 
-Lengths count the target's own token everywhere but in TensorRT-LLM, which counts accepted drafts: one less.
+Lengths include the target's own token, except for TensorRT-LLM, which counts accepted draft tokens only.
 """
 
 import json
@@ -29,7 +29,7 @@ class VllmRates(ExportFormat):
 
 @EXPORTS.register("vllm-length")
 class VllmLength(ExportFormat):
-    """vLLM's `--speculative-config` with the acceptance length; the lengths of steps then vary as little as they can.
+    """vLLM's `--speculative-config` with the acceptance length. The lengths of steps then vary as little as possible.
 
     Source: `synthetic_acceptance_length` of vLLM 0.33 config/speculative.py.
     """
@@ -68,7 +68,7 @@ class TensorrtLength(ExportFormat):
 
 
 def acceptance_len(evaluation: Evaluation) -> float:
-    """Tokens a step, the target's own included."""
+    """Return the tokens per step, the target's own token included."""
     length = evaluation.total.counts.acceptance_len
     assert length is not None
     return round(length, DIGITS)

@@ -1,5 +1,6 @@
-"""The final number of an answer: where it is looked for, what counts as the same, with a draft and without."""
+"""The final number of an answer: where it is found, when it equals the reference, with a draft and without."""
 
+import re
 from decimal import Decimal
 
 import pytest
@@ -26,7 +27,7 @@ from dflash_runtime.scheduling.request import FinishReason, RequestOutput
         ("", None),
     ],
 )
-def test_the_number_that_an_answer_comes_to(text: str, number: object) -> None:
+def test_the_final_number_is_found(text: str, number: object) -> None:
     assert final_number(text) == number
 
 
@@ -60,12 +61,12 @@ def test_answers_with_and_without_a_draft_are_paired_by_prompt() -> None:
     assert found.plain is not None
     assert (found.plain.num_pairs, found.plain.num_correct, found.plain.num_same_text) == (3, 2, 1)
     assert (found.plain.num_only_draft, found.plain.num_only_plain, found.plain.p_value) == (1, 1, 1.0)
-    assert found.lines[0].startswith("exact match 75.0% [")
-    assert found.lines[0].endswith("], 3 of 4; 1 answer cut before the end")
+    numbers = re.findall(r"[\d.]+", found.lines[0])
+    assert (numbers[0], numbers[-3:]) == ("75.0", ["3", "4", "1"])
     assert all(len(line) <= 100 for line in found.lines)
 
 
-def test_every_condition_is_scored_by_itself_and_paired_with_its_own() -> None:
+def test_each_condition_is_scored_and_paired_alone() -> None:
     thinking = {
         (word, is_plain): Condition(thinking=word, is_plain=is_plain)
         for word in ("on", "off")

@@ -1,4 +1,4 @@
-"""The file of answers: lines are only added, nothing of another experiment is taken, and failures are no answers."""
+"""The file of answers: lines are only added, other experiments are refused, and failed answers are not stored."""
 
 import json
 from pathlib import Path
@@ -32,14 +32,14 @@ def answer(row: PromptRow, turn: int = 0, *, error: str | None = None, token: in
 
 
 def keep(path: Path, answers: list[Answer], rows: list[PromptRow], settings: Any = SETTINGS) -> Journal:
-    """Add answers to a file, which is gone on from where it exists."""
+    """Add answers to a new or an existing file."""
     with Journal(path, settings, rows, resume=True) as journal:
         for item in answers:
             journal.add(item)
     return journal
 
 
-def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+def test_the_first_line_has_kind_version_and_settings(tmp_path: Path) -> None:
     keep(tmp_path / "rows.jsonl", [], ROWS)
     first = json.loads((tmp_path / "rows.jsonl").read_text())
     assert first == {"settings": SETTINGS, "schema_version": 1, "kind": "answers"}
@@ -94,7 +94,7 @@ def test_a_first_line_that_was_cut_off_is_written_again(length: int, tmp_path: P
         ('{"settings": ' * 100_000, None),
     ],
 )
-def test_a_file_of_something_else_is_refused_and_left(content: str, field: str | None, tmp_path: Path) -> None:
+def test_another_file_is_refused_and_not_changed(content: str, field: str | None, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with refuses(UsageError, path=path, field=field):
@@ -142,7 +142,7 @@ def test_a_malformed_answer_is_refused_with_its_line_and_field(
         Journal(path, SETTINGS, ROWS, resume=True)
 
 
-def test_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [], ROWS)
     with refuses(UsageError, "settings-differ", path=path, field="draft_digest", found="a", expected="'b'") as raised:
@@ -152,14 +152,14 @@ def test_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
         Journal(path, SETTINGS | {"kernels": "triton"}, ROWS, resume=True)
 
 
-def test_a_prompt_that_was_changed_is_asked_again(tmp_path: Path) -> None:
+def test_a_changed_prompt_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [answer(row) for row in ROWS], ROWS)
     changed = [PromptRow(index=0, kind="prompt", value="another"), *ROWS[1:]]
     assert [row.index for row in Journal(path, SETTINGS, changed, resume=True).pending] == [0]
 
 
-def test_a_failure_is_not_kept_and_an_older_files_failure_is_no_answer(tmp_path: Path) -> None:
+def test_a_failed_answer_is_not_stored_and_one_in_an_older_file_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     journal = keep(path, [answer(ROWS[0], error="too long"), answer(ROWS[1])], ROWS[:2])
     assert [item.row.index for item in journal.answers] == [1]
@@ -169,7 +169,7 @@ def test_a_failure_is_not_kept_and_an_older_files_failure_is_no_answer(tmp_path:
     assert [row.index for row in Journal(path, SETTINGS, ROWS[:2], resume=True).pending] == [0]
 
 
-def test_a_conversation_is_taken_whole_and_its_last_answers_count(tmp_path: Path) -> None:
+def test_only_complete_conversations_are_resumed_and_their_last_answers_count(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [answer(TURNS, 0, token=1)], [TURNS])
     assert keep(path, [], [TURNS]).answers == []

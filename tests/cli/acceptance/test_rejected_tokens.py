@@ -1,4 +1,4 @@
-"""Tokens that are refused most often: by hand, from a file of rows as from a run, and what they are a share of."""
+"""The most often rejected tokens: counts by hand, and equal counts from a run and from its resumed file."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from dflash_testing import checkpoints as support
 
 
 def output(*steps: tuple[list[int], list[int]]) -> RequestOutput:
-    """Steps of (drafted, committed): what was committed is the accepted drafts and then the target's own token."""
+    """A request with steps of (drafted, committed). Committed are the accepted tokens, then the target's own token."""
     token_ids, made = [1], []
     for drafted, committed in steps:
         accepted = next(
@@ -32,8 +32,8 @@ def output(*steps: tuple[list[int], list[int]]) -> RequestOutput:
 
 
 def test_counts_by_hand() -> None:
-    """7 is refused twice, for 8 and 9, and accepted once; neither what is drafted behind a refused token is judged, nor
-    what the target says itself, as 7 in the last step."""
+    """7 is rejected twice, for 8 and 9, and accepted once. Tokens drafted after a rejected token are not judged, and
+    neither is the target's own token, such as 7 in the last step."""
     first, second = output(([5, 7, 7], [5, 8]), ([7, 5, 6], [9])), output(([7, 6, 5], [7, 6, 4]), ([6, 1, 1], [7]))
     found = find_rejected([first, second], None)
     counts = [(item.token_id, item.num_rejected, item.num_judged) for item in found]
@@ -43,7 +43,7 @@ def test_counts_by_hand() -> None:
     assert found[0].text == "7"
 
 
-def test_a_block_that_is_accepted_whole_or_cut_has_no_refused_token() -> None:
+def test_a_block_that_is_accepted_completely_or_cut_has_no_rejected_token() -> None:
     assert find_rejected([output(([5, 6], [5, 6, 7]))], None) == ()
     cut = DraftStep(start=1, draft_ids=(5, 6, 7), num_accepted=2, num_committed=2)
     assert cut.rejected_id is None
@@ -55,7 +55,7 @@ def test_many_tokens_are_cut_to_the_most_frequent() -> None:
     assert (found[0].token_id, found[1].token_id) == (59, 2)
 
 
-def test_rows_that_are_gone_on_from_say_the_same_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_has_the_same_rejected_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = ["eval-acceptance", "tiny", "--num-prompts", "4", "-n", "16", "--output", "rows.jsonl", "--json"]
     first, again = (json.loads(support.run_main(*run, *more).out) for more in ((), ("--resume",)))

@@ -1,4 +1,4 @@
-"""Replay: what a draft accepts along a dump is what it accepts in a run, step for step."""
+"""Replay: a draft has the same steps on a dump as in a live run."""
 
 import json
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 3}
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_walk_is_a_run_step_for_step(sampling: dict[str, Any], tmp_path: Path) -> None:
-    """Drafts, what was accepted of them, and what was committed: also past stop tokens and at an answer's end."""
+def test_the_walk_has_the_steps_of_a_live_run(sampling: dict[str, Any], tmp_path: Path) -> None:
+    """Equal draft tokens, accepted and committed tokens, also after stop tokens and at the end of an answer."""
     rows = bundled_rows(4)
     session = open_session(None, TINY, replace(EXACT, num_draft_tokens=0))
     params = SamplingParams(max_new_tokens=32, **sampling).with_stops(session.stop_token_ids)
@@ -46,8 +46,8 @@ def test_the_walk_is_a_run_step_for_step(sampling: dict[str, Any], tmp_path: Pat
             assert one.finish_reason == other.finish_reason
 
 
-def test_every_anchor_at_once_says_what_each_says_alone(tmp_path: Path) -> None:
-    """The mean's steps at the anchors of the walk are the walk's, which is drafted one anchor a text at a time."""
+def test_all_anchors_at_once_have_the_same_steps_as_one_anchor_at_a_time(tmp_path: Path) -> None:
+    """The walk drafts one anchor per text at a time, the mean drafts all. Both have equal steps at equal anchors."""
     dump = dump_to(tmp_path / "dump", bundled_rows(3), SamplingParams(max_new_tokens=32))
     every, alone = replayed(request_for(dump)), replayed(request_for(dump, every=0))
     for one, other in zip(every, alone, strict=True):
@@ -63,8 +63,8 @@ def test_every_anchor_at_once_says_what_each_says_alone(tmp_path: Path) -> None:
 RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
 
 
-def test_the_walk_is_the_reference_loop(tmp_path: Path) -> None:
-    """z-lab's recorded traces, under every reading of the draft; their loop shortens blocks near the end."""
+def test_the_walk_has_the_steps_of_the_reference_loop(tmp_path: Path) -> None:
+    """Equal to z-lab's recorded traces, with full and sliding attention. Their loop shortens blocks near the end."""
     length = RECORDED["provenance"]["max_new_tokens"]
     traces = {reading: [item for item in RECORDED["traces"] if item["reading"] == reading][:4]
               for reading in ("full", "sliding causal")}  # fmt: skip
@@ -82,7 +82,7 @@ def test_the_walk_is_the_reference_loop(tmp_path: Path) -> None:
             assert walked == trace["acceptance_lengths"][: len(walked)]
 
 
-def test_a_block_whose_end_is_not_known_is_not_judged(tmp_path: Path) -> None:
+def test_a_block_beyond_the_known_tokens_is_not_judged(tmp_path: Path) -> None:
     rows, params = bundled_rows(2), SamplingParams(max_new_tokens=24)
     whole = replayed(request_for(dump_to(tmp_path / "whole", rows, params)))
     cut = replayed(request_for(dump_to(tmp_path / "cut", rows, params, num_overhang=0)))
@@ -102,7 +102,7 @@ def test_blocks_past_the_drafts_positions_are_not_judged(tmp_path: Path) -> None
         assert one.sampled == other.sampled[: len(one.sampled)]
 
 
-def test_an_evaluation_says_that_the_mean_is_another_quantity(tmp_path: Path) -> None:
+def test_an_evaluation_has_the_mean_over_anchors_beside_the_walk(tmp_path: Path) -> None:
     dump = dump_to(tmp_path / "dump", bundled_rows(8), SamplingParams(max_new_tokens=16))
     evaluation = replay(request_for(dump))
     assert evaluation.anchors is not None

@@ -221,7 +221,7 @@ def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "code", "error_id", "place"), [
     (("old.json",), 2, None, "RESULT"),
-    (("old.json", "none.json"), 4, "checkpoint-not-found", "none.json"),
+    (("old.json", "none.json"), 4, "file-not-found", "none.json"),
     (("old.json", "other.json"), 2, "unknown-result-format", "other.json"),
     (("old.json", "binary.json"), 2, "not-utf-8", "binary.json"),
     (("old.json", "broken.json"), 2, "missing-key", "schema_version"),

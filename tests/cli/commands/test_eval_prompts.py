@@ -51,7 +51,7 @@ def test_another_target_is_measured_on_the_mix_and_says_so(other: Path, tmp_path
     result.write_text(json.dumps(found))
     assert support.run_main("report", result, "-o", report).code == 0
     assert report.read_text().splitlines()[2].endswith(", on mix-64**")
-    assert "\nthe first 3 of 64 prompts\n" in report.read_text()
+    assert "\nthe first 3 of 64 " in report.read_text()
     assert "- prompts.version: `1`" in report.read_text()
     assert found["settings"]["chat"] is True
     assert found["prompts"]["sample"] == "head"

@@ -1,4 +1,4 @@
-"""Results of other tools, in the layouts that their own code writes; each sample names what it was taken from."""
+"""Results of other tools, in the layouts that their code writes. Each sample names its source."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def lines(*rows: dict[str, Any]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_vllm_bench_is_totals(tmp_path: Path) -> None:
+def test_vllm_bench_gives_totals(tmp_path: Path) -> None:
     result = read(tmp_path, VLLM)
     assert (result.acceptance_len, result.conversations) == (3.1, ())
     assert result.counts is not None
@@ -91,7 +91,7 @@ def test_vllm_bench_is_totals(tmp_path: Path) -> None:
 
 
 def test_aiperf_has_a_row_for_each_request(tmp_path: Path) -> None:
-    """Two turns of one conversation are one; a warm-up, a failed request and one without steps do not count."""
+    """Turns of one conversation are added up. Warm-ups, failed requests and requests without steps are left out."""
     other = aiperf_record("b", 0, {"3": 4})
     warm_up = {"metadata": other["metadata"] | {"benchmark_phase": "warmup"}}
     result = read(
@@ -114,23 +114,23 @@ def test_aiperf_has_a_row_for_each_request(tmp_path: Path) -> None:
     assert result.facts == {"num_speculative_tokens": 3, "serving_engine": "vllm"}
 
 
-def test_conversations_of_aiperf_are_the_same_where_name_and_length_are(tmp_path: Path) -> None:
+def test_conversations_of_aiperf_are_identified_by_name_and_prompt_length(tmp_path: Path) -> None:
     one, same, longer = (aiperf_record("a", 0, {"0": 5}) for _ in range(3))
     longer["metrics"]["input_sequence_length"]["value"] = 9
     digests = [read(tmp_path, lines(row)).conversations[0].digest for row in (one, same, longer)]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_summary_of_aiperf_is_totals(tmp_path: Path) -> None:
+def test_the_summary_of_aiperf_gives_totals(tmp_path: Path) -> None:
     result = read(tmp_path, AIPERF)
     assert result.acceptance_len == 2.4
     assert result.counts is not None
     assert (result.counts.per_pos_accepted, result.counts.acceptance_len) == ([60, 40, 40], 2.4)
-    assert "--export-level records" in str(result.why_no_rows)
+    assert "profile_export.jsonl" in str(result.why_no_rows)
 
 
 def test_specdec_bench_has_means_of_requests(tmp_path: Path) -> None:
-    """Both forms: turns by number, or a mean of all turns (MT-Bench, SPEC-Bench). Its total is the mean of them."""
+    """Both forms: a length for each turn, or a mean over turns (MT-Bench, SPEC-Bench). The total is the file's mean."""
     turns = {"Request_AL": {"0": {"0": 3.0, "1": 5.0}, "1": {"0": 1.0}}, "Average_AL": 3.0}
     result = read(tmp_path, [turns])
     assert [(item.num_tokens, item.num_steps) for item in result.conversations] == [(8.0, 2), (1.0, 1)]
@@ -140,13 +140,13 @@ def test_specdec_bench_has_means_of_requests(tmp_path: Path) -> None:
     assert [item.name for item in result.conversations] == ["request 81", "request 82"]
 
 
-def test_specforge_is_a_mean_by_the_definition_of_sglang(tmp_path: Path) -> None:
+def test_specforge_gives_a_mean_by_sglangs_definition(tmp_path: Path) -> None:
     result = read(tmp_path, SPECFORGE)
     assert (result.acceptance_len, result.definition, result.conversations) == (4.21, "sglang", ())
     assert result.facts == {"dataset": "gsm8k"}
 
 
-def test_speculators_is_totals_of_all_subsets(tmp_path: Path) -> None:
+def test_speculators_gives_totals_of_all_subsets(tmp_path: Path) -> None:
     result = read(tmp_path, SPECULATORS)
     assert result.acceptance_len == 1 + 360 / 400
     assert result.counts is not None
@@ -173,8 +173,8 @@ def test_a_file_without_acceptance_is_refused_in_one_line(tmp_path: Path, conten
     assert "\n" not in caught.value.message
 
 
-def test_rows_of_an_interrupted_run_are_read_up_to_the_line_that_was_cut_off(tmp_path: Path) -> None:
-    """Also rows of a release that kept no widths; a later line about a turn overrules an earlier one."""
+def test_rows_of_an_interrupted_run_are_read_without_a_cut_off_last_line(tmp_path: Path) -> None:
+    """Rows of a release without verify widths. A later line about a turn replaces an earlier line."""
     head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3}}
     row = {
         "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
@@ -211,7 +211,7 @@ def test_a_malformed_row_is_refused_with_its_line_and_field(
         read(tmp_path, lines(head, row, row | changes))
 
 
-def test_each_sample_is_known_by_one_format_only(tmp_path: Path) -> None:
+def test_each_sample_is_recognised_by_one_format_only(tmp_path: Path) -> None:
     from dflash_cli.comparing.measured_result import PACKAGE, ResultFile
 
     RESULT_FORMATS.discover(PACKAGE)
@@ -231,13 +231,18 @@ def test_each_sample_is_known_by_one_format_only(tmp_path: Path) -> None:
         assert len(known) == 1, (number, known)
 
 
-def test_totals_are_compared_without_an_interval_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_totals_are_compared_without_an_interval_and_with_the_reason(tmp_path: Path) -> None:
     for name, content in (("a.json", VLLM), ("b.json", VLLM | {"spec_decode_acceptance_length": 3.3})):
         (tmp_path / name).write_text(json.dumps(content))
-    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    arguments = "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    (found,) = json.loads(support.run_main(*arguments, "--json").out)["comparisons"]
+    assert found["difference"] == pytest.approx(0.2)
+    assert (found["interval"], found["verdict"], found["num_conversations"]) == (None, None, 0)
+    assert found["reason"] == f"{arguments[1]}: {read_result(tmp_path / 'a.json').why_no_rows}"
+    outcome = support.run_main(*arguments)
     assert outcome.code == 0
-    assert "B against A: +0.200, no interval" in outcome.out
-    assert "a.json: vllm bench serve writes totals of the server, not rows of prompts" in outcome.out
+    assert "+0.200" in outcome.out
+    assert found["reason"] in outcome.out
 
 
 def test_runs_of_specdec_bench_are_paired_by_request(tmp_path: Path) -> None:
@@ -251,8 +256,10 @@ def test_runs_of_specdec_bench_are_paired_by_request(tmp_path: Path) -> None:
     assert found["difference"] == pytest.approx(0.21, abs=0.01)
 
 
-def test_another_definition_is_warned_of(tmp_path: Path) -> None:
+def test_another_definition_gives_a_warning(tmp_path: Path) -> None:
     for name, content in (("a.json", VLLM), ("b.json", SPECFORGE)):
         (tmp_path / name).write_text(json.dumps(content))
-    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
-    assert "definition vllm -> sglang" in outcome.err
+    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json")
+    assert outcome.notices == ("measured-otherwise",)
+    (found,) = json.loads(outcome.out)["comparisons"]
+    assert found["unlike"]["definition"] == ["vllm", "sglang"]

@@ -1,17 +1,20 @@
-"""The card: the Hub's own library reads it, and what it is put into keeps every other byte."""
+"""Model cards: the Hub's library reads them, and inserting a section keeps all other bytes of a card."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard as HubCard
 
+from dflash_cli.acceptance.acceptance_report import command_line
 from dflash_cli.publishing.card_insertion import BLOCK_MARKS, METADATA_MARKS, insert_card
 from dflash_cli.publishing.model_card import ModelCard
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
+from dflash_testing.refusals import refuses
 
 CARD = ModelCard({"tags": ["dflash"], "base_model": "org/target"}, "## Acceptance\n\n2.8\n")
 OTHER = ModelCard({"tags": ["dflash", "new"]}, "## Acceptance\n\n3.1, and more\nlines\n")
@@ -30,7 +33,7 @@ def made(*arguments: str) -> str:
 
 
 @pytest.mark.usefixtures("result")
-def test_the_hubs_library_reads_the_figures() -> None:
+def test_the_hubs_library_reads_the_numbers() -> None:
     made("--engine", "none", "-o", "README.md")
     card = HubCard.load("README.md", ignore_metadata_errors=False)
     evaluation = drawn_evaluation()
@@ -42,31 +45,36 @@ def test_the_hubs_library_reads_the_figures() -> None:
     assert total.metric_value == round(evaluation.total.counts.acceptance_len or 0, 3)
     assert total.metric_args is not None
     assert total.metric_args["interval"] == [round(interval.low, 3), round(interval.high, 3)]
-    assert (total.task_type, total.metric_type, total.dataset_name) == (
-        "text-generation", "acceptance_length", "my prompts.jsonl",
-    )  # fmt: skip
+    assert (total.task_type, total.metric_type) == ("text-generation", "acceptance_length")
+    assert total.dataset_name == evaluation.prompts.name
     assert [item.dataset_config for item in categories] == list(evaluation.categories)
-    for text in ("interval over prompts", "temperature 0.0", "dflash eval-acceptance org/draft -p 'my prompts.jsonl'"):
-        assert text in card.text
+    assert command_line(evaluation) in card.text
+    assert f"[{interval.low:.3f}, {interval.high:.3f}]" in card.text
+    assert "temperature 0.0" in card.text
 
 
-def test_a_pair_that_is_here_has_its_commands(result: Path) -> None:
+def test_a_local_pair_has_its_serve_commands(result: Path) -> None:
     settings = drawn_evaluation(draft="tiny", target="tiny").settings
     write_evaluation(result, drawn_evaluation(num_drafted=7), settings=dict(settings))
     text = made("--draft-name", "org/d", "--target-name", "org/t")
-    assert "vllm serve org/t --speculative-config" in text
-    assert '"model": "org/d", "num_speculative_tokens": 7' in text
-    assert "--speculative-draft-model-path org/d" in text
+    vllm, sglang = (
+        shlex.split(next(line for line in text.splitlines() if name in line))
+        for name in ("--speculative-config", "--speculative-draft-model-path")
+    )
+    assert vllm[:3] == ["vllm", "serve", "org/t"]
+    config = json.loads(vllm[vllm.index("--speculative-config") + 1])
+    assert (config["model"], config["num_speculative_tokens"]) == ("org/d", 7)
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "org/d"
     known, unknown = (
         support.run_main("card", str(result), *names)
         for names in (("--draft-name", "org/d", "--target-name", "org/t"), ("--draft-name", "org/d"))
     )
-    assert ["folders of this machine" in done.err for done in (known, unknown)] == [False, True]
+    assert ["folders-in-commands" in done.notices for done in (known, unknown)] == [False, True]
     absent = write_evaluation(result, drawn_evaluation(draft="./absent"))
     done = support.run_main("card", str(absent))
     assert done.code == 0
-    assert "warning: no command to serve it: " in done.err
-    assert "Serve it" not in done.out
+    assert "no-serve-command" in done.notices
+    assert "serve" not in done.out
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
@@ -81,7 +89,7 @@ def test_a_pair_that_is_here_has_its_commands(result: Path) -> None:
         "a\rb\x0bc\n---\n",
     ],
 )
-def test_everything_else_stays_byte_for_byte(text: str, ends: str) -> None:
+def test_bytes_outside_the_marks_stay(text: str, ends: str) -> None:
     text = text.replace("\n", ends)
     ends = ends if ends in text else "\n"
     first = insert_card(text, CARD).text
@@ -103,39 +111,40 @@ def without_regions(text: str, ends: str) -> str:
     return text
 
 
-def test_what_a_card_states_itself_is_left_to_it() -> None:
+def test_metadata_that_a_card_states_is_kept() -> None:
     inserted = insert_card("---\nbase_model: mine/own\ntags: [a]\n---\ntext\n", CARD)
     assert inserted.left == ("tags", "base_model")
     assert yaml.safe_load(inserted.text.split("---")[1]) == {"base_model": "mine/own", "tags": ["a"]}
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "id"),
     [
-        f"text\n{BLOCK_MARKS[0]}\nno end\n",
-        f"{BLOCK_MARKS[1]}\n{BLOCK_MARKS[0]}\n",
-        f"---\n{METADATA_MARKS[0]}\n---\n",
-        "---\nno: end\n",
-        "---\n[1\n---\n",
-        "---\n- 1\n---\n",
+        (f"text\n{BLOCK_MARKS[0]}\nno end\n", "card-marks"),
+        (f"{BLOCK_MARKS[1]}\n{BLOCK_MARKS[0]}\n", "card-marks"),
+        (f"---\n{METADATA_MARKS[0]}\n---\n", "card-marks"),
+        ("---\nno: end\n", "card-metadata-open"),
+        ("---\n[1\n---\n", "invalid-yaml"),
+        ("---\n- 1\n---\n", "not-a-mapping"),
     ],
 )
-def test_a_card_that_cannot_be_read_is_refused(text: str, result: Path) -> None:
-    with pytest.raises(UsageError):
-        insert_card(text, CARD)
+def test_a_malformed_card_is_refused_and_not_changed(text: str, id: str, result: Path) -> None:
+    with refuses(UsageError, id, path="README.md"):
+        insert_card(text, CARD, Path("README.md"))
     Path("README.md").write_text(text)
     done = support.run_main("card", "r.json", "--insert", "README.md", "--engine", "none")
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out, done.error_id) == (2, "", id)
     assert Path("README.md").read_text() == text
 
 
 @pytest.mark.usefixtures("result")
-def test_inserting_says_what_it_wrote_and_what_it_left() -> None:
+def test_the_document_of_an_insertion_names_kept_metadata() -> None:
     Path("README.md").write_text("---\ntags: [mine]\n---\n")
     done = support.run_main("card", "r.json", "--insert", "README.md", "--engine", "none", "--json")
     document = json.loads(done.out)
     assert (document["kind"], document["output"], document["left"]) == ("card", "README.md", ["tags"])
     assert document["block"] in Path("README.md").read_text()
-    assert "note: README.md states tags itself, which is left as it is" in done.err
+    assert done.notices == ("entries-kept",)
+    assert "tags" in done.err
     assert support.run_main("card", "r.json", "--insert", "absent.md").code == 4
     assert support.run_main("card", "r.json", "-o", "README.md").code == 2

@@ -1,4 +1,4 @@
-"""The layout of figures: every value at its coordinates, and both painters paint every shape."""
+"""The layout of figures: each value has its coordinates, and both painters paint every shape."""
 
 import struct
 from itertools import pairwise
@@ -54,7 +54,7 @@ def shapes_of(drawing: Drawing, kind: type[Found]) -> list[Found]:
     return [shape for shape in drawing.shapes if isinstance(shape, kind)]
 
 
-def test_values_are_at_their_height_from_zero_to_one() -> None:
+def test_values_from_zero_to_one_fill_the_height() -> None:
     drawing = lay_out(figure("curve", (value(0), value(0.5), value(1))))
     marks = shapes_of(drawing, Mark)
     assert [mark.y for mark in marks] == [FLOOR, (TOP + FLOOR) / 2, TOP]
@@ -85,7 +85,7 @@ def test_bars_of_several_series_do_not_overlap() -> None:
     assert {max(y for _, y in bar.points) for bar in bars} == {FLOOR}
 
 
-def test_rows_have_whiskers_and_grow_with_their_number() -> None:
+def test_rows_have_whiskers_and_more_rows_are_taller() -> None:
     short, tall = (lay_out(figure("dots", (value(0.5, (0.4, 0.6)),) * count)) for count in (1, 30))
     assert tall.height > short.height
     (whisker,) = [line for line in shapes_of(short, Line) if line.series is not None]
@@ -105,7 +105,7 @@ def test_every_shape_lies_in_the_drawing_and_is_painted(kind: Kind) -> None:
     assert len(parts) == 2 + len(drawing.shapes), "a title, a description, and an element for each shape"
 
 
-def test_a_picture_is_as_large_as_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_has_room_for_two_figures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     drawn = [figure("curve", (value(0.5), None)), figure("dots", (value(0.5), None))]
     sizes = []

@@ -1,4 +1,4 @@
-"""Exports: each in the form its reader takes, by hand; what is not known is refused."""
+"""Exports: each form by hand, and refusals of results that lack a fact."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ BY_HAND: dict[str, Any] = {
     "per_pos_verified": [10] * 4,
     "histogram": [2, 2, 2, 4, 0],
 }
-"""Ten steps: 2 accepted nothing, 2 one draft, 2 two and 4 three of four; 2.8 tokens a step."""
+"""Ten steps of four draft tokens: 2 accepted none, 2 one, 2 two and 4 three. That is 2.8 tokens per step."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_the_command_names_every_format() -> None:
     assert sorted(to.choices) == sorted(EXPORTS)
 
 
-def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:
+def test_vllm_gets_marginal_rates_or_the_length() -> None:
     option, text = shlex.split(exported("vllm-rates"))
     config = json.loads(text)
     assert option == "--speculative-config"
@@ -56,12 +56,12 @@ def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:
     assert "synthetic_acceptance_rates" not in length
 
 
-def test_tensorrt_counts_no_bonus_and_sglang_does() -> None:
+def test_sglangs_length_includes_the_bonus_and_tensorrts_does_not() -> None:
     assert exported("tensorrt-llm-length") == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.8\n"
     assert exported("sglang-length").splitlines()[0] == "SGLANG_SIMULATE_ACC_LEN=2.8"
 
 
-def test_a_profile_has_both_conventions_and_agrees_with_itself() -> None:
+def test_a_profile_has_marginal_and_conditional_rates_that_agree() -> None:
     found = json.loads(exported("speculation-profile"))
     assert found["marginal_accept_rates"] == [0.8, 0.6, 0.4, 0.0]
     assert found["conditional_accept_rates"] == [0.8, 0.75, round(4 / 6, 6), 0.0]
@@ -76,7 +76,7 @@ def test_a_profile_has_both_conventions_and_agrees_with_itself() -> None:
     assert (found["num_speculative_tokens"], found["block_size"], found["max_supported_k"]) == (4, 5, 4)
     assert found["status"].startswith("draft: ")
     assert found["draft_checkpoint"]["commit"] == "a" * 40
-    assert found["measurement_conditions"]["dataset"] == "my prompts.jsonl"
+    assert found["measurement_conditions"]["dataset"] == drawn_evaluation().prompts.name
 
 
 @pytest.mark.parametrize("to", ["speculation-profile", "vllm-rates", "golden-al", "sglang-length"])
@@ -109,48 +109,69 @@ def test_golden_lengths_are_gathered_in_one_file() -> None:
     assert list(curves["target"]["thinking_on"]) == [3, 4]
 
 
-def test_a_golden_length_is_of_the_coding_prompts_where_there_are_some() -> None:
+def test_a_golden_length_is_measured_on_coding_prompts_if_there_are_some() -> None:
     evaluation = drawn_evaluation(max_new_tokens=4096)
     coding = to_json(evaluation)["categories"]["code"]
     write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
     done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--target-name", "my-model")
     assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}
-    assert "warning" not in done.err
+    assert done.notices == ()
+    assert support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").err == ""
+    write_evaluation(Path("r.json"), drawn_evaluation())
+    assert support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").notices == ("not-golden",)
 
 
-def test_what_a_golden_file_says_already_is_not_replaced() -> None:
+def test_an_entry_of_a_golden_file_is_not_replaced() -> None:
     exported("golden-al", "--thinking", "on", "-o", "golden.yaml")
     before = Path("golden.yaml").read_text()
     write_evaluation(Path("r.json"), drawn_evaluation(0.9))
     refused = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
-    assert refused.code == 2
-    assert "target, thinking_on, K = 4: the file has 2.8, and the result " in refused.err
+    assert (refused.code, refused.error_id, refused.field) == (2, "other-length", "target.thinking_on.4")
+    assert refused.error is not None
+    assert (refused.error.found, str(refused.error.path)) == (2.8, "golden.yaml")
     assert Path("golden.yaml").read_text() == before
     exported("golden-al", "--thinking", "on", "-o", "golden.yaml", "--force")
     assert Path("golden.yaml").read_text() != before
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "found"),
+    ("text", "code", "id", "field"),
     [
-        ("m:\n  thinking_on:\n    4: 2.8  # mine\n", 5, "comments among its figures, which would be lost"),
-        ("m: [1\n", 2, "the file is no YAML"),
-        ("- 1\n", 2, "the file holds something else"),
-        ("_metadata:\n  draft-model: other\nm: {}\n", 2, "the file is of draft other, and the result of org/draft"),
+        ("m:\n  thinking_on:\n    4: 2.8  # mine\n", 5, "comments-lost", None),
+        ("m: [1\n", 2, "invalid-yaml", None),
+        ("- 1\n", 2, "not-a-mapping", None),
+        ("m: 1\n", 2, "not-golden-lengths", "m"),
+        ("\xff\n", 2, "not-utf-8", None),
+        ("_metadata:\n  draft-model: other\nm: {}\n", 2, "other-draft", "draft-model"),
     ],
 )
-def test_a_file_that_cannot_be_added_to_stays(text: str, code: int, found: str) -> None:
-    Path("golden.yaml").write_text(text)
+def test_an_unsuitable_golden_file_is_refused_and_not_changed(text: str, code: int, id: str, field: str | None) -> None:
+    Path("golden.yaml").write_text(text, encoding="latin-1")
     done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
-    assert done.code == code
-    assert found in done.err
-    assert Path("golden.yaml").read_text() == text
+    assert (done.code, done.error_id, done.field) == (code, id, field)
+    assert done.error is not None
+    assert str(done.error.path) == "golden.yaml"
+    assert Path("golden.yaml").read_text(encoding="latin-1") == text
 
 
-def test_thinking_has_to_be_known() -> None:
+@pytest.mark.parametrize("settings", [{}, {"thinking": []}, {"thinking": ["on", "off"]}, {"thinking": ["high"]}])
+def test_thinking_has_to_be_stated(settings: dict[str, Any]) -> None:
+    write_evaluation(Path("r.json"), drawn_evaluation(**settings))
     done = support.run_main("export", "r.json", "--to", "golden-al")
-    assert done.code == 2
-    assert "does not say whether the model was thinking" in done.err
+    assert (done.code, done.error_id, done.field) == (2, "thinking-unknown", "--thinking")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"thinking": ["off"]},
+        {"thinking": [], "chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": '{"thinking_mode": "disabled"}'},
+    ],
+)
+def test_thinking_is_read_from_the_settings(settings: dict[str, Any]) -> None:
+    write_evaluation(Path("r.json"), drawn_evaluation(**settings))
+    assert list(yaml.safe_load(exported("golden-al"))["target"]) == ["thinking_off"]
 
 
 def test_the_document_has_the_content() -> None:

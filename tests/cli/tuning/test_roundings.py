@@ -1,4 +1,4 @@
-"""Roundings: values of a format stay, others go to the nearest; and where keys and values are rounded."""
+"""Roundings: values of a format stay, other values become the nearest value of the format."""
 
 from collections.abc import Callable
 
@@ -23,8 +23,10 @@ VALUES = torch.randn(6, 4 * GROUP, generator=torch.Generator().manual_seed(0)) *
 
 @pytest.mark.parametrize("rounding", dict.fromkeys((*WEIGHTS.values(), *KV.values())), ids=lambda item: item.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_what_is_rounded_keeps_its_dtype_and_stays(rounding: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    """The second rounding changes nothing but for the last bit of a scale."""
+def test_rounded_values_keep_their_dtype_and_a_second_rounding_keeps_them(
+    rounding: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """The second rounding changes at most the last bit of a scale."""
     once = rounding(VALUES.to(dtype))
     assert (once.dtype, once.shape) == (dtype, VALUES.shape)
     torch.testing.assert_close(rounding(once), once, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
@@ -37,7 +39,7 @@ def test_fp8_has_the_values_of_its_format() -> None:
     assert torch.equal(to_fp8(values), expected)
 
 
-def test_a_scale_saves_what_is_too_large_or_too_small() -> None:
+def test_a_scale_keeps_values_outside_the_range_of_fp8() -> None:
     rows = torch.tensor([[1000.0, 900.0], [1e-4, 0.9e-4], [0.0, 0.0]])
     relative = (to_scaled_fp8(rows) / rows - 1).abs()[:2]
     assert relative.max() < 2**-4
@@ -45,7 +47,7 @@ def test_a_scale_saves_what_is_too_large_or_too_small() -> None:
     assert torch.equal(to_scaled_fp8(rows)[2], torch.zeros(2))
 
 
-def test_the_error_is_half_a_step() -> None:
+def test_the_largest_error_of_whole_numbers_is_half_a_step() -> None:
     for rounding, step, width in ((to_int8, 127, VALUES.shape[1]), (to_int4, 7, GROUP)):
         groups = VALUES.unflatten(-1, (-1, width))
         steps = groups.abs().amax(-1, keepdim=True) / step
@@ -59,7 +61,7 @@ def test_bfloat16_has_eight_bits() -> None:
     assert torch.equal(to_bfloat16(torch.tensor([1.0, 1 + 2**-9, 1 + 2**-7])), torch.tensor([1.0, 1.0, 1 + 2**-7]))
 
 
-def test_matrices_are_rounded_and_nothing_else() -> None:
+def test_only_matrices_are_rounded() -> None:
     matrix, vector, ids = VALUES.clone(), VALUES[0].clone(), torch.arange(4).view(2, 2)
     weights = {"layers.0.qkv_proj.weight": matrix, "experts.down_proj.weight": matrix[None], "norm.weight": vector,
                "model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "d2t": ids}  # fmt: skip

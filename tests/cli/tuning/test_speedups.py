@@ -1,4 +1,4 @@
-"""Speed-ups from acceptance and step times that are known: what is best, what is level, and when drafting pays."""
+"""Speed-ups from known acceptance and step times: the best candidate, the level ones, and whether drafting pays."""
 
 import math
 import random
@@ -16,6 +16,7 @@ from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 from dflash_testing.evaluations import evaluation_run
 
+DOES_NOT_PAY = "does not pay"
 ONE, THREE, SEVEN = Candidate(1, "resized"), Candidate(3, "resized"), Candidate(7, "whole")
 
 
@@ -32,7 +33,7 @@ def output_of(index: int, lengths: Sequence[int]) -> RequestOutput:
 
 
 def evaluation_of(rows: Sequence[Sequence[int]], categories: str = "a", num_resamples: int = 500) -> Evaluation:
-    """An evaluation in which each row has steps of these lengths; categories are given out in turns."""
+    """An evaluation with steps of these lengths in each row. Rows take the categories in turn."""
     outputs = [output_of(index, lengths) for index, lengths in enumerate(rows)]
     counts = tuple(
         ConversationCounts(
@@ -61,13 +62,13 @@ def costs_of(plain: Mapping[int, Times], **drafting: Mapping[int, Times]) -> Ste
 
 
 def spread(mean: int, num_rows: int = 16, seed: int = 0) -> list[list[int]]:
-    """Rows of ten steps, of one token less or more than the mean."""
+    """Rows of ten steps, each with at most one token more or less than the mean."""
     generator = random.Random(seed)
     return [[mean + generator.choice((-1, 0, 1)) for _ in range(10)] for _ in range(num_rows)]
 
 
 def test_a_speedup_is_length_times_plain_over_drafting() -> None:
-    """Where every step and every time is the same, it is known exactly."""
+    """Equal steps and equal times give an interval of width 0."""
     evaluation = evaluation_of([[3] * 5] * 12)
     found = speedup(evaluation, costs_of({4: (10.0, 10.0)}, whole7={4: (15.0, 15.0)}), SEVEN, None, 4)
     assert found is not None
@@ -76,8 +77,8 @@ def test_a_speedup_is_length_times_plain_over_drafting() -> None:
     assert found.payoff == "pays"
 
 
-def test_an_interval_has_the_errors_of_both() -> None:
-    """Acceptance alone, times alone, and both: squares of half widths add up on a log scale."""
+def test_an_interval_has_the_errors_of_acceptance_and_of_times() -> None:
+    """On a log scale, the squares of both half widths add up."""
     steady, varying = evaluation_of([[3] * 5] * 16), evaluation_of(spread(3))
     still, moving = {1: (15.0, 15.0, 15.0)}, {1: (14.0, 15.0, 16.0)}
     plain = {1: (10.0, 10.0, 10.0)}
@@ -91,7 +92,7 @@ def test_an_interval_has_the_errors_of_both() -> None:
     assert widths[2] == pytest.approx(math.hypot(widths[0], widths[1]))
 
 
-def test_what_slows_a_whole_round_is_no_error_of_the_ratio() -> None:
+def test_a_slow_round_does_not_widen_the_interval_of_paired_times() -> None:
     plain, drafting = (10.0, 20.0, 15.0, 30.0), (15.0, 30.0, 22.5, 45.0)
     evaluation = evaluation_of([[3] * 5] * 12)
     paired = speedup(evaluation, costs_of({1: plain}, whole7={1: drafting}), SEVEN, None, 1)
@@ -117,7 +118,7 @@ TRADE_OFF = costs_of(
     resized3={1: (11.0,), 8: (15.0,), 64: (50.0,)},
     whole7={1: (12.0,), 8: (40.0,), 64: (200.0,)},
 )
-"""Steps of wide blocks become slow in large batches, as they do where products turn from memory to arithmetic."""
+"""Wide blocks become slow in large batches, as on a GPU when arithmetic instead of memory limits the products."""
 
 
 def choices_of(costs: StepCosts) -> dict[int, Choice]:
@@ -127,33 +128,33 @@ def choices_of(costs: StepCosts) -> dict[int, Choice]:
 def test_the_best_k_falls_with_the_batch_size_until_none_pays() -> None:
     found = choices_of(TRADE_OFF)
     assert [found[batch].best.candidate for batch in (1, 8, 64)] == [SEVEN, ONE, ONE]
-    assert [found[batch].payoff for batch in (1, 8, 64)] == ["pays", "pays", "does not pay"]
+    assert [found[batch].payoff for batch in (1, 8, 64)] == ["pays", "pays", DOES_NOT_PAY]
     assert found[1].best.speedup == pytest.approx((LENGTHS[SEVEN].total.counts.acceptance_len or 0) * 10 / 12)
     assert found[1].level == []
 
 
 def test_one_candidate_that_may_pay_leaves_it_undecided() -> None:
-    """The other is shown to be slower than plain decoding; of the best, whose steps vary, that cannot be said."""
+    """The other candidate is certainly slower than plain decoding. The best has varying step times, so it may pay."""
     costs = costs_of({1: (10.0, 10.0, 10.0)}, resized1={1: (40.0,) * 3}, whole7={1: (30.0, 40.0, 50.0)})
     choice = choices_of(costs)[1]
-    assert [item.payoff for item in choice.speedups] == ["undecided", "does not pay"]
+    assert [item.payoff for item in choice.speedups] == ["undecided", DOES_NOT_PAY]
     assert choice.payoff == "undecided"
     assert batch_schedule([choice]) == [(1, 1, 7)]
 
 
-def test_what_cannot_be_told_from_the_best_is_level_with_it() -> None:
-    """Two candidates of the same speed, by acceptance that differs from row to row; a third is half as fast."""
+def test_candidates_that_are_not_certainly_slower_are_level_with_the_best() -> None:
+    """Two candidates have the same speed, with acceptance that differs between rows. A third is half as fast."""
     evaluations = {THREE: evaluation_of(spread(3, seed=1)), SEVEN: evaluation_of(spread(3, seed=2)), ONE: LENGTHS[ONE]}
     costs = costs_of({1: (10.0,)}, resized3={1: (12.0,)}, whole7={1: (12.0,)}, resized1={1: (12.0,)})
     (choice, _) = choose(evaluations, costs, 0.95)
     assert {choice.best.candidate, *choice.ties} == {THREE, SEVEN}
     loose = costs_of({1: (10.0,)}, resized3={1: (12.0,)}, whole7={1: (12.0,)}, resized1={1: (3.0, 12.0, 25.0)})
     (choice, _) = choose(evaluations, loose, 0.95)
-    assert ONE in (choice.best.candidate, *choice.ties), "its steps are not known well enough to say that it is slower"
+    assert ONE in (choice.best.candidate, *choice.ties), "its step times are too uncertain to call it slower"
 
 
 def test_each_category_has_a_best_of_its_own() -> None:
-    """Prompts of one category accept much of a wide block, those of the other next to nothing."""
+    """Prompts of one category accept most of a wide block, prompts of the other category almost nothing."""
     wide = evaluation_of([[7] * 6 if index % 2 else [1] * 6 for index in range(32)], "ab")
     narrow = evaluation_of([[2, 1] * 3] * 32, "ab")
     costs = costs_of({1: (10.0,)}, whole7={1: (13.0,)}, resized1={1: (11.0,)})
@@ -169,7 +170,7 @@ def test_a_schedule_covers_every_batch_size_once() -> None:
     assert batch_schedule(list(choices_of(same).values())) == [(1, 8, 7)]
 
 
-def test_a_neighbouring_batch_size_has_its_own_place() -> None:
+def test_neighbouring_batch_sizes_have_ranges_of_their_own() -> None:
     costs = costs_of({1: (10.0,), 2: (10.0,)}, whole7={1: (11.0,), 2: (99.0,)}, resized1={1: (99.0,), 2: (11.0,)})
     assert batch_schedule(list(choices_of(costs).values())) == [(1, 1, 7), (2, 2, 1)]
 
@@ -180,7 +181,7 @@ def test_one_k_for_all_batch_sizes_is_the_best_on_average() -> None:
     assert overall_best(list(choices_of(hopeless).values())) is None
 
 
-def test_engines_are_not_told_of_narrowed_blocks() -> None:
+def test_engines_never_get_a_narrowed_block() -> None:
     narrowed = Candidate(3, "narrowed")
     evaluations = {**LENGTHS, narrowed: LENGTHS[SEVEN]}
     costs = costs_of({1: (10.0,)}, narrowed3={1: (1.0,)}, resized3={1: (9.0,)}, whole7={1: (30.0,)})
@@ -193,7 +194,7 @@ def test_engines_are_not_told_of_narrowed_blocks() -> None:
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     """400 worlds of 24 prompts, each easy or hard, and 5 rounds of noisy times.
 
-    From 364 to 394 intervals cover but for one run in 2,000 if 95% of all do; in one of 30 if 88% do.
+    If 95% of all intervals cover, one test run in 2,000 is outside 364 to 394. If 88% cover, one run in 30 is inside.
     """
     generator, covered = random.Random(5), 0
     truth = 2.5 * 10 / 14

@@ -1,4 +1,4 @@
-"""What-ifs: which parts of a pair are rounded, and that nothing else is."""
+"""What-ifs: the named parts of a pair are rounded, and no other parts."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.models.target import target_families
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.refusals import refuses
@@ -42,7 +43,7 @@ def test_parts_and_formats_are_parsed() -> None:
     assert (second.name, second.file_name) == ("kv=fp8+target=int4", "what-if-kv-fp8-target-int4")
     assert len(parse_what_ifs("all")) == sum(map(len, FORMATS.values()))
     for text in ("draft", "draft=fp9", "head=fp8", "", "kv=int4"):
-        with refuses(UsageError, field="--what-if", found=text):
+        with refuses(UsageError, "unknown-what-if", field="--what-if", found=text):
             parse_what_ifs(text)
 
 
@@ -53,7 +54,7 @@ def test_a_rounded_draft_changes_acceptance_and_no_text(session: PairSession) ->
     assert [item.drafts for item in after] != [item.drafts for item in before]
 
 
-def test_a_rounded_target_is_another_one(session: PairSession) -> None:
+def test_a_rounded_target_gives_another_text(session: PairSession) -> None:
     """Its text differs from the original target's, and equals its own text without a draft."""
     before, _ = answers(session.llm.pair)
     pair = pair_of(session, "target=int4")
@@ -64,8 +65,17 @@ def test_a_rounded_target_is_another_one(session: PairSession) -> None:
     assert torch.equal(pair.target.embedding, session.llm.pair.target.embedding)
 
 
+def test_a_rounded_target_has_the_config_that_its_family_reads(
+    session: PairSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(session.target.config, max_position_embeddings=99)
+    family = target_families()[session.target.config.model_type]
+    monkeypatch.setattr(family, "read_config", lambda config, path: own, raising=False)
+    assert pair_of(session, "target=int8").target.config == own
+
+
 def kept_rows(llm: LLM) -> list[Tensor]:
-    """Keys and values of target and draft, without page 0, which nothing reads."""
+    """Keys and values of target and draft, without page 0: nothing reads it."""
     runner = llm.engine.runner
     assert runner.draft_kv is not None
     return [item[:, 1:] for cache in (runner.target_kv, runner.draft_kv) for item in (cache.keys, cache.values)]
@@ -83,14 +93,14 @@ def test_keys_and_values_are_kept_in_the_format(session: PairSession) -> None:
     assert [item.token_ids for item in outputs] == [item.token_ids for item in alone]
 
 
-def test_a_run_tells_what_was_rounded(session: PairSession) -> None:
-    """Settings name the rounding, so that --resume cannot mix answers of different pairs."""
+def test_settings_name_the_rounding(session: PairSession) -> None:
+    """Therefore --resume cannot mix answers of different pairs."""
     own = replace(session, llm=LLM(pair_of(session, "kv=fp8+draft=int8")))
     assert own.run_settings(PARAMS, chat=False)["rounding"] == "kv=fp8+draft=int8"
     assert "rounding" not in session.run_settings(PARAMS, chat=False)
 
 
-def test_bfloat16_is_nothing_new_in_bfloat16(session: PairSession) -> None:
+def test_rounding_to_bfloat16_changes_nothing_in_a_bfloat16_run(session: PairSession) -> None:
     (what_if,) = parse_what_ifs("draft=bf16")
     pair = session.llm.pair
     assert not changes_nothing(what_if, pair)

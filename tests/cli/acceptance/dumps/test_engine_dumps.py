@@ -1,4 +1,4 @@
-"""Dumps of vLLM and SGLang are read as what they are; their layouts are written by `dflash_testing.engine_dumps`."""
+"""Dumps of vLLM and SGLang give the same steps as our own dump. `dflash_testing.engine_dumps` writes their layouts."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
-from dflash_runtime.errors import MISSING, CheckpointError, UnknownFormat, UsageError
+from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, UnknownFormat, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.dumps import bundled_rows, dump_to, replayed, request_for
@@ -23,13 +23,13 @@ ROWS, CACHED = "meta_info.hidden_states", "meta_info.cached_tokens"
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    """A dump without what follows its answers, as no engine writes that."""
+    """A dump without tokens after its answers: engines do not write them."""
     folder = tmp_path_factory.mktemp("own") / "dump"
     return dump_to(folder, bundled_rows(3), SamplingParams(max_new_tokens=24), num_overhang=0)
 
 
 def same_steps(one: Dump, other: Dump) -> None:
-    """Equal texts, and every anchor and step of them alike."""
+    """Require equal texts with equal steps at all anchors."""
     for found, expected in zip(replayed(request_for(one)), replayed(request_for(other)), strict=True):
         assert found.text.token_ids == expected.text.token_ids
         assert len(expected.sampled) > 10
@@ -51,13 +51,13 @@ def test_responses_of_sglang_give_the_same_steps(own: Dump, tmp_path: Path) -> N
     dump = open_dump(tmp_path / "responses.jsonl", ids)
     assert (dump.format, dump.taps, dump.hidden_size) == ("sglang", own.taps, 192)
     assert dump.texts[1].row.id == "rid-1"
-    # Numbers as text are those of float64, which the reader takes as float32.
+    # The file has float64 numbers as text, and the reader makes them float32.
     for found, expected in zip(dump.texts, own.texts, strict=True):
         assert torch.equal(found.read(), expected.read().float())
     same_steps(dump, own)
 
 
-def test_chunks_of_prefill_cost_the_last_rows_and_shift_none(own: Dump, tmp_path: Path) -> None:
+def test_prefill_chunks_lose_the_last_rows_and_shift_no_row(own: Dump, tmp_path: Path) -> None:
     ids = save_as_sglang(own, tmp_path / "responses.jsonl", chunk_len=5)
     dump = open_dump(tmp_path / "responses.jsonl", ids)
     for text, whole in zip(dump.texts, own.texts, strict=True):
@@ -71,7 +71,7 @@ def test_chunks_of_prefill_cost_the_last_rows_and_shift_none(own: Dump, tmp_path
         assert list(found.sampled) == known
 
 
-def test_prompts_of_vllm_without_responses_are_judged_whole_and_it_is_said(own: Dump, tmp_path: Path) -> None:
+def test_without_vllms_responses_prompts_are_judged_too_with_a_notice(own: Dump, tmp_path: Path) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
     dump = open_dump(tmp_path / "vllm", ids)
     assert isinstance(dump.note, Notice)
@@ -92,16 +92,16 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "id", "fields"),
     [
-        (lambda line: line.pop("prompt_token_ids"), None, {"field": "prompt_token_ids", "found": MISSING}),
-        (lambda line: line.update(output_ids="x"), None, {"field": "output_ids", "found": "x"}),
-        (lambda line: line["meta_info"].pop("hidden_states"), None, {"field": ROWS, "found": MISSING}),
-        (lambda line: line["meta_info"].update(cached_tokens=3), None, {"field": CACHED, "found": 3}),
+        (lambda line: line.pop("prompt_token_ids"), "not-token-ids", {"field": "prompt_token_ids", "found": MISSING}),
+        (lambda line: line.update(output_ids="x"), "not-token-ids", {"field": "output_ids", "found": "x"}),
+        (lambda line: line["meta_info"].pop("hidden_states"), "no-hidden-states", {"field": ROWS, "found": MISSING}),
+        (lambda line: line["meta_info"].update(cached_tokens=3), "cached-tokens", {"field": CACHED, "found": 3}),
         (lambda line: line["meta_info"]["hidden_states"].pop(0), "wrong-number-of-rows", {"field": ROWS, "found": 23}),
         (lambda line: line["meta_info"]["hidden_states"][2].pop(), "ragged-rows", {"field": ROWS}),
     ],
 )
-def test_responses_that_are_not_what_they_must_be_are_named(
-    change: Callable[[dict[str, Any]], object], id: str | None, fields: dict[str, Any], own: Dump, tmp_path: Path
+def test_a_malformed_response_is_refused_with_its_line_and_field(
+    change: Callable[[dict[str, Any]], object], id: str, fields: dict[str, Any], own: Dump, tmp_path: Path
 ) -> None:
     file = tmp_path / "responses.jsonl"
     ids = save_as_sglang(own, file)
@@ -110,7 +110,7 @@ def test_responses_that_are_not_what_they_must_be_are_named(
         open_dump(file, ids)
 
 
-def test_a_file_of_responses_that_was_cut_off_is_named(own: Dump, tmp_path: Path) -> None:
+def test_a_cut_off_file_of_responses_is_refused_with_its_line(own: Dump, tmp_path: Path) -> None:
     file = tmp_path / "responses.jsonl"
     ids = save_as_sglang(own, file)
     file.write_bytes(file.read_bytes()[:-20])
@@ -119,7 +119,7 @@ def test_a_file_of_responses_that_was_cut_off_is_named(own: Dump, tmp_path: Path
 
 
 def shift(file: Path) -> None:
-    """Another token than the response says."""
+    """Replace the first token by another than the response's."""
     tensors = load_file(file)
     tensors["token_ids"][0] += 1
     save_file(tensors, file)
@@ -134,12 +134,12 @@ def flatten(file: Path) -> None:
     ("change", "expected"),
     [
         (shift, {"id": "response-differs", "field": "token_ids"}),
-        (flatten, {"field": "hidden_states", "expected": "3 axes of F64 or F32 or BF16 or F16"}),
+        (flatten, {"id": "wrong-tensor", "field": "hidden_states"}),
         (lambda file: file.write_bytes(file.read_bytes()[:-8]), {"path": "cmpl-0-0.safetensors"}),
         (lambda file: file.rename(file.with_name("a.safetensors")), {"id": "missing-response"}),
     ],
 )
-def test_files_that_are_not_what_they_must_be_are_named(
+def test_a_malformed_file_is_refused_with_its_field(
     change: Callable[[Path], object], expected: dict[str, Any], own: Dump, tmp_path: Path
 ) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm")
@@ -150,7 +150,7 @@ def test_files_that_are_not_what_they_must_be_are_named(
     assert name in (None, Path(str(caught.value.path)).name)
 
 
-def test_layers_have_to_be_named_and_as_many_as_there_are(own: Dump, tmp_path: Path) -> None:
+def test_layer_ids_are_required_in_the_right_number(own: Dump, tmp_path: Path) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm")
     save_as_sglang(own, tmp_path / "responses.jsonl")
     for path in (tmp_path / "vllm", tmp_path / "responses.jsonl"):
@@ -160,18 +160,20 @@ def test_layers_have_to_be_named_and_as_many_as_there_are(own: Dump, tmp_path: P
         open_dump(tmp_path / "vllm", ids[1:])
     assert caught.value.found[1:] == [4, 192]
     assert str(caught.value.expected).endswith(", 3, 192]")
-    with refuses(CheckpointError, field=ROWS, found=768):
+    with refuses(CheckpointError, "wrong-width", field=ROWS, found=768):
         open_dump(tmp_path / "responses.jsonl", [0, 1, 2, 3, 4])
     with refuses(UsageError, "dump-layer-ids-stated", field="--dump-layer-ids", found=ids):
         open_dump(own.path, ids)
     (tmp_path / "empty").mkdir()
-    with refuses(UnknownFormat, path=tmp_path / "empty"):
+    with refuses(UnknownFormat, "unknown-dump-format", path=tmp_path / "empty"):
         open_dump(tmp_path / "empty")
+    with refuses(CheckpointNotFound, "dump-not-found", path=tmp_path / "absent"):
+        open_dump(tmp_path / "absent")
 
 
-def test_ids_that_no_vocabulary_has_are_refused_before_anything_is_drafted(own: Dump, tmp_path: Path) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(own: Dump, tmp_path: Path) -> None:
     ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
     dump = open_dump(tmp_path / "vllm", ids)
     text = replace(dump.texts[0], token_ids=(*dump.texts[0].token_ids[:-1], 2048))
-    with refuses(CheckpointError, field="token_ids", found=2048, expected="ids in [0, 2048)"):
+    with refuses(CheckpointError, "token-outside-vocabulary", field="token_ids", found=2048):
         replayed(request_for(replace(dump, texts=(text,))))

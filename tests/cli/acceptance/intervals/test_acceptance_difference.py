@@ -1,8 +1,8 @@
 """Differences of two acceptance lengths: by hand, against tables, and by simulation.
 
-Simulated conversations are easy or hard, and a few are many times as long as most; both sides of a pair share that, and
-each has its own luck with it. In 2,000 worlds a share of 5% comes out between 3.5 and 6.5% (three standard errors), so
-that bounds of 3 and 7% catch a method whose true share is 2 or 8.5%.
+Simulated conversations are easy or hard, and a few are many times as long as most. Both sides of a pair have the same
+difficulty and length, and each has its own luck. Over 2,000 worlds, a true share of 5% is measured as 3.5% to 6.5%
+(three standard errors). Bounds of 3% and 7% therefore catch methods with a true share of 2% or 8.5%.
 """
 
 import math
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 def side(generator: np.random.Generator, accept: Floats, wanted: Floats) -> Floats:
-    """Tokens and steps of conversations of some `wanted` tokens, [..., N] -> [..., N, 2]."""
+    """Draw tokens and steps of conversations with about `wanted` tokens, [..., N] -> [..., N, 2]."""
     length = sum(accept**place for place in range(NUM_DRAFTED + 1))
     steps = np.maximum(1, np.round(wanted / length)).astype(np.int64)
     tokens, reached = steps.copy(), steps
@@ -40,7 +40,7 @@ def side(generator: np.random.Generator, accept: Floats, wanted: Floats) -> Floa
 def worlds(
     count: int, *, gain: float = 0.0, luck: float = 0.08, num_worlds: int = NUM_WORLDS, seed: int = 0
 ) -> tuple[Floats, Floats]:
-    """Pairs of conversations in many worlds, [num_worlds, count, 2] twice; the other side accepts more by `gain`."""
+    """Draw pairs of conversations, two arrays [num_worlds, count, 2]. The second side accepts more by `gain`."""
     generator = np.random.default_rng([seed, count])
     ease = np.where(generator.random((num_worlds, count)) < 0.4, 0.85, 0.35)
     wanted = np.clip(np.exp(generator.normal(4, 0.9, ease.shape)), 8, 2000)
@@ -52,7 +52,7 @@ def worlds(
 
 
 def differences(value: Floats, error: Floats, freedom: Floats | int) -> list[AcceptanceDifference]:
-    """What was found in each world."""
+    """The difference in each world."""
     return [
         AcceptanceDifference(value=float(number), error=float(spread), freedom=int(free), confidence=0.95)
         for number, spread, free in zip(value, error, np.broadcast_to(freedom, value.shape), strict=True)
@@ -64,22 +64,22 @@ def p_values(value: Floats, error: Floats, freedom: Floats | int) -> list[float]
 
 
 @pytest.mark.parametrize("count", [MIN_COMPARED, 16, 32, 128])
-def test_pairs_that_do_not_differ_are_found_to_in_one_of_twenty(count: int) -> None:
+def test_equal_pairs_are_called_different_in_one_of_twenty_worlds(count: int) -> None:
     value, error = paired_moments(*worlds(count))
     wrong = np.mean(np.array(p_values(value, error, count - 1)) < 0.05)
     assert 0.03 <= wrong <= 0.07
 
 
 @pytest.mark.parametrize("count", [16, 32, 128])
-def test_independent_sides_that_do_not_differ_are_found_to_in_one_of_twenty(count: int) -> None:
+def test_equal_independent_sides_are_called_different_in_one_of_twenty_worlds(count: int) -> None:
     base, _ = worlds(count, seed=1)
     other, _ = worlds(count, seed=2)
     wrong = np.mean(np.array(p_values(*unpaired_moments(base, other))) < 0.05)
     assert 0.03 <= wrong <= 0.07
 
 
-def test_pairs_find_what_independent_sides_do_not() -> None:
-    """A gain of 0.2 tokens a step over 128 prompts, of drafts that do well on much the same of them."""
+def test_pairs_find_a_difference_that_independent_sides_miss() -> None:
+    """A gain of 0.2 tokens per step over 128 prompts, between drafts that do well on nearly the same prompts."""
     base, other = worlds(128, gain=0.05, luck=0.02)
     value, error = paired_moments(base, other)
     paired = np.mean(np.array(p_values(value, error, 127)) < 0.05)
@@ -95,21 +95,22 @@ def true_gain(gain: float, luck: float = 0.08) -> float:
 
 
 @pytest.mark.parametrize("count", [16, 32, 128])
-def test_what_differs_by_the_tolerance_is_rarely_called_equivalent(count: int) -> None:
-    """At the edge an equivalence verdict is wrong, and given in 5% of worlds at most, with 2% for their chance."""
+def test_sides_that_differ_by_the_tolerance_are_rarely_called_equivalent(count: int) -> None:
+    """The verdict is wrong there, and is given in at most 5% of worlds. The bound adds 2% for chance."""
     value, error = paired_moments(*worlds(count, gain=0.03, seed=3))
     edge = true_gain(0.03)
     shares = [item.equivalence_p_value(edge) for item in differences(value, error, count - 1)]
     assert np.mean(np.array(shares) < 0.05) <= 0.07
 
 
-def test_what_does_not_differ_is_called_equivalent_given_enough_prompts() -> None:
+def test_equal_sides_are_called_equivalent_given_enough_prompts() -> None:
     value, error = paired_moments(*worlds(128))
     shares = [item.equivalence_p_value(0.5) for item in differences(value, error, 127)]
     assert np.mean(np.array(shares) < 0.05) > 0.9
 
 
-def test_of_many_categories_one_is_wrongly_found_in_one_of_twenty_worlds() -> None:
+def test_holms_correction_keeps_wrong_findings_over_many_categories_rare() -> None:
+    """Without the correction, at least one of 8 categories is wrongly found in more than a fifth of the worlds."""
     value, error = paired_moments(*worlds(16, num_worlds=8 * NUM_WORLDS))
     shares = np.array(p_values(value, error, 15)).reshape(NUM_WORLDS, 8)
     assert np.mean(shares.min(axis=1) < 0.05) > 0.2
@@ -141,7 +142,7 @@ def test_the_same_counts_do_not_differ() -> None:
 
 
 def test_few_conversations_are_not_compared() -> None:
-    """Those without steps on either side do not count."""
+    """Conversations without steps on both sides are not counted."""
     counts = [(3, 1)] * (MIN_COMPARED - 1) + [(0, 0)]
     assert paired_difference(counts, counts, 0.95) is None
     assert unpaired_difference(counts, [(3, 1)] * 99, 0.95) is None

@@ -1,4 +1,4 @@
-"""Shares: intervals that are published, that cover, and that turn around with their sides."""
+"""Intervals of proportions: published values, coverage of the true value, and symmetry of the two sides."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from dflash_cli.acceptance.intervals.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
 
 
-def test_wilsons_interval_is_the_published_one() -> None:
+def test_wilsons_interval_equals_the_published_interval() -> None:
     """81 of 263, of Newcombe 1998, table I."""
     found = wilson_interval(81, 263, 0.95)
     assert found is not None
@@ -19,7 +19,7 @@ def test_mcnemars_test_is_exact(changed: tuple[int, int], expected: float) -> No
     assert mcnemar_p_value(*changed) == mcnemar_p_value(*changed[::-1]) == pytest.approx(expected)
 
 
-def test_the_interval_of_a_difference_turns_around_with_its_sides() -> None:
+def test_exchanging_the_sides_negates_the_interval_of_a_difference() -> None:
     there, back = paired_share_interval(30, 9, 4, 60, 0.95), paired_share_interval(30, 4, 9, 60, 0.95)
     assert (there.low, there.high) == pytest.approx((-back.high, -back.low))
     assert there.low < -5 / 60 < there.high
@@ -28,7 +28,7 @@ def test_the_interval_of_a_difference_turns_around_with_its_sides() -> None:
 
 
 def test_the_interval_of_a_difference_covers() -> None:
-    """2,000 draws of 60 pairs: 92 to 98 of 100 intervals have the true difference, which a plain normal one has not."""
+    """Of 2,000 draws of 60 pairs, 92% to 99% have an interval with the true difference. Normal intervals have fewer."""
     generator = np.random.default_rng(0)
     for shares in ((0.6, 0.1, 0.05, 0.25), (0.9, 0.05, 0.01, 0.04)):
         draws = generator.multinomial(60, shares, size=2000)

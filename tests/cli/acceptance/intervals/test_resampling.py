@@ -1,4 +1,4 @@
-"""How often intervals cover the truth, in the worlds of examples/benchmarks/coverage.py, and Student's t."""
+"""How often intervals cover the true value, in the simulated worlds of examples/benchmarks/coverage.py."""
 
 import argparse
 import sys
@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
+from dflash_cli.acceptance.intervals.resampling import MIN_FREEDOM, MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_cli.acceptance.intervals.statistics import MIN_FOR_POSITIONS
+from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_testing.paths import ROOT
 
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
@@ -20,7 +21,7 @@ SAMPLED = ("bimodal", "heavy")
 
 
 def check_coverage(name: str, num_turns: int) -> None:
-    """95% intervals cover the truth in 93 to 97 of 100 replications, of which there are 2,000: standard error 0.5."""
+    """Require that 93% to 97% of 2,000 intervals of confidence 95% cover the true value. Standard error: 0.5%."""
     world = coverage.WORLDS[name]
     truth = coverage.true_ratio(world, num_turns)
     for count in (MIN_UNITS, 16, 32, 128):
@@ -32,7 +33,7 @@ def check_coverage(name: str, num_turns: int) -> None:
 @pytest.mark.parametrize("num_turns", [1, 5])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_interval_covers_as_often_as_it_says(name: str, num_turns: int) -> None:
-    """An interval over turns covers in 65 of 100 with five turns, the plain percentile one in 89 with 16 prompts."""
+    """Two other methods fail: intervals over five turns cover 65%, percentile intervals over 16 prompts 89%."""
     check_coverage(name, num_turns)
 
 
@@ -50,18 +51,18 @@ def test_the_interval_of_a_position_covers_as_often_as_it_says(name: str) -> Non
         assert 93 <= covered <= 97
 
 
-def test_the_script_prints_both_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_prints_its_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--worlds", "even", "--prompts", "8", "--replications", "20", "--bootstrap", "50"]
     monkeypatch.setattr(coverage, "true_ratio", lambda *_: 2.8)
     monkeypatch.setattr(sys, "argv", ["coverage.py", *arguments])
     assert coverage.main() == 0
-    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert rows[0] == "widened, by world"
-    assert rows[-len(coverage.METHODS) - 2 :] == [*coverage.METHODS, "lowest to highest, by position", "even"]
+    tables = [table.splitlines()[2:] for table in capsys.readouterr().out.strip().split("\n\n")]
+    names = [[row.split("|")[1].partition(":")[0].strip() for row in table] for table in tables]
+    assert names == [["even", "even"], [*coverage.METHODS], ["even"]]
 
 
-def test_fewer_conversations_would_not_be_covered() -> None:
-    """Why MIN_UNITS is not 8: where a quarter of the prompts differs, a draw of 8 often has none of those."""
+def test_intervals_over_eight_conversations_miss_their_coverage() -> None:
+    """The reason for MIN_UNITS: if a quarter of the prompts differs, draws of 8 often lack that quarter."""
     world = coverage.WORLDS["few-high"]
     units = coverage.as_units(coverage.draw_counts(world, np.random.default_rng(0), (2000, 8), 1))
     assert coverage.coverage(coverage.widened(units, 1000), coverage.true_ratio(world, 1)) < 91
@@ -72,7 +73,7 @@ def _fixed(chance: coverage.Floats, *_: object) -> tuple[coverage.Floats, float]
 
 
 def test_the_interval_of_a_difference_covers_as_often_as_it_says() -> None:
-    """Two drafts on the same prompts, the second better by an amount that differs from prompt to prompt."""
+    """Two drafts on the same prompts. The second is better, on each prompt by another amount."""
     world, rng = coverage.WORLDS["both"], np.random.default_rng(5)
     for count in (16, 64):
         shape, worlds = (2000, count), []
@@ -87,13 +88,22 @@ def test_the_interval_of_a_difference_covers_as_often_as_it_says() -> None:
         assert 93 <= coverage.coverage(coverage.widened(units, 1000), truth) <= 97, count
 
 
-def test_of_many_units_the_two_ways_agree() -> None:
+def test_the_delta_method_agrees_with_the_bootstrap_for_many_units() -> None:
     units = coverage.as_units(coverage.draw_counts(coverage.WORLDS["both"], np.random.default_rng(1), (3, 600), 1))
     exact = resampled_bounds(units, confidence=0.9, num_resamples=8000, seed=0)
     width = exact[:, 1] - exact[:, 0]
     assert (np.abs(linear_bounds(units, confidence=0.9) - exact) < 0.08 * width[:, None]).all()
 
 
-def test_units_that_do_not_differ_have_an_interval_of_no_width() -> None:
+def test_cached_quantiles_are_plain_floats() -> None:
+    """A NumPy number would reach JSON through the cache of another interval with the same degrees of freedom."""
+    student_quantile.cache_clear()
+    units = np.concatenate([np.full((1, 1, 20, 2), 1.0), np.ones((1, 1, 1, 2)) * [50.0, 1.0]], axis=2)
+    linear_bounds(units, confidence=0.95)
+    assert type(student_quantile(0.975, MIN_FREEDOM)) is float
+    assert student_quantile.cache_info().hits == 1
+
+
+def test_equal_units_have_an_interval_of_width_zero() -> None:
     units = np.broadcast_to(np.array([12.0, 4.0]), (1, 1, 20, 2))
     assert resampled_bounds(units, confidence=0.95, num_resamples=50, seed=0).tolist() == [[3.0, 3.0]]

@@ -1,4 +1,4 @@
-"""Figures by hand, and intervals: one bootstrap and one quantile rule, for one sample and for the difference of two."""
+"""Acceptance by hand, and intervals: one bootstrap and one quantile rule, for one sample and for two samples."""
 
 import json
 import random
@@ -10,17 +10,14 @@ import pytest
 from dflash_cli.acceptance.intervals.statistics import (
     Interval,
     StepCounts,
-    bootstrap_interval,
+    Summary,
     paired_interval,
     pooled_acceptance_len,
     summarise,
 )
 from dflash_runtime.documents import to_json
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
-
-
-def numbers_in(text: str | None) -> list[str]:
-    return re.findall(r"\d+", text or "")
 
 
 def compare(base: StepCounts, other: StepCounts) -> Interval | None:
@@ -46,7 +43,7 @@ def test_a_sample_does_not_differ_from_itself() -> None:
 
 
 def test_a_constant_difference_is_known_exactly() -> None:
-    """Pairs share their chance, so an interval over them is narrower than one over either side."""
+    """Both sides of a pair have the same chance of acceptance, so the pairs' interval is narrower than each side's."""
     base = sample(0, 0.5)
     other = [(tokens + 5, steps) for tokens, steps in base]
     interval = compare(base, other)
@@ -78,7 +75,7 @@ def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) 
 
 
 def test_every_definition_by_hand() -> None:
-    """Two requests, K = 3; the second one's last step is cut from 4 to 2 by its limit."""
+    """Two requests with K = 3. The token limit cuts the last step of the second request from 4 tokens to 2."""
     summary = summarise([output([1, 4, 2]), output([3, 4], kept=[3, 2])], 3, num_resamples=0)
     assert summary.definitions == pytest.approx(
         {
@@ -103,7 +100,7 @@ def test_no_steps_are_no_figures() -> None:
 
 
 def draw_length(generator: random.Random, accept: float) -> int:
-    """Tokens that a step gives, of 8 at most, where each drafted token is accepted with a chance of its own."""
+    """Draw the number of tokens of a step, at most 8: each drafted token is accepted with probability `accept`."""
     length = 1
     while length < 8 and generator.random() < accept:
         length += 1
@@ -111,7 +108,7 @@ def draw_length(generator: random.Random, accept: float) -> int:
 
 
 def test_the_summary_of_a_large_set_is_quick() -> None:
-    """1,319 prompts and 10,000 resamples, positions included, by the processor's clock: 0.2 s alone on a core."""
+    """1,319 prompts and 10,000 resamples, positions included: 0.2 s of processor time on a free core."""
     generator = random.Random(0)
     outputs = [output([draw_length(generator, 0.6) for _ in range(20)]) for _ in range(1319)]
     started = time.process_time()
@@ -119,22 +116,27 @@ def test_the_summary_of_a_large_set_is_quick() -> None:
     assert time.process_time() - started < 1
 
 
+def why_none(summary: Summary) -> tuple[str, list[str]]:
+    """The id of the reason for a missing interval, and the numbers in its text."""
+    assert summary.acceptance_len_interval is None
+    reason = summary.acceptance_len_no_interval
+    assert isinstance(reason, Notice)
+    return reason.id, re.findall(r"\d+", reason)
+
+
 def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     outputs = [output([1, 2]), output([5, 6]), output([3]), output([2, 2])] * 3
-    assert bootstrap_interval(outputs[:11], confidence=0.9, num_resamples=100, seed=0) is None
+    assert why_none(summarise(outputs[:11], 7, num_resamples=100)) == ("too-few-prompts", ["11", "12"])
     turns = [0, *range(11)]
-    assert bootstrap_interval(outputs, turns, confidence=0.9, num_resamples=100, seed=0) is None
-    first, again = (bootstrap_interval(outputs, confidence=0.9, num_resamples=100, seed=3) for _ in range(2))
-    assert first is not None
-    assert first == again
-    few, enough = summarise(outputs[:11], 7, num_resamples=100), summarise(outputs, 7, num_resamples=100)
-    assert few.acceptance_len_interval is None
-    assert numbers_in(few.acceptance_len_no_interval) == ["11", "12"]
-    assert enough.acceptance_len_no_interval is None
-    assert enough.acceptance_len_interval is not None
-    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was requested"
-    assert summarise([], 7).acceptance_len_no_interval == "no verify steps"
-    assert numbers_in(summarise(outputs[:1], 7).acceptance_len_no_interval) == ["1", "12"]
+    assert why_none(summarise(outputs, 7, conversations=turns, num_resamples=100)) == ("too-few-prompts", ["11", "12"])
+    first, again = (summarise(outputs, 7, confidence=0.9, num_resamples=100, seed=3) for _ in range(2))
+    assert first.acceptance_len_interval is not None
+    assert first.acceptance_len_interval.confidence == 0.9
+    assert first.acceptance_len_no_interval is None
+    assert first.acceptance_len_interval == again.acceptance_len_interval
+    assert why_none(summarise(outputs, 7, num_resamples=0)) == ("no-bootstrap", [])
+    assert why_none(summarise([], 7)) == ("no-steps", [])
+    assert why_none(summarise(outputs[:1], 7)) == ("too-few-prompts", ["1", "12"])
     assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
 
 
@@ -147,7 +149,7 @@ def test_positions_of_few_prompts_have_no_interval() -> None:
 
 
 def test_positions_have_the_interval_of_their_share_of_steps() -> None:
-    """The interval of a position is that of the ratio of its counts; one in which prompts do not differ has none."""
+    """A position's interval is the interval of the ratio of its counts. Equal prompts give no interval."""
     generator = random.Random(3)
     outputs = [output([1 + draw_length(generator, 0.5) for _ in range(10)]) for _ in range(40)]
     summary = summarise(outputs, 8, num_resamples=500)
