@@ -179,19 +179,37 @@ class Journal:
     def __enter__(self) -> "Journal":
         if self._path is None:
             return self
-        if self._stored is not None and self._stored.num_bytes:
-            with naming_output(self._path):
-                if self._path.stat().st_size > self._stored.num_bytes:
-                    os.truncate(self._path, self._stored.num_bytes)
-        elif not is_stream(self._path):
-            with atomic_text(self._path) as output:
-                output.write(json_line(self._head))
-        self._output = self._open_files.enter_context(open_output(self._path, "w" if is_stream(self._path) else "a"))
-        if is_stream(self._path):
-            self._write(self._head)
-        else:
-            _lock(self._output)
+        with ExitStack() as files:
+            if is_stream(self._path):
+                self._output = files.enter_context(open_output(self._path, "w"))
+                self._write(self._head)
+            else:
+                self._output = self._open_file(self._path, files)
+            self._open_files = files.pop_all()
         return self
+
+    def _open_file(self, path: Path, files: ExitStack) -> Output:
+        """Lock the file before it changes; then remove an unfinished last line, or start the file anew.
+
+        Raises:
+            UsageError: another run writes to the file, or has written to it since it was read.
+        """
+        if path.exists():
+            output = files.enter_context(open_output(path, "a"))
+            _lock(output)
+            if self._stored is not None and self._stored.num_bytes:
+                with naming_output(path):
+                    if b"\n" in path.read_bytes()[self._stored.num_bytes :]:
+                        raise UsageError(
+                            "another run has written to this file", id="file-in-use", path=path, hint=AGAIN
+                        )
+                    os.truncate(path, self._stored.num_bytes)
+                return output
+        with atomic_text(path) as new:
+            new.write(json_line(self._head))
+        output = files.enter_context(open_output(path, "a"))
+        _lock(output)
+        return output
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -221,6 +239,7 @@ class Journal:
 
 HEAD_START = json_line(JournalHead({}))[: -len("{}}\n")].encode()
 HEAD_HINT = "a file of --output starts with its settings"
+AGAIN = "run the command again; it continues from the answers in the file"
 TAKE_OUT = "delete the line; the prompt is asked again"
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),

@@ -1,5 +1,6 @@
 """The file of answers: lines are only added, other experiments are refused, and failed answers are not stored."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,31 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
         Journal(path, SETTINGS, ROWS, resume=True),
     ):
         pass
+
+
+@pytest.mark.parametrize("how", [{"resume": True}, {"resume": False, "force": True}])
+def test_a_refused_run_changes_nothing_and_closes_the_file(tmp_path: Path, how: dict[str, bool]) -> None:
+    """The first run has written half a line."""
+    path = tmp_path / "rows.jsonl"
+    with Journal(path, SETTINGS, ROWS, resume=True):
+        with path.open("a") as other:
+            other.write('{"index": 0, "tok')
+        before = path.read_bytes()
+        with refuses(UsageError, "file-in-use", path=path), Journal(path, SETTINGS, ROWS, **how):
+            pass
+        gc.collect()  # an open file would be reported here
+        assert path.read_bytes() == before
+
+
+def test_answers_that_another_run_added_since_the_file_was_read_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [], ROWS)
+    late = Journal(path, SETTINGS, ROWS, resume=True)
+    keep(path, [answer(ROWS[0])], ROWS)
+    before = path.read_bytes()
+    with refuses(UsageError, "file-in-use", path=path), late:
+        pass
+    assert path.read_bytes() == before
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
