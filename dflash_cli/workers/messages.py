@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dflash_cli.checkpoints.opening import Causality
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError
 
 if TYPE_CHECKING:
-    from dflash_cli.checkpoints.opening import Causality
     from dflash_cli.generation.answers import Event
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.generation.run_facts import PairRun
-    from dflash_runtime.config import EngineConfig
     from dflash_runtime.scheduling.request import SamplingParams
 
 
@@ -21,8 +21,8 @@ class WorkerSpec:
 
     draft: str | None
     target: str | None
-    config: "EngineConfig"
-    causality: "Causality | None" = None
+    config: EngineConfig
+    causality: Causality | None = None
     template_options: str | None = None
     threads: int | None = None
 
@@ -56,6 +56,10 @@ class Refusal:
     hint: str | None
     exit_code: int
     id: str
+
+    @classmethod
+    def of(cls, error: DFlashError) -> "Refusal":
+        return cls(error.message, error.hint, error.exit_code, error.id)
 
     def to_error(self) -> DFlashError:
         error = DFlashError(self.message, id=self.id, hint=self.hint)

@@ -40,7 +40,7 @@ class PromptWorker:
                 threads=spec.threads,
             )
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code, error.id)
+            return Refusal.of(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
             return Refusal(f"out of memory: {error}".splitlines()[0], None, CapacityError.exit_code, "out-of-memory")
         self._session = session
@@ -74,7 +74,7 @@ class PromptWorker:
                 if time.monotonic() >= until:
                     return Piece(tuple(events), is_last=False)
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code, error.id)
+            return Refusal.of(error)
         except (MemoryError, RuntimeError) as error:
             # A failed device raises RuntimeError without a more specific class.
             return Refusal(

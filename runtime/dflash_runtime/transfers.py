@@ -277,7 +277,7 @@ class Transfers:
         assert request.send_key is not None
         return Handoff(
             key=request.send_key,
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint.fields,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=tuple(request.output_token_ids),
             params=request.sent_params or request.params,

@@ -12,7 +12,6 @@ import torch
 from dflash_runtime import transfers
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import CapacityError
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
@@ -85,11 +84,11 @@ def a_step_early(handoff: Handoff) -> Handoff:
 
 
 def of_another_draft(handoff: Handoff) -> Handoff:
-    fields = {**handoff.fingerprint.fields, "draft weights": "0123456789abcdef"}
+    fields = {**handoff.fingerprint, "draft weights": "0123456789abcdef"}
     generator = torch.Generator().manual_seed(0)
     pages = handoff.tensors[DRAFT_PAGES]
     noise = torch.randn(pages.shape, generator=generator)
-    return replace(handoff.with_tensors({**handoff.tensors, DRAFT_PAGES: noise}), fingerprint=Fingerprint(fields))
+    return replace(handoff.with_tensors({**handoff.tensors, DRAFT_PAGES: noise}), fingerprint=fields)
 
 
 FAULTS: dict[str, tuple[Callable[[Handoff], Handoff], str, tuple[str, ...]]] = {

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.errors import InvalidHandoff, UsageError
+from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.errors import InvalidConfig, InvalidHandoff, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
@@ -125,7 +126,7 @@ class PrefixStore:
         tensors = {name: torch.stack([page[name] for page in pages]) for name in pages[0]}
         return Handoff(
             key=key,
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint.fields,
             prompt_token_ids=prefix.request.prompt_token_ids,
             output_token_ids=(),
             params=SamplingParams(),
@@ -140,10 +141,10 @@ class PrefixStore:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                sums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+                sums = from_json(dict[str, int], json.loads((file.metadata() or {}).get(CHECKSUMS, "{}")))
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, InvalidConfig) as error:
             _discard(path, str(error))
             return None
         wrong = [name for name, tensor in tensors.items() if sums.get(name) != checksum(tensor)]
@@ -166,7 +167,7 @@ class PrefixStore:
 def _write_page(path: Path, page: dict[str, Tensor]) -> None:
     sums = {name: checksum(tensor) for name, tensor in page.items()}
     with transfer_output(path, "KV page", id="page-not-written") as partial:
-        save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
+        save_file(page, partial, metadata={CHECKSUMS: json.dumps(to_json(sums))})
 
 
 def _discard(path: Path, reason: str) -> None:

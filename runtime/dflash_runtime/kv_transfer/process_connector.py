@@ -19,6 +19,7 @@ from dflash_runtime.kv_transfer.carrier import Carrier, Staged, filled_bytes
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
 from dflash_runtime.kv_transfer.control_channel import Address, ControlChannel, bind
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.messages import Greeting
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
 
@@ -181,7 +182,7 @@ class ProcessConnector(PeerConnector):
     ) -> None:
         _check_backend(backend)
         store = _make_store(address, timeout_s) if role == "prefill" else None
-        greeting = {"carrier": backend, "store_port": store.port if store is not None else 0}
+        greeting = Greeting(carrier=backend, store_port=store.port if store is not None else 0)
         channel = open_channel(role, address, greeting, timeout_s)
         try:
             met = store or _find_store(channel, timeout_s)
@@ -217,7 +218,7 @@ def _make_store(address: Address, timeout_s: float) -> Any:
 
 def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
     limit = timedelta(seconds=timeout_s)
-    return dist.TCPStore(channel.other_host, channel.greeting["store_port"], 2, is_master=False, timeout=limit)
+    return dist.TCPStore(channel.other_host, channel.greeting.store_port, 2, is_master=False, timeout=limit)
 
 
 def _open(backend: Backend, location: str, options: OpenOptions) -> Connector:

@@ -94,7 +94,7 @@ class VllmPrefill:
         page_size = fingerprint.fields["page_size"]
         return Handoff(
             key=key,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.fields,
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=(),
             params=SamplingParams(),
