@@ -11,6 +11,7 @@ from dflash_cli.probing.probe_options import ProbeOptions, open_probe
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.requests import Argument, verb
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
@@ -80,8 +81,9 @@ def _probe(request: "ProbePlan") -> "Probed":
 def _show(found: "Probed") -> None:
     from dflash_cli.probing import probe_report
 
-    for text in (*found.notes, *(f"{run.name}: {note}" for run in found.runs for note in run.notes)):
-        console.note(text)
+    of_runs = [Notice(f"{run.name}: {note}", id=note.id) for run in found.runs for note in run.notes]
+    for note in (*found.notes, *of_runs):
+        console.note(note)
     if console.is_json():
         console.result_json(found)
         return

@@ -1,6 +1,6 @@
 """Measure whether a server drafts, its acceptance length against a yardstick, and the cause if it is low."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -27,6 +27,8 @@ from dflash_cli.probing.token_equality import (
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
@@ -79,7 +81,7 @@ class Probed(Shown):
     known_faults: Annotated[tuple[str, ...], "rules that find a fault of the draft on this engine, with --draft"] = ()
     attribution: Attribution
     prompts: PromptSource
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
     definition: Annotated[str, HIDDEN]
     loads: Annotated[tuple[Comparison, ...], HIDDEN] = ()
     yardsticks: Annotated[tuple[Comparison, ...], HIDDEN] = ()
@@ -307,16 +309,14 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Notice]:
     """Notes about the whole probe."""
-    notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]
     if left_out:
-        notes.append(
-            f"concurrency {', '.join(left_out)} left out: the server runs {facts.max_concurrency} requests at a time"
-        )
+        most = f"the server runs at most {plural(facts.max_concurrency or 0, 'request')} at the same time"
+        yield Notice(f"concurrency {', '.join(left_out)} left out: {most}", id="concurrency-left-out")
     if any(run.is_engaged and run.origin != "answers" for run in runs):
-        notes.append(f"intervals need the steps of each answer: {request.server.how_to_report_steps}")
+        how = request.server.how_to_report_steps
+        yield Notice(f"intervals need the steps of each answer: {how}", id="intervals-need-steps")
     if request.source.warning is not None:
-        notes.append(request.source.warning)
-    return notes
+        yield request.source.warning

@@ -22,13 +22,14 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.notices import Notice
 
 Read = TypeVar("Read")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -199,6 +200,7 @@ SCALARS: Mapping[Any, _Scalar] = {
     float: _Scalar("number", "a number", lambda value: is_number(value) and math.isfinite(value)),
     str: _Scalar("string", "a string", lambda value: isinstance(value, str)),
     Path: _Scalar("string", "a path", lambda value: isinstance(value, str), Path),
+    Notice: _Scalar("string", "a string", lambda value: isinstance(value, str), partial(Notice, id="from-document")),
 }
 
 

@@ -11,6 +11,7 @@ and drafts at most K tokens. The length is therefore an upper bound.
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
@@ -47,8 +48,7 @@ class LlamaCppServer(InferenceServer):
     _num_draft_tokens: int | None = None
 
     def describe(self) -> ServerFacts:
-        found = self.client.find("/props")
-        props = found if isinstance(found, dict) else {}
+        props = self.find("/props")
         params = (props.get("default_generation_settings") or {}).get("params") or {}
         kind = params.get("speculative.type", params.get("speculative.types"))
         is_drafting = None if kind is None else kind not in NO_DRAFT
@@ -72,21 +72,18 @@ class LlamaCppServer(InferenceServer):
             "return_tokens": True,
             "cache_prompt": False,
         }
-        document = self.client.post(COMPLETION, body)
-        try:
-            timings = document["timings"]
-            token_ids = tuple(ids_of(document, "tokens"))
-            accepted = timings.get("draft_n_accepted")
-            return ServedAnswer(
-                token_ids=token_ids,
-                text=document["content"],
-                finish_reason="length" if document.get("stop_type") == "limit" else "stop",
-                num_steps=self._least_steps(timings),
-                num_accepted=accepted,
-                num_drafted=timings.get("draft_n"),
-            )
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.no_answer(COMPLETION, error) from error
+        return self.post(COMPLETION, body, self._read_answer)
+
+    def _read_answer(self, document: Any) -> ServedAnswer:
+        timings = document["timings"]
+        return ServedAnswer(
+            token_ids=tuple(ids_of(document)),
+            text=document["content"],
+            finish_reason="length" if document.get("stop_type") == "limit" else "stop",
+            num_steps=self._least_steps(timings),
+            num_accepted=timings.get("draft_n_accepted"),
+            num_drafted=timings.get("draft_n"),
+        )
 
     def _least_steps(self, timings: Mapping[str, Any]) -> int | None:
         if not timings.get("draft_n"):
@@ -96,34 +93,20 @@ class LlamaCppServer(InferenceServer):
         return max(1, undrafted, math.ceil(num_drafted / (self._num_draft_tokens or num_drafted)))
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
-        body = {
-            "prompt": list(text_ids),
-            "n_predict": 1,
-            "temperature": 0,
-            "n_probs": 5,
-            "cache_prompt": False,
-        }
-        document = self.client.post(COMPLETION, body)
-        try:
-            top = document["completion_probabilities"][0]["top_logprobs"]
-            return {int(item["id"]): float(item["logprob"]) for item in top}
-        except (LookupError, TypeError, ValueError) as error:
-            raise self.no_answer(COMPLETION, error) from error
+        body = {"prompt": list(text_ids), "n_predict": 1, "temperature": 0, "n_probs": 5, "cache_prompt": False}
+        return self.post(COMPLETION, body, _read_logprobs)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenize(text, add_special=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         body = {"messages": list(messages), "chat_template_kwargs": dict(options)}
-        document = self.client.post(TEMPLATE, body)
-        try:
-            return self._tokenize(document["prompt"], add_special=False)
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TEMPLATE, error) from error
+        return self._tokenize(self.post(TEMPLATE, body, itemgetter("prompt")), add_special=False)
 
     def _tokenize(self, text: str, *, add_special: bool) -> list[int]:
-        document = self.client.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True})
-        try:
-            return ids_of(document, "tokens")
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TOKENIZE, error) from error
+        return self.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True}, ids_of)
+
+
+def _read_logprobs(document: Any) -> dict[int, float]:
+    top = document["completion_probabilities"][0]["top_logprobs"]
+    return {int(item["id"]): float(item["logprob"]) for item in top}
