@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
     "validate": _printed(
         "validate", "rules.report_document:ValidateDocument", "diagnosis.run_document:RunValidateDocument"
     ),
-    "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferDocument"),
+    "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferReport"),
 }
 
 

@@ -1,4 +1,4 @@
-"""How one server is started, read from what a person has at hand: a JSON object of arguments, or the serve command."""
+"""The arguments of one server, read from a file: a JSON object of arguments, or the serve command."""
 
 import json
 import re
@@ -20,17 +20,17 @@ EXPECTED: Mapping[Kind, str] = {
     "object": "an object",
 }
 MODEL = "model"
-"""The key of the target, whatever the engine calls it."""
+"""The key of the argument without a name, which is the target for every engine."""
 COMMAND = "command"
 VERSION = "version"
 OPTION = re.compile(r"-{1,2}[A-Za-z]")
 PROGRAMS = ("serve", "launch_server", "api_server")
-"""How the word ends after which the arguments of a server begin."""
+"""Suffixes of the word before a server's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchKeys:
-    """The arguments of an engine that rules look at, in snake case; `aliases` are its other words for them."""
+    """The arguments of an engine that rules read, in snake case, and the engine's other names for them."""
 
     kinds: Mapping[str, Kind]
     aliases: Mapping[str, str]
@@ -38,7 +38,7 @@ class LaunchKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a server is started: the arguments that rules look at, and the names of those that they do not."""
+    """A server's arguments that rules read, its version, and the names of its other arguments."""
 
     path: Path
     arguments: Mapping[str, Any]
@@ -50,19 +50,20 @@ class Launch:
         return f"{self.path.name}:{key}"
 
     def get(self, key: str) -> Any:
-        """The value of an argument, None where it is not given."""
+        """The value of an argument, or None without it."""
         return self.arguments.get(key)
 
 
 def read_launch(path: Path, keys: LaunchKeys) -> Launch:
-    """Read a file of arguments, `{"command": "vllm serve ..."}`, or the command itself as plain text.
+    """Read a JSON object of arguments, `{"command": "vllm serve ..."}`, or the command as plain text.
 
     Raises:
-        CheckpointNotFound: no such file.
-        UsageError: it is none of these, or an argument has a value of another type.
+        CheckpointNotFound: the file does not exist.
+        UsageError: the file has another form, or an argument has a value of another type.
     """
     if not path.is_file():
-        raise CheckpointNotFound(f"{path}: no such file", hint="it holds the arguments, or the command, of one server")
+        hint = "it contains the arguments or the serve command of one server"
+        raise CheckpointNotFound("no such file", id="no-launch-file", path=path, hint=hint)
     given = _read_arguments(path)
     version = _checked(path, VERSION, given.pop(VERSION, None), "text")
     values: dict[str, Any] = {}
@@ -98,7 +99,7 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _parse_command(path: Path, text: str) -> dict[str, Any]:
-    """The options of a command line, and under `model` the argument before them, whatever starts the program."""
+    """The options of a command line, and the argument before them under `model`."""
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
@@ -116,7 +117,7 @@ def _parse_command(path: Path, text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the words that follow it, as far as the next option."""
+    """Each option with the words between it and the next option."""
     name: str | None = None
     values: list[str] = []
     for word in words:
@@ -132,7 +133,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
-    """Enter an option: `--no-x` is x switched off, `--a.b 1` is b within a."""
+    """Store an option: `--no-x` switches x off, and `--a.b 1` sets b inside a."""
     plain = name.lstrip("-")
     if plain.startswith("no-") and not values:
         found[plain.removeprefix("no-")] = False
@@ -148,7 +149,7 @@ def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
 
 
 def _from_text(value: Any) -> Any:
-    """A value within an object, which a command line gives as text, as JSON would have it."""
+    """The JSON value of a text from a command line, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except (TypeError, ValueError, RecursionError):
