@@ -1,4 +1,4 @@
-"""A pair whose prompts another process prefills: this process continues from the hand-offs and decodes."""
+"""A pair with a separate prefill process. This process continues from the hand-offs and decodes."""
 
 import shutil
 import socket
@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 
 @dataclass(kw_only=True)
 class PrefillSide:
-    """The prefill process, the connector to it, and the counts of all its hand-offs."""
+    """The prefill process, its connector, and the counts of all hand-offs."""
 
     options: DisaggregationOptions
     process: PrefillProcess
@@ -43,7 +43,7 @@ class PrefillSide:
         self.process.when_lost(self._give_up)
 
     def stream(self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Delta]:
-        """Have prompts prefilled in the other process, and decode them with `llm`."""
+        """Prefill prompts in the other process, and decode them with `llm`."""
         keys = tuple(f"{len(self._keys) + place:06}" for place in range(len(prompts)))
         self._keys += keys
         if self.process.loss is not None:
@@ -82,7 +82,7 @@ class PrefillSide:
 
 @dataclass(frozen=True, kw_only=True)
 class HandedSession(PairSession):
-    """A session whose prompts the other process prefills."""
+    """A session with a prefill process."""
 
     side: PrefillSide
 
@@ -92,7 +92,7 @@ class HandedSession(PairSession):
         return self.side.stream(self.llm, prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """The settings of `PairSession.run_settings`, marked so that a plain run does not resume this run's answers."""
+        """`PairSession.run_settings` with a mark, so that a plain run does not resume this run's answers."""
         settings = super().run_settings(params, chat=chat)
         return {**settings, "disaggregated": True, "prefill_draft": self.side.options.prefill_draft}
 
@@ -127,7 +127,7 @@ def open_handed(
             raise HandoffMismatch(
                 f"hand-offs of the prefill process do not fit: {'; '.join(differences)}",
                 id="prefill-does-not-fit", field="fingerprint", found=differences,
-                hint="--force-mismatch loads the parts that fit, to see what that does to acceptance",
+                hint="--force-mismatch loads the parts that fit, to measure the effect on acceptance",
             )  # fmt: skip
         connector = _connect(process, _location(options.carrier, stack), options.handoff_timeout, session.llm)
         stack.callback(connector.close)
@@ -155,7 +155,7 @@ def _config_there(config: EngineConfig, options: DisaggregationOptions) -> tuple
     """The config of the other engine, and whether both engines share one GPU. With several GPUs it takes the next one.
 
     Raises:
-        UsageError: nccl connects two GPUs, and there is one.
+        UsageError: nccl needs two GPUs, and this machine has one.
     """
     import torch
 
@@ -168,7 +168,7 @@ def _config_there(config: EngineConfig, options: DisaggregationOptions) -> tuple
         return replace(there, device=f"cuda:{(own + 1) % num_gpus}"), False
     if num_gpus and options.carrier == "nccl":
         raise UsageError(
-            field="--connector", found="nccl", expected="a carrier for one GPU: nccl connects two",
+            field="--connector", found="nccl", expected="a carrier for one GPU; nccl needs two",
             hint="use --connector gloo or file",
         )  # fmt: skip
     share = config.gpu_memory_utilization / (2 if num_gpus else 1)

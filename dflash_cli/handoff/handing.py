@@ -1,4 +1,4 @@
-"""The hand-offs of one run of `dflash generate`: their location, the prompts they bring, and their counts."""
+"""The hand-offs of one run of `dflash generate`: their location, their prompts, and their counts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,11 +43,11 @@ HINTS = {
 
 @dataclass(kw_only=True)
 class Handing:
-    """Hands the requests of a run off under the numbers of their rows, or continues requests from hand-offs.
+    """Hands the requests of a run off, or continues requests from hand-offs. Keys are the row numbers of prompts.
 
-    place       folder or address of the hand-offs; None: the run has no hand-offs
-    waiting     the hand-offs in a folder, which bring prompts and sampling parameters
-    is_of_vllm  the folder holds prefills of vLLM, which are found by the prompts of this run
+    place       folder or address of the hand-offs; None for a run without hand-offs
+    waiting     the hand-offs in a folder, with their prompts and sampling parameters
+    is_of_vllm  the folder contains prefills of vLLM, found by this run's prompts
     """
 
     place: str | None = None
@@ -61,7 +61,7 @@ class Handing:
 
     @property
     def prompts(self) -> PromptSet | None:
-        """The prompts of the waiting hand-offs, with the numbers, ids and categories of the sending run."""
+        """The prompts of the waiting hand-offs, with the row numbers, ids and categories of the sending run."""
         rows = [row for row, _ in sorted(self._pairs, key=lambda pair: pair[0].index)]
         return PromptSet(name=str(self.place), rows=rows) if rows else None
 
@@ -93,7 +93,7 @@ class Handing:
 
     @contextmanager
     def opened(self, llm: LLM) -> Iterator[Streaming | None]:
-        """Open the location, and give the function that runs prompts with hand-offs. None without hand-offs.
+        """Open the location, and yield the function that runs prompts with hand-offs. None without hand-offs.
 
         Raises:
             PeerUnreachable: the other side of an address does not open it.
@@ -241,7 +241,7 @@ class Handing:
 
 
 def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: bool, check_lossless: bool) -> Handing:
-    """The hand-offs that the options of a run ask for. Reads the headers in a folder, and writes nothing yet.
+    """The hand-offs of a run with these options. Reads the headers in a folder, and writes nothing yet.
 
     Raises:
         RequestError: a prompt has several turns.
@@ -260,7 +260,7 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: boo
     if check_lossless and not all(item.params.is_greedy for item in waiting):
         raise UsageError(
             field="--check-lossless", found="sampled hand-offs",
-            expected="greedy hand-offs: a sampled token has no single right value",
+            expected="greedy hand-offs, because a sampled token may have several right values",
         )  # fmt: skip
     return Handing(
         place=place,
@@ -277,7 +277,7 @@ def _refuse_turns(rows: Sequence[PromptRow]) -> None:
     row = next((row for row in rows if row.num_turns > 1), None)
     if row is not None:
         raise RequestError(
-            f"{row.where}: has {row.num_turns} turns, and a hand-off holds one: the next turn needs the answer",
+            f"{row.where}: found {row.num_turns} turns, expected 1: a hand-off ends at the first token of an answer",
             id="handoff-of-several-turns", field=row.where, found=row.num_turns,
             hint="hand off one turn at a time, as rows with messages",
         )  # fmt: skip

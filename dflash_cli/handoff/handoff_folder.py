@@ -1,4 +1,4 @@
-"""A folder of hand-offs: checks before writing, and its hand-offs as their headers and file sizes describe them."""
+"""A folder of hand-offs: checks before writing, and hand-offs read from headers and file sizes."""
 
 import shutil
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def read_waiting(place: str) -> tuple[Handoff, ...]:
 
     Raises:
         CheckpointNotFound: the folder does not exist.
-        UsageError: the folder has no hand-offs.
+        UsageError: the folder does not contain hand-offs.
         InvalidHandoff: a header is malformed, or the file of tensors has another size than the header states.
     """
     folder = Path(place)

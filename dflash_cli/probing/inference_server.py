@@ -152,7 +152,7 @@ class InferenceServer(ABC):
             ) from error
 
     def find(self, path: str) -> Mapping[str, Any]:
-        """The JSON object at a path; empty if the server has none."""
+        """The JSON object at a path, or an empty object."""
         return as_object(self.client.find(path))
 
 

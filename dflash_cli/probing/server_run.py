@@ -313,7 +313,7 @@ def _summary(
 
 
 def _conversations(answers: Sequence[Answer], *, is_ordered: bool) -> tuple[ConversationCounts, ...]:
-    """The conversations. Without the order of steps, they have no steps far from the prompt."""
+    """The conversations. Steps far from the prompt are counted only if the order of steps is known."""
     found = count_conversations([answer for answer in answers if answer.output.acceptance_lengths])
     return found if is_ordered else tuple(replace(item, num_far_tokens=0, num_far_steps=0) for item in found)
 

@@ -86,8 +86,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The worker is lost, for this reason."""
+    """The worker is lost: the situation, and the reason for users."""
 
+    id: str
     reason: str
 
 

@@ -39,8 +39,8 @@ def drafts_on_both_servers(transfer: Transfer) -> Iterator[Problem]:
     """Both servers have a draft: the prefill server writes its context KV, and the decode server reads it.
 
     vLLM's NIXL connector refuses a draft on one server only: from 0.28 on in the handshake, before by the number of KV
-    layers. vLLM's Mooncake connector and SGLang hand over the layers of the prefill server, and do not report layers
-    that only the decode server has.
+    layers. vLLM's Mooncake connector and SGLang hand over the prefill server's layers. They do not report layers that
+    only the decode server has.
     """
     prefill, decode = (server.draft for server in transfer.servers)
     location = transfer.decode.location("draft")
@@ -56,7 +56,7 @@ def drafts_on_both_servers(transfer: Transfer) -> Iterator[Problem]:
 
 @rule(
     "K02",
-    effect="this tool knows hand-overs of DFlash only, whose context KV depends on the target's hidden states alone",
+    effect="this tool knows DFlash only: its context KV depends on the target's hidden states alone",
     fix=FIX_COMMAND,
     source="vLLM 0.33.0 config/speculative.py; SGLang 0.5.23 speculative/spec_info.py",
     outcome="drops",

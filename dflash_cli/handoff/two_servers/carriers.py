@@ -15,14 +15,14 @@ NIXL, MOONCAKE, MORIIO = "nixl", "mooncake", "moriio"
 MULTI = "MultiConnector"
 """A connector of vLLM that contains other connectors."""
 HASHES_DRAFTS: Release = (0, 28)
-"""The first release of vLLM whose NIXL handshake compares the draft, its revision, its method and its KV dtype, and
-whether blocks are pulled or pushed (vllm-project/vllm#49230)."""
+"""From this release of vLLM on, NIXL's handshake compares the draft's name, revision, method and KV dtype, and the
+direction: blocks pulled or pushed (vllm-project/vllm#49230)."""
 ENFORCE = "enforce_handshake_compat"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCarrier:
-    """What a connector of an engine carries.
+    """Facts about a connector of an engine.
 
     family          two connectors understand each other if their families are equal
     carries         every layer that is registered, including the draft's; nothing; or unknown

@@ -13,11 +13,11 @@ from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.rule import Problem
 
 ANY_SIZE = (0, 29)
-"""The first release whose layers may have KV of different sizes."""
+"""From this release on, layers may have KV of different sizes."""
 SPLITS_DRAFT = (0, 33)
-"""The first release that splits a draft's heads separately if the target keeps compressed KV."""
+"""From this release on, the draft's heads are split separately if the target keeps compressed KV."""
 MIXES_BLOCKS = (0, 27)
-"""The first release that hands KV in several groups over between different block sizes."""
+"""From this release on, KV in several groups can move between different block sizes."""
 FIX_SIZES = f"give both servers the same --tensor-parallel-size, then check again: {AGAIN}"
 FIX_BLOCKS = f"give both servers the same --block-size, then check again: {AGAIN}"
 

@@ -1,4 +1,4 @@
-"""Servers of vLLM and SGLang, read from their arguments, and what is known about each engine's servers."""
+"""Servers of vLLM and SGLang, read from their arguments, and facts about each engine's servers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

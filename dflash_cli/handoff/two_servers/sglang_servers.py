@@ -64,7 +64,7 @@ def pages_are_of_one_size(transfer: Transfer) -> Iterator[Problem]:
     source=f"{CODE} arg_groups/speculative_hook.py",
 )
 def dflash_goes_with_the_options(transfer: Transfer) -> Iterator[Problem]:
-    """A server with a DFlash draft has no pipeline stages, and a decode server has no radix cache."""
+    """A server with a DFlash draft runs without pipeline stages, and a decode server without a radix cache."""
     for server in transfer.servers:
         if server.draft is None or server.draft.method != DFLASH:
             continue

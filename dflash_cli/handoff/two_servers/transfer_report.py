@@ -80,7 +80,7 @@ class TransferReport(Shown):
     @property
     @computed_key
     def passed(self) -> bool:
-        """Whether there are no errors and, with --strict, no warnings."""
+        """Whether the report lacks errors and, with --strict, warnings."""
         return not self.fails(strict=self.strict)
 
     @property
@@ -188,7 +188,7 @@ class _Opened:
         return replace(server, subject=self._drafts[draft], target_facts=self._targets[target])
 
     def _with_own_draft(self, server: Server) -> Server:
-        """For a server whose model is a draft: the server with this draft, and with the target that the draft names."""
+        """The server with its model as the draft, if its model is a draft that names a target."""
         reference = _reference(server.target, server.target_revision)
         if not self._takes_drafts or server.draft is not None or reference is None:
             return server
@@ -231,5 +231,5 @@ class _Opened:
 
 
 def _reference(name: str | None, revision: str | None) -> str | None:
-    """`name@revision` for a repository, and the path of a local checkpoint, which has no revision."""
+    """`name@revision` of a repository, or the path of a local checkpoint."""
     return f"{name}@{revision}" if name is not None and revision is not None and not Path(name).exists() else name

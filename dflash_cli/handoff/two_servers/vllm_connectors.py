@@ -16,12 +16,12 @@ UNTRIED = "this release does not know such layers, and its behaviour with them w
 FIX_NIXL = f"use NixlConnector on both servers, then check again: {AGAIN}"
 NO_GROUPS = "disable_hybrid_kv_cache_manager"
 CLAMPS = (0, 32)
-"""The first release whose MoRIIO connector leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
+"""From this release on, MoRIIO leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
 PAIRS_TAILS = (0, 31)
-"""The first release whose MoRIIO connector, when it reads, accepts own blocks after the blocks that it reads. It also
-refuses states together with a draft; earlier releases do not know states."""
+"""From this release on, MoRIIO accepts additional blocks of the decode server when it reads, and refuses states
+together with a draft. Earlier releases do not know states."""
 KNOWS_GROUPS = (0, 30)
-"""The first release whose MoRIIO connector knows windows. When it writes, it refuses them."""
+"""From this release on, MoRIIO knows windows, and refuses them when it writes."""
 CODE = "vLLM 0.24.0 to 0.33.0 distributed/kv_transfer/kv_connector/v1"
 
 rule = partial(transfer_rule, engines=ENGINE)
@@ -75,7 +75,7 @@ def connectors_carry_the_draft(transfer: Transfer) -> Iterator[Problem]:
 
 @rule(
     "K13",
-    effect="the other server has no blocks for those that a server reserves ahead for the draft",
+    effect="one server reserves blocks ahead for the draft, and the other server lacks them",
     fix=f"use vLLM {release_text(CLAMPS)} or later, or NixlConnector; then check again: {AGAIN}",
     source="vllm-project/vllm#55053, #50173; moriio/moriio_layout.py and moriio_connector.py of 0.24.0 to 0.33.0",
 )
@@ -101,7 +101,7 @@ def moriio_leaves_out_reserved_blocks(transfer: Transfer) -> Iterator[Problem]:
     source="vLLM 0.30.0 to 0.33.0 moriio/moriio_connector.py",
 )
 def moriio_takes_the_layers(transfer: Transfer) -> Iterator[Problem]:
-    """With a DFlash draft over MoRIIO, layers have no states, and no windows if MoRIIO writes.
+    """With a DFlash draft over MoRIIO, layers lack states and, if MoRIIO writes, windows.
 
     From 0.30 on MoRIIO refuses windows; before, it treats them as full attention. From 0.31 on it refuses states
     together with a draft, except DSpark from 0.32 on; before, it does not know states.

@@ -1,9 +1,9 @@
 """Messages between the two processes of a hand-off, over one TCP connection: a length in four bytes, then JSON.
 
-Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With a socket of its own, each
-side notices at once that the other process has died, and can wake a thread that waits for a message. torch's gloo can
-neither end a running receive nor show that the peer is alive between transfers. Messages are JSON, and none of their
-content is executed. Anyone who can reach the port can send messages, so the port belongs in a trusted network.
+Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With its own socket, each side
+detects at once that the other process has died, and can wake a thread that waits for a message. torch's gloo cannot end
+a running receive, and cannot show that the peer is alive between transfers. Messages are JSON. Their content is never
+executed. Anyone who can reach the port can send messages, so use a trusted network.
 """
 
 import json
@@ -214,7 +214,7 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
     """The next JSON object, or None if the other side has ended the stream.
 
     Raises:
-        ValueError: the bytes are no JSON object.
+        ValueError: the bytes are not a JSON object.
     """
     head = _receive_bytes(connection, LENGTH.size)
     if head is None:

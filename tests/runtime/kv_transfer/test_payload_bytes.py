@@ -32,7 +32,7 @@ def test_missing_and_misshapen_tensors_are_refused() -> None:
 
 
 def test_tensors_without_a_checksum_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that travel from GPU to GPU have no checksum, since computing it would copy them to the host."""
+    """Tensors travel from GPU to GPU without a checksum, since computing it would copy them to the host."""
 
     def read(tensor: Tensor) -> int:
         raise AssertionError("read")

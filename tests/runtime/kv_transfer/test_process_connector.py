@@ -1,4 +1,4 @@
-"""Hand-offs over gloo: what arrives, in any order, what is given up or refused, and what is damaged."""
+"""Hand-offs over gloo: arrival in any order, cancelled, refused and damaged hand-offs."""
 
 import gc
 import random

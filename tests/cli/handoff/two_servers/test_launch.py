@@ -1,4 +1,4 @@
-"""The files that say how a server is started: arguments, commands, and what is no such file."""
+"""Files with a server's arguments or serve command, and malformed files."""
 
 import json
 from contextlib import suppress
@@ -46,7 +46,7 @@ def test_one_server_in_every_spelling(text: str, tmp_path: Path) -> None:
     assert (server.draft.name, server.draft.num_draft_tokens, server.tensor_parallel) == ("org/dflash", 7, 2)
 
 
-def test_sglang_counts_the_anchor_and_has_two_words_for_much(tmp_path: Path) -> None:
+def test_sglang_counts_the_anchor_and_has_aliases(tmp_path: Path) -> None:
     command = (
         "python -m sglang.launch_server --model m --tp 4 --speculative-algorithm DFLASH --speculative-draft-model d "
         "--speculative-dflash-block-size 8 --disaggregation-mode decode --disaggregation-transfer-backend nixl "

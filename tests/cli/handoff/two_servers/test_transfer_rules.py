@@ -1,4 +1,4 @@
-"""Every rule on two servers fires on a pair that breaks it, and is silent on the pair that it was made from."""
+"""Every rule on two servers fires on a pair that breaks it, and is silent on the sound pair."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_transfer_rule_fires(case: TransferCase, tmp_path: Path, models: Path) -
 
 
 @pytest.mark.parametrize("case", SILENT, ids=lambda case: f"{case.rule}-{case.engine}")
-def test_a_rule_ends_where_it_is_said_to(case: TransferCase, tmp_path: Path, models: Path) -> None:
+def test_a_rule_is_silent_just_past_its_limit(case: TransferCase, tmp_path: Path, models: Path) -> None:
     report = judge(case, tmp_path, models)
     assert case.rule not in {item.id for item in report.findings}, report.findings
 

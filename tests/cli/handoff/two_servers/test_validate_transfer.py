@@ -84,7 +84,7 @@ def test_checkpoints_that_cannot_be_opened_are_noted_and_the_rest_is_checked() -
     assert "/nowhere/draft" in document["notes"][0]
 
 
-def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
+def test_a_draft_as_the_model_counts_as_the_draft() -> None:
     """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
     support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
     alone = {"model": "dflash-spec", "speculative_config": None}
@@ -135,7 +135,7 @@ def test_arguments_of_another_engine_are_noted() -> None:
     assert all("speculative_config, kv_transfer_config" in note for note in document["notes"])
 
 
-def test_help_and_explain_know_of_it() -> None:
+def test_help_and_explain_describe_it() -> None:
     assert "PREFILL DECODE" in support.run_main("validate-handoff", "--help").out
     explained = support.run_main("explain", "K01").out
     assert "kv-transfer" in explained
