@@ -56,7 +56,6 @@ class FileConnector:
         return self._pool.submit(_write, self.folder, handoff, mark_written(handoff.tensors))
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         future: Future[Handoff] = Future()
         with self._lock:
             if self._is_closed:
@@ -79,7 +78,6 @@ class FileConnector:
             partial.write_text(reason, encoding="utf-8")
 
     def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
         return False
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dflash_runtime.documents import OPTIONAL, from_json, to_json
 from dflash_runtime.errors import InvalidHandoff, UnsupportedError
 from dflash_runtime.kv_transfer.carrier import Staged, filled_bytes
-from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions
 from dflash_runtime.kv_transfer.control_channel import Address
 from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.messages import Greeting
@@ -92,16 +92,13 @@ class NixlCarrier:
             self._look_until(lambda: bool(self._agent.get_new_notifs()), staged.tensors)
 
     def release(self, staged: Staged) -> None:
-        """See `Carrier.release`."""
         if staged.registration is not None:
             self._agent.deregister_memory(staged.registration)
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """See `Carrier.allocate`."""
         return {name: empty_like_spec(spec, self._device) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        """See `Carrier.receive`."""
         filled = filled_bytes(tensors)
         there = from_json(Directions, directions, error=InvalidHandoff)
         if [data.numel() for data in filled] != [size for _, size, _ in there.regions]:
@@ -118,11 +115,9 @@ class NixlCarrier:
             self._agent.deregister_memory(registration)
 
     def stop(self) -> None:
-        """See `Carrier.stop`."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self._agent = None
 
     def _meet(self, there: Directions) -> str:
@@ -165,26 +160,18 @@ class NixlCarrier:
             time.sleep(LOOK_S)
 
 
-class NixlConnector(PeerConnector):
-    """A connector over NIXL. The prefill side listens at the address, and the decode side connects.
+@CONNECTORS.register("nixl")
+def open_nixl(location: str, options: OpenOptions) -> Connector:
+    """Open a connector over NIXL. The prefill side listens at the address, and the decode side connects.
 
     Raises:
-        PeerUnreachable: the other side did not open within `timeout_s`.
+        PeerUnreachable: the other side did not open within the time limit.
         UsageError: the port is not available, or the other side uses another connector.
         UnsupportedError: NIXL is not installed.
     """
-
-    def __init__(
-        self, role: TransferRole, address: Address, timeout_s: float = 60.0, device: torch.device | None = None
-    ) -> None:
-        carrier = NixlCarrier(device, timeout_s)
-        super().__init__(role, address, open_channel(role, address, Greeting(carrier=carrier.name), timeout_s), carrier)
-
-
-@CONNECTORS.register("nixl")
-def open_nixl(location: str, options: OpenOptions) -> Connector:
-    """See `OpenLocation`."""
-    return NixlConnector(options.role, Address.parse(location), options.timeout_s, options.device)
+    address, carrier = Address.parse(location), NixlCarrier(options.device, options.timeout_s)
+    channel = open_channel(options.role, address, Greeting(carrier=carrier.name), options.timeout_s)
+    return PeerConnector(options.role, address, channel, carrier)
 
 
 def _make_agent() -> Any:

@@ -59,22 +59,18 @@ class PeerConnector:
         atexit.register(self.close)  # a thread still inside torch at interpreter exit would abort the process
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """See `Connector.save`."""
         self._expect_role("prefill")
         return self._sending.save(handoff)
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         self._expect_role("decode")
         return self._receiving.load(key)
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`."""
         self._expect_role("prefill")
         self._sending.refuse(key, reason)
 
     def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
         return self._sending.is_wanted(key)
 
     def close(self) -> None:

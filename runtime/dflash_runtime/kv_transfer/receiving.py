@@ -42,7 +42,6 @@ class ReceivingSide:
         self._lock = threading.Lock()
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         future: Future[Handoff] = Future()
         with self._lock:
             ended = self._ended

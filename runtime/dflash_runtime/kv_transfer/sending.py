@@ -66,7 +66,6 @@ class SendingSide:
         self._lock = threading.Lock()
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """See `Connector.save`."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # only the other side can give a save up
         key, written = handoff.key, mark_written(handoff.tensors)
@@ -92,7 +91,6 @@ class SendingSide:
             self._begin(new, self._book.wanted.pop(key))
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`."""
         with self._lock:
             if key in self._book.held or self._ended is not None:
                 return
