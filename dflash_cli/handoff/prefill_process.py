@@ -67,7 +67,7 @@ class PrefillProcess:
             self._process.stdin.flush()
 
     def hear(self, kind: type[Heard]) -> Heard:
-        """Wait for the next answer, which has this class.
+        """The next answer, an object of class `kind`. Waits for it.
 
         Raises:
             DFlashError: the process answered with an error, or has ended.

@@ -1,4 +1,4 @@
-"""Send requests to one server, with a timeout, retries of passing failures and errors of one line.
+"""Send requests to one server, with a timeout, retries of temporary failures, and one-line errors.
 
 The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Both have the names used here.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dflash_cli.checkpoints.opening import Causality
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
@@ -41,7 +42,7 @@ class WorkerFacts:
     description: "PairRun"
     num_draft_tokens: int
     max_model_len: int
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Notice, ...] = ()
 
     @property
     def device_name(self) -> str:

@@ -88,5 +88,5 @@ def read_message(value: Mapping[str, Any]) -> Message | Bye:
     values = dict(as_object(value))
     kind = values.pop("kind", None)
     if kind not in KINDS:
-        raise InvalidConfig("kind", kind, f"one of {', '.join(KINDS)}")
+        raise InvalidConfig("kind", kind, f"one of {', '.join(KINDS)}", id="wrong-value")
     return from_json(KINDS[kind], values)

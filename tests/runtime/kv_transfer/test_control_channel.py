@@ -111,8 +111,8 @@ class TestChannel:
 
 
 WRONG_MESSAGES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no kind": ({"key": "a", "number": 0}, "invalid-config", "kind"),
-    "another kind": ({"kind": "later", "key": "a", "number": 0}, "invalid-config", "kind"),
+    "no kind": ({"key": "a", "number": 0}, "wrong-value", "kind"),
+    "another kind": ({"kind": "later", "key": "a", "number": 0}, "wrong-value", "kind"),
     "no key": ({"kind": "want", "number": 0}, "missing-key", "key"),
     "a number as text": ({"kind": "take", "key": "a", "number": "0"}, "wrong-value", "number"),
     "a key of another kind": ({"kind": "got", "key": "a", "number": 0, "reason": "x"}, "unknown-key", "reason"),
