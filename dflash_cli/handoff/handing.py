@@ -83,13 +83,8 @@ class Handing:
         """
         for item in self.waiting:
             if item.finish_reason is None and not self.force:
-                try:
-                    check_handoff(item, llm.fingerprint, llm.engine.runner.porter.shapes(item.kv_len))
-                except HandoffMismatch as error:
-                    raise HandoffMismatch(
-                        error.message, id=error.id, path=self.place, field=error.field, found=error.found,
-                        hint=SAME_PAIR,
-                    ) from error  # fmt: skip
+                shapes = llm.engine.runner.porter.shapes(item.kv_len)
+                check_handoff(item, llm.fingerprint, shapes, path=self.place, hint=SAME_PAIR)
 
     @contextmanager
     def opened(self, llm: LLM) -> Iterator[Streaming | None]:

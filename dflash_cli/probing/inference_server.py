@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.server_counters import CounterNames, ServerCounters, read_counters
+from dflash_cli.probing.server_counters import ServerCounters, read_counters
 from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object
 from dflash_runtime.registry import Registry
@@ -90,7 +90,8 @@ class InferenceServer(ABC):
     title: ClassVar[str]
     owner: ClassVar[str]
     """`owned_by` of the models that such a server lists at `/v1/models`."""
-    counter_names: ClassVar[CounterNames]
+    counter_names: ClassVar[Mapping[str, str]]
+    """The engine's names for fields of `ServerCounters`."""
     definition: ClassVar[str] = "vllm"
     """The definition of acceptance length that the engine uses, a key of `statistics.DEFINITIONS`."""
     how_to_report: ClassVar[str]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.checkpoints.opening import Causality
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Refusal:
     @classmethod
     def of(cls, error: DFlashError) -> "Refusal":
         return cls(error.message, error.hint, error.exit_code, error.id)
+
+    @classmethod
+    def out_of_memory(cls, text: str) -> "Refusal":
+        return cls(text.splitlines()[0], None, CapacityError.exit_code, "out-of-memory")
 
     def to_error(self) -> DFlashError:
         error = DFlashError(self.message, id=self.id, hint=self.hint)

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,13 @@ from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UsageErro
 from dflash_runtime.json_values import is_int
 
 Kind = Literal["text", "count", "switch", "object"]
-EXPECTED: Mapping[Kind, str] = {
-    "text": "a text",
-    "count": "a positive whole number",
-    "switch": "true or false",
-    "object": "an object",
+KINDS: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
+    "text": ("a text", lambda value: isinstance(value, str) and bool(value)),
+    "count": ("a positive whole number", lambda value: is_int(value) and value > 0),
+    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
 }
+"""Kinds of arguments: the words for errors, and whether a value is of the kind."""
 MODEL = "model"
 """The key of the argument without a name, which is the target for every engine."""
 COMMAND = "command"
@@ -93,9 +94,7 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     command = document.pop(COMMAND, None)
     if command is None:
         return document
-    if not isinstance(command, str):
-        raise UsageError(path=path, field=COMMAND, found=command, expected=EXPECTED["text"])
-    return {**_parse_command(path, command), **document}
+    return {**_parse_command(path, _checked(path, COMMAND, command, "text")), **document}
 
 
 def _parse_command(path: Path, text: str) -> dict[str, Any]:
@@ -162,18 +161,13 @@ def _key(name: str, keys: LaunchKeys) -> str:
 
 
 def _checked(path: Path, key: str, value: Any, kind: Kind) -> Any:
-    """A value of that kind; numbers, switches and objects may be given as text, as on a command line.
+    """A value of this kind. Numbers, switches and objects may be given as text, as on a command line.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: the value is of another kind.
     """
     read = _from_text(value) if kind != "text" and isinstance(value, str) else value
-    fits = {
-        "text": isinstance(read, str) and bool(read),
-        "count": is_int(read) and read > 0,
-        "switch": isinstance(read, bool),
-        "object": isinstance(read, dict),
-    }[kind]
-    if value is not None and not fits:
-        raise UsageError(path=path, field=key, found=value, expected=EXPECTED[kind])
+    expected, fits = KINDS[kind]
+    if value is not None and not fits(read):
+        raise UsageError(path=path, field=key, found=value, expected=expected)
     return read

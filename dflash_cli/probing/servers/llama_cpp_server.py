@@ -22,7 +22,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
@@ -32,18 +31,18 @@ NO_DRAFT = ("", "none")
 class LlamaCppServer(InferenceServer):
     """Reads from `/props` whether a draft is configured, because the counters exist with and without a draft."""
 
-    name: ClassVar[str] = "llama.cpp"
-    title: ClassVar[str] = "llama.cpp"
-    owner: ClassVar[str] = "llamacpp"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="llamacpp:spec_decode_num_drafts",
-        num_draft_tokens="llamacpp:spec_decode_num_draft_tokens",
-        num_accepted_tokens="llamacpp:spec_decode_num_accepted_tokens",
-        per_pos_accepted="llamacpp:spec_decode_num_accepted_tokens_per_pos",
-        num_tokens="llamacpp:tokens_predicted",
-    )
-    how_to_report: ClassVar[str] = "--model-draft and --metrics"
-    how_to_report_steps: ClassVar[str] = "--metrics, and ask with --concurrency 1"
+    name = "llama.cpp"
+    title = "llama.cpp"
+    owner = "llamacpp"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "llamacpp:spec_decode_num_drafts",
+        "num_draft_tokens": "llamacpp:spec_decode_num_draft_tokens",
+        "num_accepted_tokens": "llamacpp:spec_decode_num_accepted_tokens",
+        "per_pos_accepted": "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+        "num_tokens": "llamacpp:tokens_predicted",
+    }
+    how_to_report = "--model-draft and --metrics"
+    how_to_report_steps = "--metrics, and ask with --concurrency 1"
 
     _num_draft_tokens: int | None = None
 

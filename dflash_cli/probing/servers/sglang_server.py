@@ -16,7 +16,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -29,17 +28,17 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 class SglangServer(InferenceServer):
     """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1."""
 
-    name: ClassVar[str] = "sglang"
-    title: ClassVar[str] = "SGLang"
-    owner: ClassVar[str] = "sglang"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="sglang:spec_verify_calls",
-        num_requests="sglang:num_requests",
-        num_tokens="sglang:generation_tokens",
-    )
-    definition: ClassVar[str] = "sglang"
-    how_to_report: ClassVar[str] = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
-    how_to_report_steps: ClassVar[str] = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
+    name = "sglang"
+    title = "SGLang"
+    owner = "sglang"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "sglang:spec_verify_calls",
+        "num_requests": "sglang:num_requests",
+        "num_tokens": "sglang:generation_tokens",
+    }
+    definition = "sglang"
+    how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
+    how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
 
     def describe(self) -> ServerFacts:
         found = self.find("/server_info") or self.find("/get_server_info")

@@ -17,7 +17,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 ID_PREFIX = "token_id:"
@@ -27,19 +26,19 @@ ID_PREFIX = "token_id:"
 class VllmServer(InferenceServer):
     """Has speculative counters if and only if a draft is configured, with one position per drafted token."""
 
-    name: ClassVar[str] = "vllm"
-    title: ClassVar[str] = "vLLM"
-    owner: ClassVar[str] = "vllm"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="vllm:spec_decode_num_drafts",
-        num_draft_tokens="vllm:spec_decode_num_draft_tokens",
-        num_accepted_tokens="vllm:spec_decode_num_accepted_tokens",
-        per_pos_accepted="vllm:spec_decode_num_accepted_tokens_per_pos",
-        num_requests="vllm:request_success",
-        num_tokens="vllm:generation_tokens",
-    )
-    how_to_report: ClassVar[str] = "--speculative-config, and without --disable-log-stats"
-    how_to_report_steps: ClassVar[str] = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
+    name = "vllm"
+    title = "vLLM"
+    owner = "vllm"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "vllm:spec_decode_num_drafts",
+        "num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+        "num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+        "per_pos_accepted": "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "num_requests": "vllm:request_success",
+        "num_tokens": "vllm:generation_tokens",
+    }
+    how_to_report = "--speculative-config, and without --disable-log-stats"
+    how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
     def describe(self) -> ServerFacts:
         counters = self.counters()

@@ -132,8 +132,15 @@ def find_problems(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tu
     return [problem for problem in found if problem is not None] + here.notices(handoff.fingerprint)
 
 
-def check_handoff(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a hand-off that this engine cannot use; see `find_problems`.
+def check_handoff(
+    handoff: Handoff,
+    here: Fingerprint,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    path: object = None,
+    hint: str = "run both sides with the same pair and settings",
+) -> None:
+    """Refuse a hand-off that this engine cannot use; see `find_problems`. `path` is its folder, for the error.
 
     Raises:
         HandoffMismatch: names all problems.
@@ -142,8 +149,7 @@ def check_handoff(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tu
     if problems:
         raise HandoffMismatch(
             f"hand-off {handoff.key} does not fit this engine: {'; '.join(problems)}",
-            id="handoff-does-not-fit", field="key", found=handoff.key,
-            hint="run both sides with the same pair and settings",
+            id="handoff-does-not-fit", path=path, field="key", found=handoff.key, hint=hint,
         )  # fmt: skip
 
 
