@@ -24,7 +24,7 @@ from dflash_runtime.errors import (
 from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
-from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
+from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, concerns_target
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
@@ -183,7 +183,7 @@ class Handing:
         ]
 
     def _look_at(self, output: RequestOutput, refuse: Callable[[str], None]) -> None:
-        """Stop at an error that other prompts would meet too. Tell the other side of an error of one prompt."""
+        """Raise an error that stops the other prompts too. For an error of one prompt, tell the other side."""
         assert output.error is not None
         is_unsent = self.is_sending and bool(output.token_ids)
         is_unfit = not self.is_sending and output.exit_code == HandoffMismatch.exit_code
@@ -211,8 +211,8 @@ class Handing:
         if counts.problems:
             rates = tally.counts.per_pos_acceptance_rates
             seen = f"position 1 was accepted in {rates[0]:.2f} of steps; " if rates else ""
-            # Draft rows decide which tokens are proposed, target rows which tokens are right.
-            has_wrong_text = any("target " in text for text in counts.problems)
+            # The draft's rows affect only proposed tokens; the target's rows affect which tokens are accepted.
+            has_wrong_text = any(map(concerns_target, counts.problems))
             harm = "the text may be wrong" if has_wrong_text else "acceptance may be lower"
             text = f"hand-offs did not fit, so {harm}: {seen}{'; '.join(counts.problems)}"
             console.warn(Notice(text, id="text-may-be-wrong" if has_wrong_text else "acceptance-may-be-lower"))

@@ -12,7 +12,7 @@ import torch
 from dflash_runtime import transfers
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import CapacityError
-from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, concerns_target, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
@@ -111,7 +111,7 @@ def test_a_hand_off_that_does_not_fit_is_refused(fault: str) -> None:
     assert output.error_id == "handoff-does-not-fit"
     handoff = change(connector.saved["00000"])
     (found,) = find_problems(handoff, llm.fingerprint, llm.engine.runner.porter.shapes(handoff.kv_len))
-    assert found.id == problem
+    assert (found.id, concerns_target(found)) == (problem, False)
     assert all(value in found for value in values)
     assert all(part in str(output.error) for part in ("00000", found))
     assert len(llm.engine.scheduler.cache) == 0

@@ -44,7 +44,7 @@ class Fingerprint:
     def notices(self, other: Mapping[str, Any]) -> list[Notice]:
         """A text for each field that differs: `dtype: here float32, there bfloat16`."""
         return [
-            Notice(f"{name}: here {_shown(here)}, there {_shown(there)}", id="fingerprint-differs")
+            Notice(f"{name}: here {_shown(here)}, there {_shown(there)}", id="fingerprint-differs", field=name)
             for name, (here, there) in self.differences(other).items()
         ]
 

@@ -132,6 +132,12 @@ def find_problems(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tu
     return [problem for problem in found if problem is not None] + here.notices(handoff.fingerprint)
 
 
+def concerns_target(problem: Notice) -> bool:
+    """Whether a problem of a hand-off is about the target, so that the text may be wrong."""
+    name = problem.field or ""
+    return name == TARGET_PAGES or name.startswith((f"{TARGET_PAGES} ", STATE))
+
+
 def check_handoff(
     handoff: Handoff,
     here: Fingerprint,
@@ -157,13 +163,13 @@ def _tensor_problem(handoff: Handoff, name: str, shape: Sequence[int]) -> Notice
     found = handoff.tensors.get(name)
     what = "the draft's context KV" if name == DRAFT_PAGES else f"{name} KV"
     if found is None:
-        return Notice(f"it has no rows of {what}", id="tensor-missing")
+        return Notice(f"it lacks rows of {what}", id="tensor-missing", field=name)
     if len(found.shape) == len(shape) and found.shape[1] != shape[1]:
-        return Notice(f"{what} has {found.shape[1]} layers, expected {shape[1]}", id="layers-differ")
+        return Notice(f"{what} has {found.shape[1]} layers, expected {shape[1]}", id="layers-differ", field=name)
     if tuple(found.shape) != tuple(shape):
-        return Notice(f"{what} has shape {list(found.shape)}, expected {list(shape)}", id="shape-differs")
+        return Notice(f"{what} has shape {list(found.shape)}, expected {list(shape)}", id="shape-differs", field=name)
     num_rows = handoff.num_rows.get(name, 0)
     if num_rows != handoff.kv_len:
         text = f"{what} has {num_rows} of {handoff.kv_len} rows: it was sent before they were written"
-        return Notice(text, id="rows-missing")
+        return Notice(text, id="rows-missing", field=name)
     return None
