@@ -61,7 +61,8 @@ def _messages() -> "SimpleQueue[Any]":
 
 
 def _serve(messages: "SimpleQueue[Any]") -> Iterator[Loaded | Opened | Sent]:
-    llm = _load(from_json(WorkerSpec, messages.get()))
+    spec = from_json(WorkerSpec, messages.get())
+    llm = open_session(spec.draft, spec.target, spec.config, causality=spec.causality, threads=spec.threads).llm
     yield Loaded(llm.fingerprint.fields)
     opening = from_json(Opening, messages.get())
     device = llm.device if llm.device.type == "cuda" else None
@@ -69,11 +70,6 @@ def _serve(messages: "SimpleQueue[Any]") -> Iterator[Loaded | Opened | Sent]:
     yield Opened()
     while True:
         yield Sent(_hand_off(llm, connector, from_json(PrefillRequest, messages.get()), opening.timeout_s))
-
-
-def _load(spec: WorkerSpec) -> LLM:
-    """Load the pair of the first message."""
-    return open_session(spec.draft, spec.target, spec.config, causality=spec.causality, threads=spec.threads).llm
 
 
 def _hand_off(llm: LLM, connector: Connector, asked: PrefillRequest, timeout_s: float) -> int:

@@ -78,9 +78,8 @@ class HttpClient:
         """
         response = self._ask("POST", path, body)
         if response.status_code >= REDIRECTED:
-            said = _reason(response)
             raise RequestError(
-                f"answered {response.status_code}{said}",
+                f"answered {response.status_code}{_reason(response)}",
                 id="server-refused",
                 path=f"{self.url}{path}",
                 found=response.status_code,
@@ -101,7 +100,8 @@ class HttpClient:
         for attempt in range(self._num_retries + 1):
             try:
                 response = self._client.request(method, f"{self.url}{path}", json=body)
-                trouble = f"answered {response.status_code}" if _may_pass(response.status_code) else None
+                status = response.status_code
+                trouble = f"answered {status}" if status >= 500 or status == BUSY else None
             except self._library.ConnectError as error:
                 hint = "start the server, or correct the URL"
                 raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error
@@ -127,10 +127,6 @@ class HttpClient:
 
     def _unreachable(self, path: str, why: str, hint: str, *, id: str) -> ServerUnreachable:
         return ServerUnreachable(why, id=id, path=f"{self.url}{path}", hint=hint)
-
-
-def _may_pass(status: int) -> bool:
-    return status >= 500 or status == BUSY
 
 
 def _reason(response: Any) -> str:

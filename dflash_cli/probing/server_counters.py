@@ -68,7 +68,7 @@ def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCoun
             positions[position] = positions.get(position, 0) + value
     if names["num_drafts"] not in totals:
         return None
-    values = {field: _whole(totals.get(names.get(field, ""))) for field in SCALARS}
+    values = {field: int(totals[names[field]]) if names.get(field) in totals else None for field in SCALARS}
     per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
     return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
 
@@ -87,10 +87,6 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
             expected="counters in the Prometheus format",
         ) from error
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _rise(before: int | None, after: int | None) -> int | None:

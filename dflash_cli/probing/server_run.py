@@ -222,7 +222,8 @@ def _collect(
 def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> ServerUnreachable:
     kept = f"; {plural(num_done, 'answer')} kept in {request.journal}" if request.journal is not None else ""
     hint = "repeat the command with --resume to continue" if request.journal is not None else error.hint
-    return ServerUnreachable(f"{error.message}{kept}", id=error.id, hint=hint)
+    reason = error.message.removeprefix(f"{error.path}: ")
+    return ServerUnreachable(f"{reason}{kept}", id=error.id, path=error.path, hint=hint)
 
 
 def _count(

@@ -47,10 +47,10 @@ Region = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directions:
-    """Where the tensors of an offer are: pieces of memory, of one kind, of an agent with this metadata in base64."""
+    """Where the tensors of an offer are: pieces of memory of one agent."""
 
-    agent: Annotated[str | None, OPTIONAL] = None
-    memory: Annotated[str | None, OPTIONAL] = None
+    agent: Annotated[str | None, OPTIONAL, "NIXL's metadata of the agent, in base64"] = None
+    memory: Annotated[str | None, OPTIONAL, "DRAM (host) or VRAM (GPU)"] = None
     regions: tuple[Region, ...] = ()
 
 
@@ -83,7 +83,11 @@ class NixlCarrier:
         _wait_for_device(device)
         registration = self._agent.register_memory(filled)
         metadata = self._agent.get_partial_agent_metadata(registration, True)
-        directions = Directions(agent=b64encode(metadata).decode(), memory=_memory(device), regions=_regions(filled))
+        directions = Directions(
+            agent=b64encode(metadata).decode(),
+            memory="DRAM" if device.type == "cpu" else "VRAM",
+            regions=tuple((data.data_ptr(), data.numel(), max(data.get_device(), 0)) for data in filled),
+        )
         return Staged(staged, to_json(directions), registration)
 
     def send(self, staged: Staged) -> None:
@@ -190,21 +194,12 @@ def _make_agent() -> Any:
     return agent
 
 
-def _regions(filled: list[Tensor]) -> tuple[Region, ...]:
-    return tuple((data.data_ptr(), data.numel(), max(data.get_device(), 0)) for data in filled)
-
-
 def _overlap(known: Sequence[Region], new: Sequence[Region]) -> bool:
     return any(
         device == other_device and start < other_start + other_size and other_start < start + size
         for start, size, device in new
         for other_start, other_size, other_device in known
     )
-
-
-def _memory(device: torch.device) -> str:
-    """NIXL's name for host memory or GPU memory."""
-    return "DRAM" if device.type == "cpu" else "VRAM"
 
 
 def _wait_for_device(device: torch.device) -> None:

@@ -172,11 +172,13 @@ def open_process_connector(backend: Backend, location: str, options: OpenOptions
     greeting = Greeting(carrier=backend, store_port=store.port if store is not None else 0)
     channel = open_channel(role, address, greeting, timeout_s)
     try:
-        met = store or _find_store(channel, timeout_s)
+        if store is None:
+            limit = timedelta(seconds=timeout_s)
+            store = dist.TCPStore(channel.other_host, channel.greeting.store_port, 2, is_master=False, timeout=limit)
         carrier: Carrier = (
-            GlooCarrier(role, channel, met, timeout_s)
+            GlooCarrier(role, channel, store, timeout_s)
             if backend == "gloo"
-            else NcclCarrier(role, options.device, met, timeout_s)
+            else NcclCarrier(role, options.device, store, timeout_s)
         )
     except RuntimeError as error:
         channel.close()
@@ -205,8 +207,3 @@ def _make_store(address: Address, timeout_s: float) -> Any:
     return dist.TCPStore(
         address.host, port, 2, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=server.detach()
     )
-
-
-def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
-    limit = timedelta(seconds=timeout_s)
-    return dist.TCPStore(channel.other_host, channel.greeting.store_port, 2, is_master=False, timeout=limit)
