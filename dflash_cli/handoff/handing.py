@@ -13,15 +13,16 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import check_folder, empty_folder, read_waiting
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import (
     CapacityError,
     DFlashError,
     HandoffMismatch,
+    InvalidConfig,
     PeerUnreachable,
     RequestError,
     UsageError,
 )
-from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, concerns_target
@@ -39,6 +40,23 @@ HINTS = {
     "--handoff-timeout",
 }
 """Exit code of an error that ends a sending run -> its hint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowNote:
+    """The note of a hand-off of this tool: number, id and category of its row."""
+
+    index: int | None = None
+    id: str | int | None = None
+    category: str | None = None
+
+    @classmethod
+    def of(cls, handoff: Handoff) -> "RowNote":
+        """The note of a hand-off. Empty if another program wrote the hand-off."""
+        try:
+            return from_json(cls, handoff.note)
+        except InvalidConfig:
+            return cls()
 
 
 @dataclass(kw_only=True)
@@ -132,7 +150,7 @@ class Handing:
             is_sending=self.is_sending,
             timeout=self.timeout_s,
             force=self.force,
-            notes=tuple({"index": row.index, "id": row.id, "category": row.category} for row in rows),
+            notes=tuple(to_json(RowNote(row.index, row.id, row.category)) for row in rows),
         )
         given = [replace(item.params, seed=item.seed) for item in waiting] or params
         for delta in self._counted(llm, prompts, given, plan):
@@ -164,22 +182,22 @@ class Handing:
 
     @cached_property
     def _pairs(self) -> list[tuple[PromptRow, Handoff]]:
-        """Each waiting hand-off with its row. Rows are numbered anew if the hand-offs do not all state a number."""
-        indices = [item.note.get("index") for item in self.waiting]
-        has_indices = len(set(indices)) == len(indices) and all(map(is_int, indices))
+        """Each waiting hand-off with its row. Rows are numbered anew unless each hand-off states a different number."""
+        notes = [RowNote.of(item) for item in self.waiting]
+        has_indices = len({note.index for note in notes} - {None}) == len(notes)
         return [
             (
                 PromptRow(
-                    index=item.note["index"] if has_indices else position,
+                    index=note.index if has_indices and note.index is not None else position,
                     kind="prompt_token_ids",
                     value=list(item.prompt_token_ids),
-                    id=item.note.get("id"),
-                    category=item.note.get("category"),
+                    id=note.id,
+                    category=note.category,
                     where=f"{self.place}/{item.key}",
                 ),
                 item,
             )
-            for position, item in enumerate(self.waiting)
+            for position, (item, note) in enumerate(zip(self.waiting, notes, strict=True))
         ]
 
     def _look_at(self, output: RequestOutput, refuse: Callable[[str], None]) -> None:
