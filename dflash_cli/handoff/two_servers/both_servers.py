@@ -134,7 +134,7 @@ def targets_are_the_same(transfer: Transfer) -> Iterator[Problem]:
         return
     if prefill.target == decode.target:
         revisions = prefill.target_revision, decode.target_revision
-        yield from _other_revision(transfer, "target-revision", "revision", *revisions)
+        yield from _other_revision(transfer, "target-revision", "target_revision", *revisions)
         return
     problem = transfer.differs("target", prefill.target, decode.target, factor="target")
     is_sure = problem.outcome == "stops" or PurePath(prefill.target).name != PurePath(decode.target).name
@@ -166,7 +166,7 @@ def kv_dtypes_agree(transfer: Transfer) -> Iterator[Problem]:
     """Both servers keep KV in the same number format, for the target and for the draft."""
     prefill, decode = transfer.servers
     if prefill.kv_dtype != decode.kv_dtype:
-        yield transfer.differs("kv_cache_dtype", prefill.kv_dtype, decode.kv_dtype, factor="kv-dtype")
+        yield transfer.differs("kv_dtype", prefill.kv_dtype, decode.kv_dtype, factor="kv-dtype")
     if prefill.draft is None or decode.draft is None:
         return
     first, second = prefill.draft.kv_dtype or prefill.kv_dtype, decode.draft.kv_dtype or decode.kv_dtype

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,29 +30,43 @@ PROGRAMS = ("serve", "launch_server", "api_server")
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchKeys:
-    """The arguments of an engine that rules read, in snake case, and the engine's other names for them."""
+class Argument:
+    """An argument of an engine: its name in snake case, its kind, and its other names."""
 
-    kinds: Mapping[str, Kind]
-    aliases: Mapping[str, str]
+    name: str
+    kind: Kind
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchKeys:
+    """The arguments that rules read, by the rules' words, and the dotted keys of words inside an object argument."""
+
+    arguments: Mapping[str, Argument]
+    inner: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, word: str) -> str:
+        """The engine's name for a word of the rules. Other words are names already."""
+        return self.arguments[word].name if word in self.arguments else self.inner.get(word, word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A server's arguments that rules read, its version, and the names of its other arguments."""
+    """A server's arguments that rules read, by the rules' words, its version, and the names of its other arguments."""
 
     path: Path
+    keys: LaunchKeys
     arguments: Mapping[str, Any]
     version: str | None
     ignored: tuple[str, ...]
 
-    def location(self, key: str) -> str:
-        """`decode.json:block_size`."""
-        return f"{self.path.name}:{key}"
+    def location(self, word: str) -> str:
+        """`decode.json:block_size` for an argument."""
+        return f"{self.path.name}:{self.keys.key(word)}"
 
-    def get(self, key: str) -> Any:
+    def get(self, word: str) -> Any:
         """The value of an argument, or None without it."""
-        return self.arguments.get(key)
+        return self.arguments.get(word)
 
 
 def read_launch(path: Path, keys: LaunchKeys) -> Launch:
@@ -66,18 +80,20 @@ def read_launch(path: Path, keys: LaunchKeys) -> Launch:
         hint = "it contains the arguments or the serve command of one server"
         raise CheckpointNotFound("no such file", id="no-launch-file", path=path, hint=hint)
     given = _read_arguments(path)
-    version = _checked(path, VERSION, given.pop(VERSION, None), "text")
+    version = _checked(path, Argument(VERSION, "text"), given.pop(VERSION, None))
+    words = {name: word for word, item in keys.arguments.items() for name in (item.name, *item.aliases)}
     values: dict[str, Any] = {}
     ignored = []
     for name, value in given.items():
-        key = _key(name, keys)
-        if key in keys.kinds:
-            values[key] = _checked(path, key, value, keys.kinds[key])
-        else:
+        word = words.get(name.lstrip("-").replace("-", "_"))
+        if word is None:
             ignored.append(name)
+        else:
+            values[word] = _checked(path, keys.arguments[word], value)
     return Launch(
         path=path,
-        arguments={key: value for key, value in values.items() if value is not None},
+        keys=keys,
+        arguments={word: value for word, value in values.items() if value is not None},
         version=version,
         ignored=tuple(ignored),
     )
@@ -94,7 +110,7 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     command = document.pop(COMMAND, None)
     if command is None:
         return document
-    return {**_parse_command(path, _checked(path, COMMAND, command, "text")), **document}
+    return {**_parse_command(path, _checked(path, Argument(COMMAND, "text"), command)), **document}
 
 
 def _parse_command(path: Path, text: str) -> dict[str, Any]:
@@ -155,19 +171,14 @@ def _from_text(value: Any) -> Any:
         return value
 
 
-def _key(name: str, keys: LaunchKeys) -> str:
-    plain = name.lstrip("-").replace("-", "_")
-    return keys.aliases.get(plain, plain)
-
-
-def _checked(path: Path, key: str, value: Any, kind: Kind) -> Any:
-    """A value of this kind. Numbers, switches and objects may be given as text, as on a command line.
+def _checked(path: Path, argument: Argument, value: Any) -> Any:
+    """The value of an argument. Numbers, switches and objects may be given as text, as on a command line.
 
     Raises:
         UsageError: the value is of another kind.
     """
-    read = _from_text(value) if kind != "text" and isinstance(value, str) else value
-    expected, fits = KINDS[kind]
+    read = _from_text(value) if argument.kind != "text" and isinstance(value, str) else value
+    expected, fits = KINDS[argument.kind]
     if value is not None and not fits(read):
-        raise UsageError(path=path, field=key, found=value, expected=expected)
+        raise UsageError(path=path, field=argument.name, found=value, expected=expected)
     return read

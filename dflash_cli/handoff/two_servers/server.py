@@ -43,7 +43,6 @@ class ServedDraft:
 class Server:
     """One server, which is meant to prefill or to decode (`role`).
 
-    keys          the engine's names of the arguments that findings name
     connectors    all connectors, including connectors inside another one
     subject       the draft's files, if they could be read here
     target_facts  facts about the target, if it could be read here
@@ -51,7 +50,6 @@ class Server:
 
     role: str
     launch: Launch
-    keys: Mapping[str, str]
     release: Release
     draft: ServedDraft | None
     target: str | None
@@ -65,8 +63,8 @@ class Server:
     target_facts: TargetFacts | None = None
 
     def location(self, key: str) -> str:
-        """`decode.json:block_size` for an argument: a key of `keys`, or the engine's own name."""
-        return self.launch.location(self.keys.get(key, key))
+        """`decode.json:block_size` for an argument, by the rules' word for it."""
+        return self.launch.location(key)
 
     @property
     def link(self) -> EngineConnector | None:

@@ -16,7 +16,7 @@ from dflash_cli.handoff.two_servers.carriers import (
     SGLANG_CARRIERS,
     VLLM_CARRIERS,
 )
-from dflash_cli.handoff.two_servers.launch import Launch, LaunchKeys
+from dflash_cli.handoff.two_servers.launch import Argument, Launch, LaunchKeys
 from dflash_cli.handoff.two_servers.server import EngineConnector, ServedDraft, Server, release_of
 from dflash_cli.handoff.two_servers.transfer import EngineServers, Factor, Transfer
 from dflash_runtime.errors import UsageError
@@ -28,73 +28,45 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 MODES = ("prefill", "decode")
 
 VLLM_LAUNCH = LaunchKeys(
-    kinds={
-        "model": "text",
-        "revision": "text",
-        "kv_cache_dtype": "text",
-        "block_size": "count",
-        "tensor_parallel_size": "count",
-        "decode_context_parallel_size": "count",
-        "disable_hybrid_kv_cache_manager": "switch",
-        SPECULATIVE: "object",
-        TRANSFER: "object",
+    arguments={
+        "target": Argument("model", "text"),
+        "target_revision": Argument("revision", "text"),
+        "kv_dtype": Argument("kv_cache_dtype", "text"),
+        "page_size": Argument("block_size", "count"),
+        "tensor_parallel": Argument("tensor_parallel_size", "count", ("tp",)),
+        "context_parallel": Argument("decode_context_parallel_size", "count", ("dcp",)),
+        "no_groups": Argument("disable_hybrid_kv_cache_manager", "switch"),
+        "speculation": Argument(SPECULATIVE, "object", ("sc",)),
+        "transfer": Argument(TRANSFER, "object"),
     },
-    aliases={"tp": "tensor_parallel_size", "dcp": "decode_context_parallel_size", "sc": SPECULATIVE},
-)
-VLLM_KEYS = {
-    "draft": f"{SPECULATIVE}.model",
-    "draft_revision": f"{SPECULATIVE}.revision",
-    "num_draft_tokens": f"{SPECULATIVE}.num_speculative_tokens",
-    "draft_kv_dtype": f"{SPECULATIVE}.kv_cache_dtype",
-    "method": f"{SPECULATIVE}.method",
-    "target": "model",
-    "page_size": "block_size",
-    "tensor_parallel": "tensor_parallel_size",
-    "connector": f"{TRANSFER}.kv_connector",
-    "role": f"{TRANSFER}.kv_role",
-}
-SGLANG_LAUNCH = LaunchKeys(
-    kinds={
-        "model_path": "text",
-        "revision": "text",
-        "kv_cache_dtype": "text",
-        "page_size": "count",
-        "tp_size": "count",
-        "pp_size": "count",
-        "attn_cp_size": "count",
-        "dcp_size": "count",
-        "speculative_algorithm": "text",
-        "speculative_draft_model_path": "text",
-        "speculative_draft_model_revision": "text",
-        "speculative_num_draft_tokens": "count",
-        "speculative_draft_kv_cache_dtype": "text",
-        "disaggregation_mode": "text",
-        "disaggregation_transfer_backend": "text",
-        "disaggregation_decode_enable_radix_cache": "switch",
-    },
-    aliases={
-        "model": "model_path",
-        "tensor_parallel_size": "tp_size",
-        "tp": "tp_size",
-        "pipeline_parallel_size": "pp_size",
-        "attention_context_parallel_size": "attn_cp_size",
-        "decode_context_parallel_size": "dcp_size",
-        "speculative_draft_model": "speculative_draft_model_path",
-        "speculative_dflash_block_size": "speculative_num_draft_tokens",
+    inner={
+        "draft": f"{SPECULATIVE}.model",
+        "draft_revision": f"{SPECULATIVE}.revision",
+        "num_draft_tokens": f"{SPECULATIVE}.num_speculative_tokens",
+        "draft_kv_dtype": f"{SPECULATIVE}.kv_cache_dtype",
+        "method": f"{SPECULATIVE}.method",
+        "connector": f"{TRANSFER}.kv_connector",
+        "role": f"{TRANSFER}.kv_role",
     },
 )
-SGLANG_KEYS = {
-    "draft": "speculative_draft_model_path",
-    "draft_revision": "speculative_draft_model_revision",
-    "num_draft_tokens": "speculative_num_draft_tokens",
-    "draft_kv_dtype": "speculative_draft_kv_cache_dtype",
-    "method": "speculative_algorithm",
-    "target": "model_path",
-    "page_size": "page_size",
-    "tensor_parallel": "tp_size",
-    "connector": "disaggregation_transfer_backend",
-    "role": "disaggregation_mode",
-}
+SGLANG_LAUNCH = LaunchKeys({
+    "target": Argument("model_path", "text", ("model",)),
+    "target_revision": Argument("revision", "text"),
+    "kv_dtype": Argument("kv_cache_dtype", "text"),
+    "page_size": Argument("page_size", "count"),
+    "tensor_parallel": Argument("tp_size", "count", ("tensor_parallel_size", "tp")),
+    "pipeline_parallel": Argument("pp_size", "count", ("pipeline_parallel_size",)),
+    "context_parallel": Argument("attn_cp_size", "count", ("attention_context_parallel_size",)),
+    "decode_context_parallel": Argument("dcp_size", "count", ("decode_context_parallel_size",)),
+    "method": Argument("speculative_algorithm", "text"),
+    "draft": Argument("speculative_draft_model_path", "text", ("speculative_draft_model",)),
+    "draft_revision": Argument("speculative_draft_model_revision", "text"),
+    "num_draft_tokens": Argument("speculative_num_draft_tokens", "count", ("speculative_dflash_block_size",)),
+    "draft_kv_dtype": Argument("speculative_draft_kv_cache_dtype", "text"),
+    "role": Argument("disaggregation_mode", "text"),
+    "connector": Argument("disaggregation_transfer_backend", "text"),
+    "radix_cache": Argument("disaggregation_decode_enable_radix_cache", "switch"),
+})  # fmt: skip
 
 
 def read_vllm(role: str, launch: Launch, release: Release) -> Server:
@@ -103,49 +75,48 @@ def read_vllm(role: str, launch: Launch, release: Release) -> Server:
     Raises:
         UsageError: a field inside an object has another type than vLLM takes.
     """
-    speculation = launch.get(SPECULATIVE)
-    return replace(
-        _server(role, launch, VLLM_KEYS, release),
-        draft=None if speculation is None else _vllm_draft(launch, speculation),
-        connectors=tuple(_vllm_connectors(launch, launch.get(TRANSFER) or {}, TRANSFER)),
-        context_parallel=launch.get("decode_context_parallel_size") or 1,
-    )
+    speculation = launch.get("speculation")
+    draft = None if speculation is None else _vllm_draft(launch, speculation)
+    connectors = tuple(_vllm_connectors(launch, launch.get("transfer") or {}, TRANSFER))
+    return _server(role, launch, release, draft, connectors)
 
 
 def read_sglang(role: str, launch: Launch, release: Release) -> Server:
     """A server of SGLang. Its number of draft tokens includes the anchor."""
-    method, name = launch.get("speculative_algorithm"), launch.get("speculative_draft_model_path")
-    block, mode = launch.get("speculative_num_draft_tokens"), launch.get("disaggregation_mode")
+    method, name = launch.get("method"), launch.get("draft")
+    block, mode = launch.get("num_draft_tokens"), launch.get("role")
     draft = ServedDraft(
         name=name,
-        revision=launch.get("speculative_draft_model_revision"),
+        revision=launch.get("draft_revision"),
         method=method.lower() if method is not None else None,
         num_draft_tokens=block - 1 if block is not None else None,
-        kv_dtype=launch.get("speculative_draft_kv_cache_dtype"),
+        kv_dtype=launch.get("draft_kv_dtype"),
     )
-    backend = launch.get("disaggregation_transfer_backend") or "mooncake"
+    backend = launch.get("connector") or "mooncake"
     connector = EngineConnector(name=backend, role=mode, carrier=SGLANG_CARRIERS.get(backend, NO_CARRIER))
-    return replace(
-        _server(role, launch, SGLANG_KEYS, release),
-        draft=draft if method is not None or name is not None else None,
-        connectors=(connector,) if mode in MODES else (),
-        context_parallel=launch.get("attn_cp_size") or launch.get("dcp_size") or 1,
-    )
+    has_draft = method is not None or name is not None
+    return _server(role, launch, release, draft if has_draft else None, (connector,) if mode in MODES else ())
 
 
-def _server(role: str, launch: Launch, keys: Mapping[str, str], release: Release) -> Server:
-    """A server with the arguments that both engines have."""
+def _server(
+    role: str,
+    launch: Launch,
+    release: Release,
+    draft: ServedDraft | None,
+    connectors: tuple[EngineConnector, ...],
+) -> Server:
     return Server(
         role=role,
         launch=launch,
-        keys=keys,
         release=release_of(launch.version, release),
-        draft=None,
-        target=launch.get(keys["target"]),
-        target_revision=launch.get("revision"),
-        tensor_parallel=launch.get(keys["tensor_parallel"]) or 1,
-        kv_dtype=launch.get("kv_cache_dtype") or "auto",
-        page_size=launch.get(keys["page_size"]),
+        draft=draft,
+        target=launch.get("target"),
+        target_revision=launch.get("target_revision"),
+        connectors=connectors,
+        tensor_parallel=launch.get("tensor_parallel") or 1,
+        context_parallel=launch.get("context_parallel") or launch.get("decode_context_parallel") or 1,
+        kv_dtype=launch.get("kv_dtype") or "auto",
+        page_size=launch.get("page_size"),
     )
 
 

@@ -68,11 +68,11 @@ def dflash_goes_with_the_options(transfer: Transfer) -> Iterator[Problem]:
     for server in transfer.servers:
         if server.draft is None or server.draft.method != DFLASH:
             continue
-        stages = server.launch.get("pp_size") or 1
+        stages = server.launch.get("pipeline_parallel") or 1
         if stages > 1:
-            yield Problem(server.location("pp_size"), f"{stages}, expected 1 with DFlash")
-        if server.role == "decode" and server.launch.get("disaggregation_decode_enable_radix_cache"):
-            yield Problem(server.location("disaggregation_decode_enable_radix_cache"), "on, expected off with DFlash")
+            yield Problem(server.location("pipeline_parallel"), f"{stages}, expected 1 with DFlash")
+        if server.role == "decode" and server.launch.get("radix_cache"):
+            yield Problem(server.location("radix_cache"), "on, expected off with DFlash")
 
 
 @rule(

@@ -14,7 +14,6 @@ from dflash_cli.rules.rule import Problem
 
 UNTRIED = "this release does not know such layers, and its behaviour with them was not tried"
 FIX_NIXL = f"use NixlConnector on both servers, then check again: {AGAIN}"
-NO_GROUPS = "disable_hybrid_kv_cache_manager"
 CLAMPS = (0, 32)
 """From this release on, MoRIIO leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
 PAIRS_TAILS = (0, 31)
@@ -133,13 +132,12 @@ def cache_managers_agree(transfer: Transfer) -> Iterator[Problem]:
         return
     first, second = ("on" if _manages_groups(server) else "off" for server in transfer.servers)
     if first != second:
-        yield transfer.differs(NO_GROUPS, first, f"hybrid KV cache manager {second}")
+        yield transfer.differs("no_groups", first, f"hybrid KV cache manager {second}")
 
 
 def _manages_groups(server: Server) -> bool:
-    if server.launch.get(NO_GROUPS) is not None:
-        return not server.launch.get(NO_GROUPS)
-    return all(item.carrier.handles_groups for item in server.connectors)
+    is_off = server.launch.get("no_groups")
+    return not is_off if is_off is not None else all(item.carrier.handles_groups for item in server.connectors)
 
 
 def _draft_is_over_moriio(transfer: Transfer) -> bool:
