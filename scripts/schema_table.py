@@ -15,7 +15,8 @@ from dflash_cli.documents.kinds import KINDS
 HEAD = """# Schemas
 
 Printed by `python scripts/schema_table.py`. `--json` prints exactly one JSON document. Every document states its `kind`
-and its `schema_version`. `dflash schema KIND` prints the JSON Schema of a kind, complete with all definitions.
+and its `schema_version`, which `handoff.json` calls `version`. `dflash schema KIND` prints the JSON Schema of a kind,
+complete with all definitions.
 
 `schema_version` rises when a key changes its meaning or disappears. New keys do not change it, so other programs must
 ignore keys that they do not know. Commands of dflash refuse an unknown key in a document and name it: it is a typo,

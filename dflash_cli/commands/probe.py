@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli.probing.probe_options import ProbeOptions, open_probe
+from dflash_cli.probing.probe_options import ProbeOptions, ProbePlan, open_probe
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.requests import Argument, verb
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
-    from dflash_cli.probing.server_probe import Probed, ProbePlan
+    from dflash_cli.probing.server_probe import Probed
 
 FAULT = 3
 SHOWN_FAILURES = 5
@@ -54,7 +55,7 @@ def command(request: ProbeRequest) -> None:
     _finish(found, request.min_acceptance, use_lower_bound=request.gate == "lower", allow_failed=request.allow_failed)
 
 
-def _probe(request: "ProbePlan") -> "Probed":
+def _probe(request: ProbePlan) -> "Probed":
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.probing.server_probe import probe as run_probe
 
@@ -80,8 +81,9 @@ def _probe(request: "ProbePlan") -> "Probed":
 def _show(found: "Probed") -> None:
     from dflash_cli.probing import probe_report
 
-    for text in (*found.notes, *(f"{run.name}: {note}" for run in found.runs for note in run.notes)):
-        console.note(text)
+    of_runs = [Notice(f"{run.name}: {note}", id=note.id) for run in found.runs for note in run.notes]
+    for note in (*found.notes, *of_runs):
+        console.note(note)
     if console.is_json():
         console.result_json(found)
         return

@@ -1,6 +1,6 @@
 """`dflash validate-handoff`: does the draft's context arrive at the server that decodes?"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,18 +54,17 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
     if len(engines) != 1:
         raise UsageError(field="--engine", found=request.engine, expected="one engine: vllm or sglang")
     ignored = ignored_ids(request.ignore, HANDOFF_LEVELS)
-    return validate_transfer(request.prefill, request.decode, engines[0], ignored=ignored)
+    return validate_transfer(request.prefill, request.decode, engines[0], ignored=ignored, strict=request.strict)
 
 
 def command(request: HandoffValidationRequest) -> None:
     """Check and print."""
     report = validate_handoff(request)
-    fails = report.fails(strict=request.strict)
     if console.is_json():
-        console.result_json(replace(report.document, passed=not fails))
+        console.result_json(report)
     else:
         _print(report)
-    if fails:
+    if not report.passed:
         raise typer.Exit(FAILED)
 
 
@@ -74,10 +73,9 @@ def _print(report: "TransferReport") -> None:
         print_finding(finding)
     console.result(report.verdict.text)
     prefill, decode = (server.launch.path for server in report.transfer.servers)
-    errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{prefill} to {decode}: {report.num_rules} rules checked: "
-        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
+        f"{plural(report.num_errors, 'error')}, {plural(report.num_warnings, 'warning')}"
     )
     for note in report.notes:
         console.note(note)

@@ -14,7 +14,10 @@ from dflash_runtime.documents import schema_of
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a document is, and its classes as `module:Class`; a document has one of them."""
+    """What a document is, and its classes as `module:Class`; a document has one of them.
+
+    A module without a package is one of `dflash_cli`.
+    """
 
     title: str
     classes: tuple[str, ...]
@@ -22,8 +25,9 @@ class Kind:
     @property
     def loaded(self) -> tuple[type, ...]:
         """The classes."""
-        pairs = (name.split(":") for name in self.classes)
-        return tuple(getattr(import_module(f"dflash_cli.{module}"), name) for module, name in pairs)
+        full = (item if item.startswith("dflash_runtime.") else f"dflash_cli.{item}" for item in self.classes)
+        pairs = (name.split(":") for name in full)
+        return tuple(getattr(import_module(module), name) for module, name in pairs)
 
 
 def _printed(command: str, *classes: str) -> Kind:
@@ -50,6 +54,7 @@ KINDS: Mapping[str, Kind] = {
     "explain": _printed("explain", "rules.report_document:ExplainDocument", "rules.report_document:RuleListDocument"),
     "export": _printed("export", "publishing.exports.export_format:ExportDocument"),
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
+    "handoff": Kind("handoff.json in the folder of a hand-off", ("dflash_runtime.kv_transfer.handoff:HandoffHeader",)),
     "inspect": _printed(
         "inspect", "checkpoints.description:InspectDocument", "checkpoints.comparison:DifferenceDocument"
     ),
@@ -61,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
     "validate": _printed(
         "validate", "rules.report_document:ValidateDocument", "diagnosis.run_document:RunValidateDocument"
     ),
-    "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferDocument"),
+    "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferReport"),
 }
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from dflash_cli.generation.prompts import Sample
 from dflash_runtime.documents import HIDDEN
+from dflash_runtime.notices import Notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class PromptSource:
     sha256: Annotated[str | None, "of the file, or of a dataset's files one after the other"] = None
     dataset: DatasetSource | None = None
     num_too_long: Annotated[int, "prompts left out because they exceed the shortest of --context-lengths"] = 0
-    warning: str | None = None
+    warning: Notice | None = None
 
     @property
     def is_named(self) -> bool:

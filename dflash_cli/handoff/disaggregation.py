@@ -1,11 +1,11 @@
-"""Compare an evaluation whose prompts another process prefilled with one engine on the same prompts.
+"""Compare an evaluation with a separate prefill process to one engine on the same prompts.
 
 Answers are compared turn by turn:
 
-    text         equal tokens, or tokens that are as likely to the target as `--check-lossless` allows
-    acceptance   difference of the acceptance lengths, and of the acceptance of position 1, paired by prompt. The
-                 acceptance has fallen if an interval lies below zero.
-    steps        in float32, rounding changes no accepted token, so one step that differs is a fault
+    text         equal tokens, or tokens that `--check-lossless` accepts as equally likely to the target
+    acceptance   differences of the acceptance length and of the acceptance of position 1, paired by prompt. The
+                 acceptance fell if an interval lies below zero.
+    steps        in float32 rounding changes no accepted token, so a different step is a fault
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ Pair = tuple[RequestOutput, RequestOutput]
 def compare_with_one_engine(
     evaluation: "Evaluation", session: HandedSession, plan: EvaluationPlan, tally: Tally
 ) -> "Evaluation":
-    """The evaluation with a comparison: this process answers the same prompts again, alone."""
+    """The evaluation with a comparison. This process alone answers the same prompts again."""
     return replace(evaluation, disaggregation=_compare(session, plan, _all_answers(session, plan, tally)))
 
 
@@ -91,7 +91,7 @@ def _answer_alone(session: PairSession, plan: EvaluationPlan) -> list[Answer]:
 
 
 def _is_prefilled_here(output: RequestOutput) -> bool:
-    """Whether no hand-off came. An answer that ends with its first token needs none."""
+    """Whether this process prefilled the prompt. An answer of one token needs no hand-off."""
     return not output.num_loaded and len(output.token_ids) > 1
 
 
@@ -103,7 +103,7 @@ def _is_rounding(session: HandedSession, plan: EvaluationPlan, output: RequestOu
 
 
 def _is_same_trace(one: RequestOutput, two: RequestOutput) -> bool:
-    """Whether every step has the same drafts and accepts as many. Answers from a file have no drafts to compare."""
+    """Whether all steps are equal: draft tokens and acceptance. Answers read from a file lack draft tokens."""
     has_same_counts = (one.acceptance_lengths, one.committed_lengths, one.rejected_ids) == (
         two.acceptance_lengths, two.committed_lengths, two.rejected_ids,
     )  # fmt: skip

@@ -1,24 +1,25 @@
-"""A pair whose prompts another process prefills: this process continues from the hand-offs and decodes."""
+"""A pair with a separate prefill process. This process continues from the hand-offs and decodes."""
 
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
+from dflash_cli.handoff.prefill_messages import Loaded, Opened, Opening, PrefillRequest
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
+from dflash_cli.workers.messages import WorkerSpec
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector
 from dflash_runtime.kv_transfer.file_connector import FileConnector
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
@@ -29,7 +30,7 @@ HOST = "127.0.0.1"
 
 @dataclass(kw_only=True)
 class PrefillSide:
-    """The prefill process, the connector to it, and the counts of all its hand-offs."""
+    """The prefill process, its connector, and the counts of all hand-offs."""
 
     options: DisaggregationOptions
     process: PrefillProcess
@@ -42,12 +43,12 @@ class PrefillSide:
         self.process.when_lost(self._give_up)
 
     def stream(self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Delta]:
-        """Have prompts prefilled in the other process, and decode them with `llm`."""
+        """Prefill prompts in the other process, and decode them with `llm`."""
         keys = tuple(f"{len(self._keys) + place:06}" for place in range(len(prompts)))
         self._keys += keys
         if self.process.loss is not None:
             self._give_up(self.process.loss)
-        self.process.say({"keys": keys, "prompts": prompts, "params": [asdict(item) for item in params]})
+        self.process.say(PrefillRequest(keys=keys, prompts=prompts, params=params))
         plan = HandoffPlan(
             connector=self.connector,
             keys=keys,
@@ -81,7 +82,7 @@ class PrefillSide:
 
 @dataclass(frozen=True, kw_only=True)
 class HandedSession(PairSession):
-    """A session whose prompts the other process prefills."""
+    """A session with a prefill process."""
 
     side: PrefillSide
 
@@ -91,7 +92,7 @@ class HandedSession(PairSession):
         return self.side.stream(self.llm, prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """The settings of `PairSession.run_settings`, marked so that a plain run does not resume this run's answers."""
+        """`PairSession.run_settings` with a mark, so that a plain run does not resume this run's answers."""
         settings = super().run_settings(params, chat=chat)
         return {**settings, "disaggregated": True, "prefill_draft": self.side.options.prefill_draft}
 
@@ -117,16 +118,16 @@ def open_handed(
         process = PrefillProcess(_pair_to_load(pair, there, options, threads))
         stack.callback(process.close)
         with console.working("loading weights in the prefill process"):
-            answer = process.hear() if shares_gpu else None  # it reserves its part of the memory first
+            answer = process.hear(Loaded) if shares_gpu else None  # it reserves its part of the memory first
         session = load_session(pair, config, threads=threads)
         with console.working("waiting for the prefill process"):
-            answer = answer or process.hear()
-        differences = session.llm.fingerprint.differences(Fingerprint.read(answer["fingerprint"]))
+            answer = answer or process.hear(Loaded)
+        differences = session.llm.fingerprint.notices(answer.fingerprint)
         if differences and not options.force_mismatch:
             raise HandoffMismatch(
                 f"hand-offs of the prefill process do not fit: {'; '.join(differences)}",
                 id="prefill-does-not-fit", field="fingerprint", found=differences,
-                hint="--force-mismatch loads the parts that fit, to see what that does to acceptance",
+                hint="--force-mismatch loads the parts that fit, to measure the effect on acceptance",
             )  # fmt: skip
         connector = _connect(process, _location(options.carrier, stack), options.handoff_timeout, session.llm)
         stack.callback(connector.close)
@@ -137,24 +138,24 @@ def open_handed(
 
 def _pair_to_load(
     pair: OpenedPair, config: EngineConfig, options: DisaggregationOptions, threads: int | None
-) -> Mapping[str, Any]:
-    """The first message to the process: the pair that it loads."""
+) -> WorkerSpec:
+    """The pair that the process loads."""
     own = None if pair.draft is None else str(pair.draft.checkpoint.path.resolve())
     asked = options.prefill_draft
-    return {
-        "draft": own if asked is None else None if asked == NO_DRAFT else asked,
-        "target": str(pair.target.checkpoint.path.resolve()),
-        "config": asdict(config),
-        "causality": pair.causality,
-        "threads": threads,
-    }
+    return WorkerSpec(
+        draft=own if asked is None else None if asked == NO_DRAFT else asked,
+        target=str(pair.target.checkpoint.path.resolve()),
+        config=config,
+        causality=pair.causality,
+        threads=threads,
+    )
 
 
 def _config_there(config: EngineConfig, options: DisaggregationOptions) -> tuple[EngineConfig, bool]:
     """The config of the other engine, and whether both engines share one GPU. With several GPUs it takes the next one.
 
     Raises:
-        UsageError: nccl connects two GPUs, and there is one.
+        UsageError: nccl needs two GPUs, and this machine has one.
     """
     import torch
 
@@ -167,7 +168,7 @@ def _config_there(config: EngineConfig, options: DisaggregationOptions) -> tuple
         return replace(there, device=f"cuda:{(own + 1) % num_gpus}"), False
     if num_gpus and options.carrier == "nccl":
         raise UsageError(
-            field="--connector", found="nccl", expected="a carrier for one GPU: nccl connects two",
+            field="--connector", found="nccl", expected="a carrier for one GPU; nccl needs two",
             hint="use --connector gloo or file",
         )  # fmt: skip
     share = config.gpu_memory_utilization / (2 if num_gpus else 1)
@@ -188,7 +189,7 @@ def _connect(process: PrefillProcess, location: str, timeout_s: float, llm: LLM)
     Raises:
         DFlashError: either side cannot open it.
     """
-    process.say({"place": location, "timeout_s": timeout_s})
+    process.say(Opening(place=location, timeout_s=timeout_s))
     device = llm.device if llm.device.type == "cuda" else None
     try:
         connector = open_connector(location, "decode", timeout_s, device)
@@ -197,7 +198,7 @@ def _connect(process: PrefillProcess, location: str, timeout_s: float, llm: LLM)
             raise process.loss from None
         raise
     try:
-        process.hear()
+        process.hear(Opened)
     except DFlashError:
         connector.close()
         raise

@@ -1,4 +1,4 @@
-"""The hand-offs of one run of `dflash generate`: their location, the prompts they bring, and their counts."""
+"""The hand-offs of one run of `dflash generate`: their location, their prompts, and their counts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,18 +13,19 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import check_folder, empty_folder, read_waiting
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import (
     CapacityError,
     DFlashError,
     HandoffMismatch,
+    InvalidConfig,
     PeerUnreachable,
     RequestError,
     UsageError,
 )
-from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
-from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
+from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, concerns_target
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
@@ -41,13 +42,30 @@ HINTS = {
 """Exit code of an error that ends a sending run -> its hint."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowNote:
+    """The note of a hand-off of this tool: number, id and category of its row."""
+
+    index: int | None = None
+    id: str | int | None = None
+    category: str | None = None
+
+    @classmethod
+    def of(cls, handoff: Handoff) -> "RowNote":
+        """The note of a hand-off. Empty if another program wrote the hand-off."""
+        try:
+            return from_json(cls, handoff.note)
+        except InvalidConfig:
+            return cls()
+
+
 @dataclass(kw_only=True)
 class Handing:
-    """Hands the requests of a run off under the numbers of their rows, or continues requests from hand-offs.
+    """Hands the requests of a run off, or continues requests from hand-offs. Keys are the row numbers of prompts.
 
-    place       folder or address of the hand-offs; None: the run has no hand-offs
-    waiting     the hand-offs in a folder, which bring prompts and sampling parameters
-    is_of_vllm  the folder holds prefills of vLLM, which are found by the prompts of this run
+    place       folder or address of the hand-offs; None for a run without hand-offs
+    waiting     the hand-offs in a folder, with their prompts and sampling parameters
+    is_of_vllm  the folder contains prefills of vLLM, found by this run's prompts
     """
 
     place: str | None = None
@@ -61,7 +79,7 @@ class Handing:
 
     @property
     def prompts(self) -> PromptSet | None:
-        """The prompts of the waiting hand-offs, with the numbers, ids and categories of the sending run."""
+        """The prompts of the waiting hand-offs, with the row numbers, ids and categories of the sending run."""
         rows = [row for row, _ in sorted(self._pairs, key=lambda pair: pair[0].index)]
         return PromptSet(name=str(self.place), rows=rows) if rows else None
 
@@ -83,17 +101,12 @@ class Handing:
         """
         for item in self.waiting:
             if item.finish_reason is None and not self.force:
-                try:
-                    check_handoff(item, llm.fingerprint, llm.engine.runner.porter.shapes(item.kv_len))
-                except HandoffMismatch as error:
-                    raise HandoffMismatch(
-                        error.message, id=error.id, path=self.place, field=error.field, found=error.found,
-                        hint=SAME_PAIR,
-                    ) from error  # fmt: skip
+                shapes = llm.engine.runner.porter.shapes(item.kv_len)
+                check_handoff(item, llm.fingerprint, shapes, path=self.place, hint=SAME_PAIR)
 
     @contextmanager
     def opened(self, llm: LLM) -> Iterator[Streaming | None]:
-        """Open the location, and give the function that runs prompts with hand-offs. None without hand-offs.
+        """Open the location, and yield the function that runs prompts with hand-offs. None without hand-offs.
 
         Raises:
             PeerUnreachable: the other side of an address does not open it.
@@ -137,7 +150,7 @@ class Handing:
             is_sending=self.is_sending,
             timeout=self.timeout_s,
             force=self.force,
-            notes=tuple({"index": row.index, "id": row.id, "category": row.category} for row in rows),
+            notes=tuple(to_json(RowNote(row.index, row.id, row.category)) for row in rows),
         )
         given = [replace(item.params, seed=item.seed) for item in waiting] or params
         for delta in self._counted(llm, prompts, given, plan):
@@ -169,26 +182,26 @@ class Handing:
 
     @cached_property
     def _pairs(self) -> list[tuple[PromptRow, Handoff]]:
-        """Each waiting hand-off with its row. Rows are numbered anew if the hand-offs do not all state a number."""
-        indices = [item.note.get("index") for item in self.waiting]
-        has_indices = len(set(indices)) == len(indices) and all(map(is_int, indices))
+        """Each waiting hand-off with its row. Rows are numbered anew unless each hand-off states a different number."""
+        notes = [RowNote.of(item) for item in self.waiting]
+        has_indices = len({note.index for note in notes} - {None}) == len(notes)
         return [
             (
                 PromptRow(
-                    index=item.note["index"] if has_indices else position,
+                    index=note.index if has_indices and note.index is not None else position,
                     kind="prompt_token_ids",
                     value=list(item.prompt_token_ids),
-                    id=item.note.get("id"),
-                    category=item.note.get("category"),
+                    id=note.id,
+                    category=note.category,
                     where=f"{self.place}/{item.key}",
                 ),
                 item,
             )
-            for position, item in enumerate(self.waiting)
+            for position, (item, note) in enumerate(zip(self.waiting, notes, strict=True))
         ]
 
     def _look_at(self, output: RequestOutput, refuse: Callable[[str], None]) -> None:
-        """Stop at an error that other prompts would meet too. Tell the other side of an error of one prompt."""
+        """Raise an error that stops the other prompts too. For an error of one prompt, tell the other side."""
         assert output.error is not None
         is_unsent = self.is_sending and bool(output.token_ids)
         is_unfit = not self.is_sending and output.exit_code == HandoffMismatch.exit_code
@@ -216,8 +229,8 @@ class Handing:
         if counts.problems:
             rates = tally.counts.per_pos_acceptance_rates
             seen = f"position 1 was accepted in {rates[0]:.2f} of steps; " if rates else ""
-            # Draft rows decide which tokens are proposed, target rows which tokens are right.
-            has_wrong_text = any("target " in text for text in counts.problems)
+            # The draft's rows affect only proposed tokens; the target's rows affect which tokens are accepted.
+            has_wrong_text = any(map(concerns_target, counts.problems))
             harm = "the text may be wrong" if has_wrong_text else "acceptance may be lower"
             text = f"hand-offs did not fit, so {harm}: {seen}{'; '.join(counts.problems)}"
             console.warn(Notice(text, id="text-may-be-wrong" if has_wrong_text else "acceptance-may-be-lower"))
@@ -241,7 +254,7 @@ class Handing:
 
 
 def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: bool, check_lossless: bool) -> Handing:
-    """The hand-offs that the options of a run ask for. Reads the headers in a folder, and writes nothing yet.
+    """The hand-offs of a run with these options. Reads the headers in a folder, and writes nothing yet.
 
     Raises:
         RequestError: a prompt has several turns.
@@ -260,7 +273,7 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: boo
     if check_lossless and not all(item.params.is_greedy for item in waiting):
         raise UsageError(
             field="--check-lossless", found="sampled hand-offs",
-            expected="greedy hand-offs: a sampled token has no single right value",
+            expected="greedy hand-offs, because a sampled token may have several right values",
         )  # fmt: skip
     return Handing(
         place=place,
@@ -277,7 +290,7 @@ def _refuse_turns(rows: Sequence[PromptRow]) -> None:
     row = next((row for row in rows if row.num_turns > 1), None)
     if row is not None:
         raise RequestError(
-            f"{row.where}: has {row.num_turns} turns, and a hand-off holds one: the next turn needs the answer",
+            f"{row.where}: found {row.num_turns} turns, expected 1: a hand-off ends at the first token of an answer",
             id="handoff-of-several-turns", field=row.where, found=row.num_turns,
             hint="hand off one turn at a time, as rows with messages",
         )  # fmt: skip

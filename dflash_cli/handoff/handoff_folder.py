@@ -1,4 +1,4 @@
-"""A folder of hand-offs: checks before writing, and its hand-offs as their headers and file sizes describe them."""
+"""A folder of hand-offs: checks before writing, and hand-offs read from headers and file sizes."""
 
 import shutil
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from dflash_cli.documents.atomic_file import check_output
 from dflash_runtime.errors import CheckpointNotFound, InvalidHandoff, UsageError, naming_file
 from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, list_handoffs, read_header
-from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec, tensor_specs
+from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 
 LENGTH_BYTES = 8
@@ -41,7 +41,7 @@ def read_waiting(place: str) -> tuple[Handoff, ...]:
 
     Raises:
         CheckpointNotFound: the folder does not exist.
-        UsageError: the folder has no hand-offs.
+        UsageError: the folder does not contain hand-offs.
         InvalidHandoff: a header is malformed, or the file of tensors has another size than the header states.
     """
     folder = Path(place)
@@ -55,8 +55,8 @@ def read_waiting(place: str) -> tuple[Handoff, ...]:
 def _read(path: Path) -> Handoff:
     header = read_header(path)
     with naming_file(path / HEADER):
-        specs = tensor_specs(header)
-        handoff = Handoff.read(header, {name: empty_like_spec(spec, "meta") for name, spec in specs.items()})
+        specs = header.tensors
+        handoff = header.handoff.with_tensors({name: empty_like_spec(spec, "meta") for name, spec in specs.items()})
         if handoff.key != path.name:
             raise InvalidHandoff(field="key", found=handoff.key, expected=f"the folder's name, {path.name!r}")
         if not handoff.prompt_token_ids:

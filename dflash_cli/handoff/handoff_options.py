@@ -51,8 +51,8 @@ class HandoffOptions(TransferOptions):
         str | None,
         Option(
             metavar="SOURCE", group=ENGINE, is_setting=False,
-            help="Continue requests from --handoff-out. A folder holds prompts and sampling options; for an address, "
-            "and for a folder of vLLM's ExampleConnector, both sides are given the same.",
+            help="Continue requests from --handoff-out. A folder contains prompts and sampling options. With an "
+            "address, or a folder of vLLM's ExampleConnector, give both sides the same.",
         ),
     ] = None  # fmt: skip
 
@@ -63,7 +63,7 @@ class HandoffOptions(TransferOptions):
 
     @property
     def is_of_vllm(self) -> bool:
-        """Whether the folder holds prefills of vLLM, which have no token ids."""
+        """Whether the folder contains prefills of vLLM, which lack token ids."""
         if not self._is_folder:
             return False
         from dflash_runtime.kv_transfer.vllm_prefills import has_vllm_prefills
@@ -78,20 +78,20 @@ class HandoffOptions(TransferOptions):
         super().check()
         if self.handoff_out is not None and self.handoff_in is not None:
             raise UsageError(
-                "--handoff-out and --handoff-in exclude each other: an engine prefills or decodes",
+                "--handoff-out and --handoff-in exclude each other: a run either prefills or decodes",
                 id="options-exclude-each-other", field="--handoff-in",
             )  # fmt: skip
         if self.force_mismatch and self.handoff_in is None:
             raise UsageError("--force-mismatch needs --handoff-in", id="option-needs-another", field="--force-mismatch")
         if self.force_mismatch and self.is_of_vllm:
             raise UsageError(
-                "--force-mismatch does not go with prefills of vLLM: these files do not name their pair",
+                "--force-mismatch cannot be used with prefills of vLLM, because these files do not name their pair",
                 id="options-exclude-each-other", field="--force-mismatch",
             )  # fmt: skip
         if self.handoff_out is not None:
             refuse_beside(self, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
-            refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which holds prompts and options")
+            refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which contains prompts and options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,8 @@ class DisaggregationOptions(TransferOptions):
         bool,
         Option(
             group=MEASURING,
-            help="Prefill in another process, hand every request over and decode here; then compare text, steps and "
-            "acceptance with one engine. Exits with 3 if the hand-off changes them.",
+            help="Prefill in another process, hand every request over and decode here. Then compare text, steps and "
+            "acceptance with one engine, and exit with 3 if they differ.",
         ),
     ] = False
     connector: Annotated[
@@ -117,8 +117,8 @@ class DisaggregationOptions(TransferOptions):
         str | None,
         Option(
             metavar="DRAFT", group=MEASURING,
-            help="With --disaggregated: prefill with another draft, or with none, to see that it is noticed; with "
-            "--force-mismatch, what it costs.",
+            help="With --disaggregated: prefill with another draft, or with none. This tests that the difference is "
+            "detected and, with --force-mismatch, its cost.",
         ),
     ] = None  # fmt: skip
 

@@ -1,13 +1,7 @@
 """The program of an evaluation's prefill process: load a pair, run prompts, and hand the requests off.
 
-It reads messages as lines of JSON from stdin and writes an answer to each on stdout. All other output goes to stderr.
-It ends when stdin ends, so it does not outlive the process that started it.
-
-    {"draft", "target", "config", "causality", "threads"}   load a pair          -> {"fingerprint"}
-    {"place", "timeout_s"}                                  open a location      -> {"opened"}
-    {"keys", "prompts", "params"}                           hand requests off    -> {"num_sent"}
-
-After an error it answers `{"message", "id", "hint", "exit_code"}` and ends.
+It reads messages as lines of JSON from stdin and writes an answer to each on stdout; `prefill_messages` lists them. All
+other output goes to stderr. It ends when stdin ends, so it does not outlive the process that started it.
 """
 
 import json
@@ -20,26 +14,29 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from dflash_cli.generation.loaded_pair import open_session
-from dflash_runtime.config import EngineConfig
+from dflash_cli.handoff.prefill_messages import Loaded, Opened, Opening, PrefillRequest, Sent
+from dflash_cli.workers.messages import Refusal, WorkerSpec
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 
 
 def main() -> None:
     """Answer messages until stdin ends or an error occurs."""
     answers = _take_stdout()
+
+    def say(answer: object) -> None:
+        answers.write(json.dumps(to_json(answer)) + "\n")
+        answers.flush()
+
     try:
         for answer in _serve(_messages()):
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+            say(answer)
     except DFlashError as error:
-        answer = {"message": error.message, "id": error.id, "hint": error.hint, "exit_code": error.exit_code}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        say(Refusal.of(error))
         sys.exit(error.exit_code)
 
 
@@ -63,38 +60,26 @@ def _messages() -> "SimpleQueue[Any]":
     return queue
 
 
-def _serve(messages: "SimpleQueue[Any]") -> Iterator[dict[str, Any]]:
-    llm = _load(messages.get())
-    yield {"fingerprint": dict(llm.fingerprint.fields)}
-    location = messages.get()
+def _serve(messages: "SimpleQueue[Any]") -> Iterator[Loaded | Opened | Sent]:
+    spec = from_json(WorkerSpec, messages.get())
+    llm = open_session(spec.draft, spec.target, spec.config, causality=spec.causality, threads=spec.threads).llm
+    yield Loaded(llm.fingerprint.fields)
+    opening = from_json(Opening, messages.get())
     device = llm.device if llm.device.type == "cuda" else None
-    connector = open_connector(location["place"], "prefill", location["timeout_s"], device)
-    yield {"opened": True}
+    connector = open_connector(opening.place, "prefill", opening.timeout_s, device)
+    yield Opened()
     while True:
-        yield {"num_sent": _hand_off(llm, connector, messages.get(), location["timeout_s"])}
+        yield Sent(_hand_off(llm, connector, from_json(PrefillRequest, messages.get()), opening.timeout_s))
 
 
-def _load(pair: dict[str, Any]) -> LLM:
-    """Load the pair of the first message."""
-    return open_session(
-        pair["draft"],
-        pair["target"],
-        EngineConfig(**pair["config"]),
-        causality=pair["causality"],
-        threads=pair["threads"],
-    ).llm
-
-
-def _hand_off(llm: LLM, connector: Connector, asked: dict[str, Any], timeout_s: float) -> int:
+def _hand_off(llm: LLM, connector: Connector, asked: PrefillRequest, timeout_s: float) -> int:
     """Run prompts to their first token and hand them off. Refuses the key of a prompt that fails."""
-    keys = tuple(asked["keys"])
-    params = [SamplingParams(**{**item, "stop_token_ids": tuple(item["stop_token_ids"])}) for item in asked["params"]]
-    plan = HandoffPlan(connector=connector, keys=keys, is_sending=True, timeout=timeout_s)
+    plan = HandoffPlan(connector=connector, keys=asked.keys, is_sending=True, timeout=timeout_s)
     num_sent = 0
-    for delta in llm.stream(asked["prompts"], params, handoffs=plan):
+    for delta in llm.stream(asked.prompts, asked.params, handoffs=plan):
         if delta.output is not None and delta.output.error is not None:
             with suppress(DFlashError):
-                connector.refuse(keys[delta.index], delta.output.error)
+                connector.refuse(asked.keys[delta.index], delta.output.error)
         num_sent += delta.output is not None and delta.output.error is None
     return num_sent
 

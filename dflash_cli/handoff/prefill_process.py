@@ -7,13 +7,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+from dflash_cli.handoff.prefill_messages import Opening, PrefillRequest
+from dflash_cli.workers.messages import Refusal, WorkerSpec
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import DFlashError, PeerUnreachable
 
+Heard = TypeVar("Heard")
 MODULE = "dflash_cli.handoff.prefill_main"
 ENDING_S = 5.0
 """Seconds the process has to end by itself."""
@@ -23,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillProcess:
-    """A process that prefills. `prefill_main` documents the messages. Its stderr is logged.
+    """A process that prefills; `prefill_messages` lists the messages. Its stderr is logged.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, pair: Mapping[str, Any]) -> None:
+    def __init__(self, pair: WorkerSpec) -> None:
         self.loss: DFlashError | None = None  # why the process has ended
         self._on_loss: Callable[[DFlashError], None] = lambda loss: None
         self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -55,15 +59,15 @@ class PrefillProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def say(self, message: Mapping[str, Any]) -> None:
+    def say(self, message: WorkerSpec | Opening | PrefillRequest) -> None:
         """Send a message. Does nothing if the process has ended."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.write(json.dumps(to_json(message)) + "\n")
             self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """Wait for the next answer.
+    def hear(self, kind: type[Heard]) -> Heard:
+        """The next answer, an object of class `kind`. Waits for it.
 
         Raises:
             DFlashError: the process answered with an error, or has ended.
@@ -73,7 +77,7 @@ class PrefillProcess:
             assert self.loss is not None
             self._answers.put(None)  # for the next call
             raise self.loss
-        return answer
+        return from_json(kind, answer)
 
     def when_lost(self, act: Callable[[DFlashError], None]) -> None:
         """Call `act` when the process ends: now if it has already ended, otherwise later in another thread."""
@@ -104,8 +108,7 @@ class PrefillProcess:
         for line in self._process.stdout:
             answer = json.loads(line)
             if "exit_code" in answer:
-                error = DFlashError(answer["message"], id=answer["id"], hint=answer["hint"])
-                error.exit_code = answer["exit_code"]
+                error = from_json(Refusal, answer).to_error()
             else:
                 self._answers.put(answer)
         self._log.join(ENDING_S)

@@ -69,7 +69,7 @@ class Evidence:
 
     @property
     def lower_than(self) -> list[Comparison]:
-        """The yardsticks whose acceptance is higher than the server's."""
+        """The yardsticks with a higher acceptance than the server."""
         return [item for item in self.yardsticks if _is_higher(item)]
 
     @property

@@ -1,4 +1,4 @@
-"""Send requests to one server, with a timeout, retries of passing failures and errors of one line.
+"""Send requests to one server, with a timeout, retries of temporary failures, and one-line errors.
 
 The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Both have the names used here.
 """
@@ -53,16 +53,6 @@ class HttpClient:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str) -> Any:
-        """The JSON document at a path.
-
-        Raises:
-            RequestError: the server refuses the request.
-            ServerUnreachable: the server does not answer.
-            UnsupportedError: the answer is not JSON.
-        """
-        return self._read(path, self._ask("GET", path))
-
     def find(self, path: str) -> Any | None:
         """The JSON document at a path, or None if the server has no such document."""
         response = self._ask("GET", path)
@@ -86,13 +76,32 @@ class HttpClient:
             ServerUnreachable: the server does not answer.
             UnsupportedError: the answer is not JSON.
         """
-        return self._read(path, self._ask("POST", path, body))
+        response = self._ask("POST", path, body)
+        if response.status_code >= REDIRECTED:
+            raise RequestError(
+                f"answered {response.status_code}{_reason(response)}",
+                id="server-refused",
+                path=f"{self.url}{path}",
+                found=response.status_code,
+            )
+        try:
+            return response.json()
+        except ValueError as error:
+            found = response.text[:40]
+            raise UnsupportedError(
+                f"found {found!r}, expected a JSON document",
+                id="not-json",
+                path=f"{self.url}{path}",
+                found=found,
+                expected="a JSON document",
+            ) from error
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         for attempt in range(self._num_retries + 1):
             try:
                 response = self._client.request(method, f"{self.url}{path}", json=body)
-                trouble = f"answered {response.status_code}" if _may_pass(response.status_code) else None
+                status = response.status_code
+                trouble = f"answered {status}" if status >= 500 or status == BUSY else None
             except self._library.ConnectError as error:
                 hint = "start the server, or correct the URL"
                 raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error
@@ -116,33 +125,8 @@ class HttpClient:
             raise self._unreachable(path, f"answered {response.status_code}", hint, id="key-refused")
         return response
 
-    def _read(self, path: str, response: Any) -> Any:
-        if response.status_code >= REDIRECTED:
-            said = _reason(response)
-            raise RequestError(
-                f"answered {response.status_code}{said}",
-                id="server-refused",
-                path=f"{self.url}{path}",
-                found=response.status_code,
-            )
-        try:
-            return response.json()
-        except ValueError as error:
-            found = response.text[:40]
-            raise UnsupportedError(
-                f"found {found!r}, expected a JSON document",
-                id="not-json",
-                path=f"{self.url}{path}",
-                found=found,
-                expected="a JSON document",
-            ) from error
-
     def _unreachable(self, path: str, why: str, hint: str, *, id: str) -> ServerUnreachable:
         return ServerUnreachable(why, id=id, path=f"{self.url}{path}", hint=hint)
-
-
-def _may_pass(status: int) -> bool:
-    return status >= 500 or status == BUSY
 
 
 def _reason(response: Any) -> str:

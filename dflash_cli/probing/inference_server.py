@@ -4,17 +4,19 @@ Each engine is one file in `servers/` with a class decorated `@SERVERS.register(
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.server_counters import CounterNames, ServerCounters, read_counters
+from dflash_cli.probing.server_counters import ServerCounters, read_counters
 from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
+from dflash_runtime.json_values import as_object
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ class InferenceServer(ABC):
     title: ClassVar[str]
     owner: ClassVar[str]
     """`owned_by` of the models that such a server lists at `/v1/models`."""
-    counter_names: ClassVar[CounterNames]
+    counter_names: ClassVar[Mapping[str, str]]
+    """The engine's names for fields of `ServerCounters`."""
     definition: ClassVar[str] = "vllm"
     """The definition of acceptance length that the engine uses, a key of `statistics.DEFINITIONS`."""
     how_to_report: ClassVar[str]
@@ -106,13 +109,7 @@ class InferenceServer(ABC):
 
     @abstractmethod
     def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
-        """The server's answer to a prompt.
-
-        Raises:
-            RequestError: the server refuses the prompt.
-            ServerUnreachable: the server does not answer.
-            UnsupportedError: the answer lacks a field or has another form.
-        """
+        """The server's answer to a prompt. Raises the errors of `post`."""
 
     @abstractmethod
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
@@ -132,17 +129,32 @@ class InferenceServer(ABC):
         text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
         return None if text is None else read_counters(text, self.counter_names, f"{self.client.url}/metrics")
 
-    def no_answer(self, path: str, error: Exception) -> UnsupportedError:
-        """The error for an answer that lacks a field or has it in another form."""
-        what = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        return UnsupportedError(
-            f"found {what}, expected an answer of {self.title}",
-            id="foreign-answer",
-            path=f"{self.client.url}{path}",
-            found=what,
-            expected=f"an answer of {self.title}",
-            hint="another engine or a proxy may have answered; name the engine with --engine",
-        )
+    def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Read]) -> Read:
+        """The part of the answer to a request that `read` takes from the answer's JSON document.
+
+        Raises:
+            RequestError: the server refuses the request.
+            ServerUnreachable: the server does not answer.
+            UnsupportedError: the answer lacks a field or has another form.
+        """
+        document = self.client.post(path, body)
+        try:
+            return read(document)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            found = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            expected = f"an answer of {self.title}"
+            raise UnsupportedError(
+                f"found {found}, expected {expected}",
+                id="foreign-answer",
+                path=f"{self.client.url}{path}",
+                found=found,
+                expected=expected,
+                hint="another engine or a proxy may have answered; name the engine with --engine",
+            ) from error
+
+    def find(self, path: str) -> Mapping[str, Any]:
+        """The JSON object at a path, or an empty object."""
+        return as_object(self.client.find(path))
 
 
 SERVERS: Registry[type[InferenceServer]] = Registry("engine of a server")
@@ -187,8 +199,7 @@ def open_server(client: HttpClient, *, engine: str = "auto", model: str | None =
 
 
 def _models(client: HttpClient) -> list[Mapping[str, Any]]:
-    document = client.find("/v1/models")
-    data = document.get("data") if isinstance(document, dict) else None
+    data = as_object(client.find("/v1/models")).get("data")
     return [item for item in data if isinstance(item, dict)] if isinstance(data, list) else []
 
 
@@ -216,7 +227,7 @@ class ServerTokenizer(Tokenizer):
             raise RequestError(error.message, id=error.id, path=where, found=error.found, hint=hint) from error
 
 
-def ids_of(document: Any, name: str) -> list[int]:
+def ids_of(document: Any, name: str = "tokens") -> list[int]:
     """The list of token ids in a document's field.
 
     Raises:

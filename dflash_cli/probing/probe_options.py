@@ -1,7 +1,7 @@
 """The options of `dflash probe`, and the connections they open."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,11 @@ from typing import Annotated
 from dflash_cli.acceptance.prompt_choice import choose_rows
 from dflash_cli.checkpoints.references import Role, fetch_directory
 from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, open_server
 from dflash_cli.probing.served_faults import known_faults
-from dflash_cli.probing.server_probe import ProbePlan
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions
@@ -119,6 +119,22 @@ class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
             raise UsageError(field="--concurrency", found=list(self.concurrency), expected="each number once")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """The requests to a server, and the results to compare with.
+
+    beside         another server that gets the same requests
+    known_faults   findings of rules about the checkpoint on this engine
+    """
+
+    server: InferenceServer
+    asking: ServerRequest
+    source: PromptSource
+    options: ProbeOptions
+    beside: InferenceServer | None = None
+    known_faults: Sequence[str] = ()
+
+
 @contextmanager
 def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
     """The plan of a probe. Its connections are closed at the end.
@@ -165,12 +181,9 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             server=server,
             asking=asking,
             source=choice.source,
-            concurrencies=options.concurrency,
-            result=options.result,
+            options=options,
             beside=beside,
             known_faults=known_faults(options.draft, options.target, server),
-            minimum=options.min_acceptance,
-            near_tie_nats=options.near_tie,
         )
 
 

@@ -119,7 +119,7 @@ def _committed(lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Tokens of each step that are in the answer.
 
     The answer's end may cut tokens off. They are taken from the longest steps. The answer's first token comes from
-    prefill. `lengths` has no steps without a draft, so their tokens are not cut.
+    prefill. Steps without a draft are not in `lengths`, so their tokens are not cut.
     """
     kept = list(lengths)
     surplus = sum(kept) - max(0, num_tokens - 1)

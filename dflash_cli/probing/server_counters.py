@@ -15,18 +15,6 @@ SCALARS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CounterNames:
-    """One engine's names of the counters; None if the engine lacks a counter."""
-
-    num_drafts: str
-    num_draft_tokens: str | None = None
-    num_accepted_tokens: str | None = None
-    per_pos_accepted: str | None = None
-    num_requests: str | None = None
-    num_tokens: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCounters:
     """Values of the counters, summed over engines, models and finish reasons; None if the server lacks a counter.
 
@@ -61,8 +49,10 @@ class ServerCounters:
         return steps if min(steps) >= 0 else None
 
 
-def read_counters(text: str, names: CounterNames, where: str) -> ServerCounters | None:
+def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCounters | None:
     """The counters in a text of the Prometheus format; None if it does not count drafts.
+
+    `names` has the engine's name for each field of `ServerCounters` that it counts.
 
     Raises:
         UnsupportedError: the text is not in this format.
@@ -73,12 +63,12 @@ def read_counters(text: str, names: CounterNames, where: str) -> ServerCounters 
     for name, labels, value in samples:
         plain = name.removesuffix("_total")
         totals[plain] = totals.get(plain, 0) + value
-        if plain == names.per_pos_accepted and labels.get("position", "").isdecimal():
+        if plain == names.get("per_pos_accepted") and labels.get("position", "").isdecimal():
             position = int(labels["position"])
             positions[position] = positions.get(position, 0) + value
-    if names.num_drafts not in totals:
+    if names["num_drafts"] not in totals:
         return None
-    values = {field: _whole(totals.get(getattr(names, field) or "")) for field in SCALARS}
+    values = {field: int(totals[names[field]]) if names.get(field) in totals else None for field in SCALARS}
     per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
     return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
 
@@ -97,10 +87,6 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
             expected="counters in the Prometheus format",
         ) from error
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _rise(before: int | None, after: int | None) -> int | None:

@@ -1,6 +1,6 @@
 """Measure whether a server drafts, its acceptance length against a yardstick, and the cause if it is low."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -14,9 +14,9 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
+from dflash_cli.probing.probe_options import ProbePlan
 from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
 from dflash_cli.probing.token_equality import (
-    NEAR_TIE_NATS,
     TokenEquality,
     TokenText,
     Turn,
@@ -27,34 +27,14 @@ from dflash_cli.probing.token_equality import (
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
 BESIDE = "beside"
 """The name of the run of the other server."""
 Observe = Callable[[str], Callable[[Event], None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbePlan:
-    """The requests to a server, their concurrency and the results to compare with.
-
-    result         file of a local result
-    beside         another server that gets the same requests
-    near_tie_nats  the largest gap between two tokens that rounding explains
-    known_faults   findings of rules about the checkpoint on this engine
-    minimum        the lowest acceptance length the user accepts, if given
-    """
-
-    server: InferenceServer
-    asking: ServerRequest
-    source: PromptSource
-    concurrencies: Sequence[int] = (1, 8)
-    result: Path | None = None
-    beside: InferenceServer | None = None
-    near_tie_nats: float = NEAR_TIE_NATS
-    known_faults: Sequence[str] = ()
-    minimum: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +59,7 @@ class Probed(Shown):
     known_faults: Annotated[tuple[str, ...], "rules that find a fault of the draft on this engine, with --draft"] = ()
     attribution: Attribution
     prompts: PromptSource
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
     definition: Annotated[str, HIDDEN]
     loads: Annotated[tuple[Comparison, ...], HIDDEN] = ()
     yardsticks: Annotated[tuple[Comparison, ...], HIDDEN] = ()
@@ -123,18 +103,18 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         UsageError: the yardstick shares no prompt with the request.
         ServerUnreachable: the server stops answering.
     """
-    own = None if request.result is None else read_result(request.result)
+    own = None if request.options.result is None else read_result(request.options.result)
     _check_prompts(own, request)
     facts = _try_out(request.server, request.asking)
     others = None if request.beside is None else _try_out(request.beside, request.asking)
     _check_journals(request, facts, others)
     runs = [
         _run(request, request.server, facts, f"{number} at a time", number, observe)
-        for number in _in_reach(request.concurrencies, facts)
+        for number in _in_reach(request.options.concurrency, facts)
     ]
     beside = None
     if request.beside is not None and others is not None:
-        number = _in_reach(request.concurrencies, others)[0]
+        number = _in_reach(request.options.concurrency, others)[0]
         beside = _run(request, request.beside, others, BESIDE, number, observe)
     loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
     alike, unlike = _compare_tokens(request, runs, beside)
@@ -146,7 +126,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         equalities=alike,
         yardstick_equalities=unlike,
         known_faults=request.known_faults,
-        minimum=request.minimum,
+        minimum=request.options.min_acceptance,
     )
     return Probed(
         url=request.server.client.url,
@@ -172,10 +152,10 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
 
 def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
     """Check the output files of all runs before the first run."""
-    asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
+    asking, numbers = request.asking, _in_reach(request.options.concurrency, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
     if others is not None:
-        paths.append(rows_path(asking.journal, _in_reach(request.concurrencies, others)[0], is_beside=True))
+        paths.append(rows_path(asking.journal, _in_reach(request.options.concurrency, others)[0], is_beside=True))
     for path in filter(None, paths):
         check_journal(path, resume=asking.resume, force=asking.force)
 
@@ -284,12 +264,12 @@ def _compare_tokens(
             other,
             names=(runs[0].name, name),
             next_logprobs=_asking(request.server),
-            near_tie_nats=request.near_tie_nats,
+            near_tie_nats=request.options.near_tie,
         )
 
     alike = [against(texts_of_answers(run.answers), run.name) for run in runs[1:]]
-    own = texts_of_file(request.result) if request.result is not None else {}
-    unlike = [against(own, request.result.name)] if own and request.result is not None else []
+    own = texts_of_file(request.options.result) if request.options.result is not None else {}
+    unlike = [against(own, request.options.result.name)] if own and request.options.result is not None else []
     if beside is not None:
         unlike.append(against(texts_of_answers(beside.answers), beside.name))
     return alike, unlike
@@ -307,16 +287,16 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Notice]:
     """Notes about the whole probe."""
-    notes = []
-    left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]
+    left_out = [
+        str(number) for number in request.options.concurrency if number not in {run.concurrency for run in runs}
+    ]
     if left_out:
-        notes.append(
-            f"concurrency {', '.join(left_out)} left out: the server runs {facts.max_concurrency} requests at a time"
-        )
+        most = f"the server runs at most {plural(facts.max_concurrency or 0, 'request')} at the same time"
+        yield Notice(f"concurrency {', '.join(left_out)} left out: {most}", id="concurrency-left-out")
     if any(run.is_engaged and run.origin != "answers" for run in runs):
-        notes.append(f"intervals need the steps of each answer: {request.server.how_to_report_steps}")
+        how = request.server.how_to_report_steps
+        yield Notice(f"intervals need the steps of each answer: {how}", id="intervals-need-steps")
     if request.source.warning is not None:
-        notes.append(request.source.warning)
-    return notes
+        yield request.source.warning

@@ -25,6 +25,7 @@ from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 MAX_FAILED_IN_A_ROW = 3
@@ -58,7 +59,7 @@ class ServerRun:
     concurrency: Annotated[int, "requests at the same time"]
     origin: Annotated[Origin, "source of the acceptance: the steps of each answer, counters, or sums in answers"]
     counted: Annotated[ServerCounters | None, "by how much the server's counters rose, if that is known"]
-    notes: Annotated[tuple[str, ...], "what to know about the figures"]
+    notes: Annotated[tuple[Notice, ...], "what to know about the figures"]
     failed: tuple[Failure, ...]
     seconds: float
     facts: Annotated[ServerFacts, HIDDEN]
@@ -221,12 +222,13 @@ def _collect(
 def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> ServerUnreachable:
     kept = f"; {plural(num_done, 'answer')} kept in {request.journal}" if request.journal is not None else ""
     hint = "repeat the command with --resume to continue" if request.journal is not None else error.hint
-    return ServerUnreachable(f"{error.message}{kept}", id=error.id, hint=hint)
+    reason = error.message.removeprefix(f"{error.path}: ")
+    return ServerUnreachable(f"{reason}{kept}", id=error.id, path=error.path, hint=hint)
 
 
 def _count(
     server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: int, watch: CounterWatch | None
-) -> tuple[ServerCounters | None, list[str]]:
+) -> tuple[ServerCounters | None, list[Notice]]:
     """The rise of the server's counters during these answers, and notes about other traffic or a restart."""
     if before is None or not found:
         return None, []
@@ -234,16 +236,20 @@ def _count(
     now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
     risen = None if now is None else now.since(before)
     if risen is None:
-        return None, ["a counter fell: the server was started anew meanwhile, so its counters are not used"]
+        text = "the server restarted during the run, because a counter fell; its counters are not used"
+        return None, [Notice(text, id="server-restarted")]
     if risen.num_requests is not None and risen.num_requests < len(found):
         few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
-        return None, [f"{few}: it was started anew meanwhile, or counts late, so its counters are not used"]
+        text = f"{few}: it restarted during the run, or counts late; its counters are not used"
+        return None, [Notice(text, id="requests-not-counted")]
     notes = []
     if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
         others = plural(risen.num_requests - len(found), "request")
-        notes.append(f"the server counted {others} more than were asked here: its counters are of other traffic too")
+        text = f"the server counted {others} more than this run sent: its counters include other clients"
+        notes.append(Notice(text, id="other-clients-counted"))
     if watch is not None and watch.num_foreign:
-        notes.append(f"{plural(watch.num_foreign, 'answer')} without steps of its own: others asked meanwhile")
+        text = f"{plural(watch.num_foreign, 'answer')} without own steps: other clients sent requests meanwhile"
+        notes.append(Notice(text, id="steps-of-other-clients"))
     return risen, notes
 
 
@@ -253,7 +259,7 @@ def _pool(
     counted: ServerCounters | None,
     facts: ServerFacts,
     request: ServerRequest,
-) -> tuple[Summary, Origin, list[str]]:
+) -> tuple[Summary, Origin, list[Notice]]:
     """Acceptance from the best source: the steps of each answer, otherwise counters, otherwise sums in answers."""
     stepped = [answer for answer in answers if answer.output.acceptance_lengths]
     if stepped:
@@ -266,7 +272,8 @@ def _pool(
             num_resamples=request.num_resamples,
         )
         lacking = len(answers) - len(stepped)
-        return total, "answers", [f"{plural(lacking, 'answer')} without steps, left out of acceptance"] * bool(lacking)
+        note = Notice(f"{plural(lacking, 'answer')} without steps, left out of acceptance", id="answers-without-steps")
+        return total, "answers", [note] if lacking else []
     num_tokens = sum(len(answer.output.token_ids) for answer in answers)
     if counted is not None and counted.num_drafts and counted.num_accepted_tokens is not None:
         counts = AcceptanceCounts(
@@ -282,7 +289,8 @@ def _pool(
         counts = AcceptanceCounts(
             0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
         )
-        note = "the number of steps is a lower bound, so the length is an upper bound; positions are unknown"
+        text = "the number of steps is a lower bound, so the length is an upper bound; positions are unknown"
+        note = Notice(text, id="length-is-upper-bound")
         return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
     none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")
     return none, "nothing", []
@@ -306,15 +314,16 @@ def _summary(
 
 
 def _conversations(answers: Sequence[Answer], *, is_ordered: bool) -> tuple[ConversationCounts, ...]:
-    """The conversations. Without the order of steps, they have no steps far from the prompt."""
+    """The conversations. Steps far from the prompt are counted only if the order of steps is known."""
     found = count_conversations([answer for answer in answers if answer.output.acceptance_lengths])
     return found if is_ordered else tuple(replace(item, num_far_tokens=0, num_far_steps=0) for item in found)
 
 
-def _disagreement(origin: Origin, total: Summary, counted: ServerCounters | None, num_resumed: int) -> list[str]:
+def _disagreement(origin: Origin, total: Summary, counted: ServerCounters | None, num_resumed: int) -> list[Notice]:
     """A note if answers and counters report different numbers of steps."""
-    if origin != "answers" or counted is None or counted.num_drafts is None or num_resumed:
+    if origin != "answers" or counted is None or num_resumed:
         return []
-    if counted.num_drafts == total.counts.num_drafts:
+    if counted.num_drafts in (None, total.counts.num_drafts):
         return []
-    return [f"answers report {total.counts.num_drafts} steps, the server's counters {counted.num_drafts}"]
+    text = f"answers report {total.counts.num_drafts} steps, the server's counters {counted.num_drafts}"
+    return [Notice(text, id="step-counts-differ")]

@@ -6,7 +6,7 @@ explain a large gap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -168,10 +168,4 @@ def _judge(
         return difference
     least = min(likeliest.values())
     gap = abs(known[0] - known[1]) if len(known) == 2 else max(known[0], max(likeliest.values())) - least
-    return TokenDifference(
-        name=difference.name,
-        position=difference.position,
-        tokens=difference.tokens,
-        gap_nats=gap,
-        is_near_tie=len(known) == 2 and gap <= near_tie_nats,
-    )
+    return replace(difference, gap_nats=gap, is_near_tie=len(known) == 2 and gap <= near_tie_nats)

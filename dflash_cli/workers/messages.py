@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dflash_runtime.errors import DFlashError
+from dflash_cli.checkpoints.opening import Causality
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import CapacityError, DFlashError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
-    from dflash_cli.checkpoints.opening import Causality
     from dflash_cli.generation.answers import Event
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.generation.run_facts import PairRun
-    from dflash_runtime.config import EngineConfig
     from dflash_runtime.scheduling.request import SamplingParams
 
 
@@ -21,8 +22,8 @@ class WorkerSpec:
 
     draft: str | None
     target: str | None
-    config: "EngineConfig"
-    causality: "Causality | None" = None
+    config: EngineConfig
+    causality: Causality | None = None
     template_options: str | None = None
     threads: int | None = None
 
@@ -41,7 +42,7 @@ class WorkerFacts:
     description: "PairRun"
     num_draft_tokens: int
     max_model_len: int
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Notice, ...] = ()
 
     @property
     def device_name(self) -> str:
@@ -56,6 +57,14 @@ class Refusal:
     hint: str | None
     exit_code: int
     id: str
+
+    @classmethod
+    def of(cls, error: DFlashError) -> "Refusal":
+        return cls(error.message, error.hint, error.exit_code, error.id)
+
+    @classmethod
+    def out_of_memory(cls, text: str) -> "Refusal":
+        return cls(text.splitlines()[0], None, CapacityError.exit_code, "out-of-memory")
 
     def to_error(self) -> DFlashError:
         error = DFlashError(self.message, id=self.id, hint=self.hint)
@@ -82,8 +91,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The worker is lost, for this reason."""
+    """The worker is lost: the situation, and the reason for users."""
 
+    id: str
     reason: str
 
 

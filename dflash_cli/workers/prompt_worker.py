@@ -8,7 +8,7 @@ from dataclasses import replace
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.loaded_pair import PairSession, open_session
 from dflash_cli.workers.messages import Batch, Piece, Refusal, WorkerFacts, WorkerSpec
-from dflash_runtime.errors import CapacityError, DFlashError
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.request import SamplingParams
 
 PIECE_S = 0.1
@@ -40,9 +40,9 @@ class PromptWorker:
                 threads=spec.threads,
             )
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code, error.id)
+            return Refusal.of(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            return Refusal(f"out of memory: {error}".splitlines()[0], None, CapacityError.exit_code, "out-of-memory")
+            return Refusal.out_of_memory(f"out of memory: {error}")
         self._session = session
         return WorkerFacts(
             host=platform.node(),
@@ -74,12 +74,10 @@ class PromptWorker:
                 if time.monotonic() >= until:
                     return Piece(tuple(events), is_last=False)
         except DFlashError as error:
-            return Refusal(error.message, error.hint, error.exit_code, error.id)
+            return Refusal.of(error)
         except (MemoryError, RuntimeError) as error:
             # A failed device raises RuntimeError without a more specific class.
-            return Refusal(
-                f"{type(error).__name__}: {error}".splitlines()[0], None, CapacityError.exit_code, "out-of-memory"
-            )
+            return Refusal.out_of_memory(f"{type(error).__name__}: {error}")
         return Piece(tuple(events), is_last=True)
 
 

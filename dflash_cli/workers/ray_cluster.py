@@ -55,7 +55,8 @@ class RayCluster:
                     return report
             late = next((number for number, since in self._since.items() if time.monotonic() - since > START_S), None)
             if late is not None:
-                return Report(late, Lost(f"no machine of the cluster had room for it within {START_S:g} s"))
+                reason = f"no machine of the cluster had room for it within {START_S:g} s"
+                return Report(late, Lost("no-room", reason))
 
     def dismiss(self, worker: int) -> None:
         """Stop a worker, even if it is busy."""
@@ -75,7 +76,7 @@ class RayCluster:
             found = self._ray.get(call)
         except self._ray.exceptions.RayActorError as error:
             logger.info("worker %d: %s", worker + 1, error)
-            return Report(worker, Lost(_why(str(error))))
+            return Report(worker, _loss(str(error)))
         self._since.pop(worker, None)
         if found is None:
             return None
@@ -84,7 +85,7 @@ class RayCluster:
         return Report(worker, found)
 
 
-def _why(text: str) -> str:
-    """Return why a worker is lost: the error at its start, such as a missing package, or the end of its process."""
+def _loss(text: str) -> Lost:
+    """The loss of a worker that Ray describes with `text`: an error at its start, or the end of its process."""
     named = re.findall(r"^\w+Error: .+$", text, re.MULTILINE)
-    return f"it could not start: {named[-1]}" if named else "its process has ended"
+    return Lost("not-started", f"it could not start: {named[-1]}") if named else Lost("ended", "its process has ended")

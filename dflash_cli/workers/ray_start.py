@@ -83,7 +83,7 @@ def count_workers(request: WorkersRequest, device: str, *, num_gpus: int, num_ma
     """Return the number of workers to start.
 
     Raises:
-        UsageError: there are fewer GPUs than workers, or `device` is a GPU and there are none.
+        UsageError: there are fewer GPUs than workers, or `device` is a GPU on machines without GPUs.
     """
     where = "this machine" if request.address == LOCAL else "the cluster"
     if device.startswith("cuda") and not num_gpus:

@@ -28,7 +28,6 @@ import torch
 
 from dflash_runtime.kv_transfer.connector import Connector, TransferRole
 from dflash_runtime.kv_transfer.connector_locations import open_connector
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -47,7 +46,7 @@ def payload(key: str, megabytes: float, device: torch.device) -> Handoff:
     }
     return Handoff(
         key=key,
-        fingerprint=Fingerprint({}),
+        fingerprint={},
         prompt_token_ids=tuple(range(max(num_pages * PAGE_SIZE, 1))),
         output_token_ids=(1,),
         params=SamplingParams(),

@@ -12,8 +12,8 @@ Each field is a key of the object, and its type says which values the key takes.
 On reading, a hidden field and a field without a key get their default values.
 
 `computed_key` turns a property into a key: it is written and described like a field, and checked but ignored on
-reading. A class with a `KIND` begins with the keys `schema_version` and `kind`. A trailing underscore of a field's
-name (`from_`) is not part of the key.
+reading. A class with a `KIND` begins with the keys `schema_version` and `kind`; `VERSION_KEY` renames the first. A
+trailing underscore of a field's name (`from_`) is not part of the key.
 """
 
 import math
@@ -22,13 +22,14 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.notices import Notice
 
 Read = TypeVar("Read")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -126,16 +127,17 @@ def from_json(
 def _refuse_later_version(kind: Any, value: object, path: object) -> None:
     """Raise UnsupportedError for a document of this kind with a later schema version."""
     if hasattr(kind, "KIND") and isinstance(value, Mapping) and value.get("kind") == kind.KIND:
-        known, found = _schema_version(kind), value.get("schema_version")
+        (name, known), _ = _head(kind)
+        found = value.get(name)
         if is_int(found) and found > known:
             hint = "a later release wrote it: upgrade dflash-cli"
-            facts: dict[str, Any] = {"field": "schema_version", "found": found, "expected": f"at most {known}"}
+            facts: dict[str, Any] = {"field": name, "found": found, "expected": f"at most {known}"}
             raise UnsupportedError(**facts, id="later-version", path=path, hint=hint)
 
 
-def _schema_version(kind: Any) -> int:
-    version: int = getattr(kind, "SCHEMA_VERSION", 1)
-    return version
+def _head(kind: Any) -> tuple[tuple[str, int], tuple[str, str]]:
+    """The keys that a document of this kind begins with: its version and its kind."""
+    return (getattr(kind, "VERSION_KEY", "schema_version"), getattr(kind, "SCHEMA_VERSION", 1)), ("kind", kind.KIND)
 
 
 def schema_of(title: str, *kinds: type) -> dict[str, Any]:
@@ -198,6 +200,7 @@ SCALARS: Mapping[Any, _Scalar] = {
     float: _Scalar("number", "a number", lambda value: is_number(value) and math.isfinite(value)),
     str: _Scalar("string", "a string", lambda value: isinstance(value, str)),
     Path: _Scalar("string", "a path", lambda value: isinstance(value, str), Path),
+    Notice: _Scalar("string", "a string", lambda value: isinstance(value, str), partial(Notice, id="from-document")),
 }
 
 
@@ -426,7 +429,7 @@ def _keys(kind: type) -> tuple[_Key, ...]:
 
 def _head_keys(kind: Any) -> Iterator[_Key]:
     if hasattr(kind, "KIND"):
-        for name, value in (("schema_version", _schema_version(kind)), ("kind", kind.KIND)):
+        for name, value in _head(kind):
             yield _Key(name, name, _Choice((value,)), constant=value)
 
 

@@ -22,6 +22,7 @@ from dflash_runtime.kv_transfer.connector_futures import begun, result, then
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
+from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
@@ -120,7 +121,7 @@ class TransferCounts:
     num_bytes: int = 0
     num_given_up: int = 0  # requests that were prefilled here instead
     why_given_up: str = ""  # the reason for the first of these requests
-    problems: dict[str, None] = field(default_factory=dict)  # misfits of forced hand-offs, each once
+    problems: dict[Notice, None] = field(default_factory=dict)  # misfits of forced hand-offs, each once
 
 
 class Transfers:
@@ -277,7 +278,7 @@ class Transfers:
         assert request.send_key is not None
         return Handoff(
             key=request.send_key,
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint.fields,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=tuple(request.output_token_ids),
             params=request.sent_params or request.params,

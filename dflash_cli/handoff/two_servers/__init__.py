@@ -1,1 +1,1 @@
-"""Two servers of one engine, one for prompts and one for decoding: how they are started, and what is known to fail."""
+"""Checks of two servers of one engine, one for prefill and one for decode, before they start."""

@@ -1,7 +1,8 @@
-"""Rules on what both servers have to agree about, whichever engine they run."""
+"""Rules on the arguments that both servers must agree on, for every engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,99 +15,99 @@ from dflash_cli.rules.rule import Problem, check
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import CheckpointError
 
-LEVEL = "kv-transfer"
-ENGINES = tuple(ENGINE_SERVERS)
 AGAIN = "dflash validate-handoff {servers} --engine {engine}"
 FIX_SAME = f"start both servers with the same arguments for the draft, then check again: {AGAIN}"
-FIX_COMMAND = "dflash serve-command {draft} --target {target} --engine {engine} # has the draft's arguments for both"
+FIX_COMMAND = "dflash serve-command {draft} --target {target} --engine {engine} # prints the draft's arguments for both"
 COMPARED_WHOLE = ("target_layer_ids", "block_size", "num_kv_heads", "head_dim", "rope")
 COMPARED = (*COMPARED_WHOLE, "windows", "causal")
-"""Fields of both drafts' configs; those that have an entry a layer are compared where the layers are as many."""
-LOST = "the text stays right, and the draft proposes from a context that is not its own"
-SAME_FILES = "the files are the same, but NIXL's handshake compares names as they are written, and refuses the pair"
+"""Config fields of both drafts to compare. The last two have one entry per layer: they need equal layer counts."""
+WRONG_CONTEXT = "the text stays right, but the draft reads the wrong context"
+SAME_FILES = "the files are equal, but NIXL's handshake compares the names as given, and refuses the pair"
+
+transfer_rule = partial(check, level="kv-transfer")
+rule = partial(transfer_rule, engines=tuple(ENGINE_SERVERS))
 
 
-@check(
+@rule(
     "K01",
-    level="kv-transfer",
-    effect="the draft's context KV of the prompt is on no server that drafts",
+    effect="the server that drafts lacks the draft's context KV of the prompt",
     fix=FIX_COMMAND,
     source="vllm-project/vllm#48221, #54926; SGLang 0.5.23 disaggregation/common/conn.py get_mha_kv_ptrs_with_pp",
     outcome="drops",
-    engines=ENGINES,
 )
 def drafts_on_both_servers(transfer: Transfer) -> Iterator[Problem]:
-    """Both servers have a draft: the one that runs prompts writes its context KV, the other one reads it.
+    """Both servers have a draft: the prefill server writes its context KV, and the decode server reads it.
 
-    Over vLLM's NIXL connector a draft on one side alone is refused: by the number of KV layers, and from 0.28 on by the
-    handshake before that. Its Mooncake connector and SGLang hand over the layers that the prefill server has, and say
-    nothing of those that only the decode server has.
+    vLLM's NIXL connector refuses a draft on one server only: from 0.28 on in the handshake, before by the number of KV
+    layers. vLLM's Mooncake connector and SGLang hand over the prefill server's layers. They do not report layers that
+    only the decode server has.
     """
     prefill, decode = (server.draft for server in transfer.servers)
     location = transfer.decode.location("draft")
     if prefill is None and decode is None:
         yield Problem(location, "neither server has a draft")
     elif prefill is None:
-        problem = transfer.problem("decode-only", location, "a draft, which the prefill server has not")
-        alone = "nothing notices: the text stays right, and the draft proposes without the context of the prompt"
-        yield problem if problem.outcome == "stops" else replace(problem, effect=alone)
+        effect = "nothing detects it: the text stays right, but the draft lacks the context of the prompt"
+        yield _unless_noticed(transfer.problem("decode-only", location, "a draft; prefill server: no draft"), effect)
     elif decode is None:
-        problem = transfer.problem("prefill-only", location, "no draft, although the prefill server has one")
-        alone = "the decode server drafts nothing, and what the prefill server does for a draft is lost"
-        yield problem if problem.outcome == "stops" else replace(problem, effect=alone)
+        effect = "the decode server does not draft, so the prefill server computes the draft's context in vain"
+        yield _unless_noticed(transfer.problem("prefill-only", location, "no draft; prefill server: a draft"), effect)
 
 
-@check(
+@rule(
     "K02",
-    level="kv-transfer",
-    effect="what is known here is about DFlash, whose context KV depends on the target's hidden states alone",
+    effect="this tool knows DFlash only: its context KV depends on the target's hidden states alone",
     fix=FIX_COMMAND,
     source="vLLM 0.33.0 config/speculative.py; SGLang 0.5.23 speculative/spec_info.py",
     outcome="drops",
-    engines=ENGINES,
 )
 def methods_are_dflash(transfer: Transfer) -> Iterator[Problem]:
-    """Both servers speculate by DFlash."""
+    """Both servers speculate with DFlash."""
     stated = [server.draft.method for server in transfer.servers if server.draft is not None]
     for server in transfer.servers:
         if server.draft is not None and server.draft.method not in (None, "dflash"):
             message = f"{server.draft.method!r}, expected 'dflash'"
-            is_other = len(set(stated)) == 1
             problem = transfer.problem("method", server.location("method"), message)
+            is_other = len(set(stated)) == 1
             yield replace(problem, effect="this tool judges DFlash drafts only") if is_other else problem
 
 
-@check(
+@rule(
     "K03",
-    level="kv-transfer",
-    effect=LOST,
+    effect=WRONG_CONTEXT,
     fix=FIX_SAME,
     source="vllm-project/vllm#49230; vLLM 0.33.0 nixl/metadata.py",
     outcome="drops",
-    engines=ENGINES,
 )
 def drafts_are_the_same(transfer: Transfer) -> Iterator[Problem]:
     """Both servers load the same draft at the same revision.
 
-    Drafts of one shape have KV of one shape, so that a transfer succeeds whichever of them wrote it. Directories of
-    other names are compared by their files where both can be opened here; but the handshake of vLLM's NIXL connector
-    compares names as they are written, the target's in every release that was read, the draft's from 0.28 on.
+    Drafts of equal shape have KV of equal shape, so a transfer succeeds with either draft's KV. Directories with other
+    names are compared by their files if both can be opened here. The handshake of vLLM's NIXL connector compares names
+    as given: the target's in every release that was read, the draft's from 0.28 on.
     """
     prefill, decode = (server.draft for server in transfer.servers)
-    if prefill is None or decode is None:
+    if prefill is None or decode is None or prefill.name is None or decode.name is None:
         return
-    names = (prefill.name, decode.name), (prefill.revision, decode.revision)
-    yield from _differing(transfer, "draft", names, _digest_of_draft)
+    if prefill.name == decode.name:
+        yield from _other_revision(transfer, "draft", "draft_revision", prefill.revision, decode.revision)
+        return
+    problem = transfer.differs("draft", prefill.name, decode.name, factor="draft")
+    digests = {_digest_of_draft(server) for server in transfer.servers}
+    is_same = len(digests) == 1 and None not in digests
+    if problem.outcome == "stops":
+        yield replace(problem, effect=SAME_FILES) if is_same else problem
+    elif not is_same:
+        is_sure = None not in digests or PurePath(prefill.name).name != PurePath(decode.name).name
+        yield problem if is_sure else _doubt(problem, "maybe the same files in another place")
 
 
-@check(
+@rule(
     "K04",
-    level="kv-transfer",
-    effect=LOST,
+    effect=WRONG_CONTEXT,
     fix=FIX_SAME,
     source="vLLM 0.33.0 models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
-    engines=ENGINES,
 )
 def drafts_read_alike(transfer: Transfer) -> Iterator[Problem]:
     """The configs of both copies of the draft state the same taps, block, heads, windows and causality."""
@@ -116,174 +117,143 @@ def drafts_read_alike(transfer: Transfer) -> Iterator[Problem]:
     for name in COMPARED if prefill.num_layers == decode.num_layers else ("num_layers", *COMPARED_WHOLE):
         first, second = getattr(prefill, name), getattr(decode, name)
         if first != second:
-            message = f"{name} {_shown(second)}, that of the prefill server {_shown(first)}"
-            yield Problem(transfer.decode.location("draft"), message)
+            yield transfer.differs("draft", _shown(first), f"{name} {_shown(second)}")
 
 
-@check(
+@rule(
     "K05",
-    level="kv-transfer",
-    effect="target and draft go on from KV that another target wrote",
+    effect="target and draft continue from KV that another target wrote",
     fix=f"start both servers with the same target, then check again: {AGAIN}",
     source="vLLM 0.33.0 nixl/metadata.py; vllm-project/vllm#55776, open: the target's revision is not compared",
     outcome="drops",
-    engines=ENGINES,
 )
 def targets_are_the_same(transfer: Transfer) -> Iterator[Problem]:
     """Both servers load the same target at the same revision."""
     prefill, decode = transfer.servers
-    names = (prefill.target, decode.target), (prefill.target_revision, decode.target_revision)
-    yield from _differing(transfer, "target", names, None)
+    if prefill.target is None or decode.target is None:
+        return
+    if prefill.target == decode.target:
+        revisions = prefill.target_revision, decode.target_revision
+        yield from _other_revision(transfer, "target-revision", "target_revision", *revisions)
+        return
+    problem = transfer.differs("target", prefill.target, decode.target, factor="target")
+    is_sure = problem.outcome == "stops" or PurePath(prefill.target).name != PurePath(decode.target).name
+    yield problem if is_sure else _doubt(problem, "maybe the same files in another place")
 
 
-@check(
+@rule(
     "K06",
     "info",
-    level="kv-transfer",
-    effect="the draft's context KV does not depend on it; the decode server's number is what is drafted",
+    effect="the draft's context KV does not depend on this number; the decode server's number applies",
     fix=f"nothing has to be done; to see the draft's own number: dflash inspect {{draft}} # then {AGAIN}",
-    source="vLLM 0.33.0 nixl/metadata.py, which leaves it out of the hash",
-    engines=ENGINES,
+    source="vLLM 0.33.0 nixl/metadata.py: the hash does not contain it",
 )
 def numbers_of_drafted_tokens_agree(transfer: Transfer) -> Iterator[Problem]:
-    """Both servers draft the same number of tokens in a step."""
-    prefill, decode = (server.draft for server in transfer.servers)
-    if prefill is None or decode is None or None in (prefill.num_draft_tokens, decode.num_draft_tokens):
-        return
-    if prefill.num_draft_tokens != decode.num_draft_tokens:
-        message = f"{decode.num_draft_tokens} drafted tokens, the prefill server's {prefill.num_draft_tokens}"
-        yield Problem(transfer.decode.location("num_draft_tokens"), message)
+    """Both servers draft the same number of tokens per step."""
+    first, second = (server.draft.num_draft_tokens if server.draft is not None else None for server in transfer.servers)
+    if None not in (first, second) and first != second:
+        yield transfer.differs("num_draft_tokens", first, f"{second} draft tokens")
 
 
-@check(
+@rule(
     "K07",
-    level="kv-transfer",
-    effect="rows of one number format are read as those of another",
+    effect="a server reads rows of one number format as another format",
     fix=f"give both servers the same --kv-cache-dtype, then check again: {AGAIN}",
-    source="vLLM 0.33.0 nixl/metadata.py; SGLang 0.5.23 disaggregation/common/conn.py, on the target's alone",
+    source="vLLM 0.33.0 nixl/metadata.py; SGLang 0.5.23 disaggregation/common/conn.py, for the target only",
     outcome="drops",
-    engines=ENGINES,
 )
 def kv_dtypes_agree(transfer: Transfer) -> Iterator[Problem]:
-    """Both servers keep KV in the same number format, the draft's too."""
+    """Both servers keep KV in the same number format, for the target and for the draft."""
     prefill, decode = transfer.servers
     if prefill.kv_dtype != decode.kv_dtype:
-        message = f"{decode.kv_dtype}, that of the prefill server {prefill.kv_dtype}"
-        yield transfer.problem("kv-dtype", decode.location("kv_cache_dtype"), message)
+        yield transfer.differs("kv_dtype", prefill.kv_dtype, decode.kv_dtype, factor="kv-dtype")
     if prefill.draft is None or decode.draft is None:
         return
-    first, second = (draft.kv_dtype or server.kv_dtype for server in transfer.servers if (draft := server.draft))
+    first, second = prefill.draft.kv_dtype or prefill.kv_dtype, decode.draft.kv_dtype or decode.kv_dtype
     if first != second and (prefill.draft.kv_dtype or decode.draft.kv_dtype):
-        message = f"the draft's KV in {second}, at the prefill server in {first}"
-        yield transfer.problem("draft-kv-dtype", decode.location("draft_kv_dtype"), message)
+        yield transfer.differs("draft_kv_dtype", first, f"the draft's KV in {second}", factor="draft-kv-dtype")
 
 
-@check(
+@rule(
     "K08",
-    level="kv-transfer",
-    effect="different releases lay out and hand over KV in different ways",
+    effect="releases differ in how they lay out and hand over KV",
     fix=f"run one release on both servers, then check again: {AGAIN}",
     source="vllm-project/vllm#29503; vLLM 0.33.0 nixl/metadata.py",
     outcome="drops",
-    engines=ENGINES,
 )
 def releases_agree(transfer: Transfer) -> Iterator[Problem]:
-    """Both servers run the same release; NIXL's handshake in vLLM compares it."""
+    """Both servers run the same release. vLLM's NIXL handshake compares it."""
     first, second = transfer.prefill.launch.version, transfer.decode.launch.version
     if first is None or second is None or transfer.prefill.release == transfer.decode.release:
         return
-    message = f"{second}, that of the prefill server {first}"
-    problem = transfer.problem("version", transfer.decode.location("version"), message)
+    problem = transfer.differs("version", first, second, factor="version")
     yield problem if problem.outcome == "stops" else replace(problem, effect="", severity="warning")
 
 
-@check(
+@rule(
     "K09",
-    level="kv-transfer",
-    effect="nothing is sent, or nobody receives it",
-    fix=f"the prefill server has to send, the decode server to receive; then check again: {AGAIN}",
+    effect="no server sends, or no server receives",
+    fix=f"let the prefill server send and the decode server receive, then check again: {AGAIN}",
     source="vLLM 0.33.0 config/kv_transfer.py; SGLang 0.5.23 arg_groups/fields/disagg.py",
-    engines=ENGINES,
 )
 def roles_fit(transfer: Transfer) -> Iterator[Problem]:
-    """The prefill server sends, the decode server receives; or both do both.
+    """The prefill server sends and the decode server receives, or both do both.
 
-    vLLM's Mooncake connector asserts that no producer receives. Its NIXL connector goes by each request, and takes the
-    role for less, so that a wrong one is a warning there.
+    vLLM's Mooncake connector asserts that no producer receives. Its NIXL connector follows each request instead of the
+    role, so a wrong role is a warning there.
     """
     for server in transfer.servers:
         role = server.connectors[0].role if server.connectors else None
         if role in (server.role, "both"):
             continue
-        found = "no role" if role is None else f"the role of a {role} server"
-        problem = Problem(server.location("role"), f"{found}, expected that of a {server.role} server")
+        found = "no role" if role is None else f"role {role}"
+        problem = Problem(server.location("role"), f"{found}, expected {server.role} or both")
         is_free = role is not None and any(map(transfer.is_over, transfer.known.free_roles))
         yield replace(problem, severity="warning", outcome="serves") if is_free else problem
 
 
-@check(
+@rule(
     "K10",
-    level="kv-transfer",
-    effect="the first request that is handed over ends the decode server",
+    effect="the decode server crashes at the first request that is handed over",
     fix=f"use a later release on both servers, then check again: {AGAIN}",
     source="sgl-project/sglang#36140, on 0.5.16; SGLang 0.5.23 speculative/dflash_disaggregation.py",
-    engines=ENGINES,
 )
 def release_hands_dflash_over(transfer: Transfer) -> Iterator[Problem]:
     """The release is known to hand over a DFlash draft's context.
 
-    SGLang did not at 0.5.16 and does at 0.5.23; which release between them was the first is not known. vLLM was read
-    from 0.24 on.
+    SGLang 0.5.16 does not, and 0.5.23 does. The first release in between that does is unknown. vLLM was read from 0.24
+    on.
     """
     for server in transfer.servers:
-        if server.launch.version is None:
-            continue
-        problem = _problem_of_release(transfer.known, server)
-        if problem is not None:
-            yield problem
+        if server.launch.version is not None and server.release < transfer.known.first:
+            yield _problem_of_release(transfer.known, server)
 
 
-def _problem_of_release(known: EngineServers, server: Server) -> Problem | None:
+def _problem_of_release(known: EngineServers, server: Server) -> Problem:
     location, version = server.location("version"), server.launch.version
-    if server.release >= known.first:
-        return None
     if server.release <= known.last_failing:
-        return Problem(location, f"{version} has no hand-over of DFlash drafts")
+        return Problem(location, f"{version} does not hand over DFlash drafts")
     return Problem(
         location,
-        f"{version}: known from {release_text(known.first)} on",
-        effect="whether this release hands a DFlash draft over is not known here",
+        f"{version}; known to hand over DFlash drafts: {release_text(known.first)} and later",
+        effect="this release may lose the draft's context",
         severity="warning",
         outcome="drops",
     )
 
 
-Pair = tuple[str | None, str | None]
+def _unless_noticed(problem: Problem, effect: str) -> Problem:
+    """The problem with this effect, unless the servers detect it."""
+    return problem if problem.outcome == "stops" else replace(problem, effect=effect)
 
 
-def _differing(
-    transfer: Transfer, factor: Factor, names: tuple[Pair, Pair], digest: Callable[[Server], str | None] | None
+def _other_revision(
+    transfer: Transfer, factor: Factor, key: str, first: str | None, second: str | None
 ) -> Iterator[Problem]:
-    """Another name or revision. `names` are (names, revisions), each of both servers."""
-    (first, second), revisions = names
-    if first is None or second is None:
+    if first == second:
         return
-    location = transfer.decode.location(factor)
-    if first != second:
-        problem = transfer.problem(factor, location, f"{second}, that of the prefill server {first}")
-        digests = {digest(server) for server in transfer.servers} if digest is not None else {None}
-        is_same = len(digests) == 1 and None not in digests
-        if problem.outcome == "stops":
-            yield replace(problem, effect=SAME_FILES) if is_same else problem
-        elif not is_same:
-            is_sure = None not in digests or PurePath(first).name != PurePath(second).name
-            yield problem if is_sure else _doubt(problem, "perhaps the same files elsewhere")
-    elif revisions[0] != revisions[1]:
-        is_draft = factor == "draft"
-        location = transfer.decode.location("draft_revision" if is_draft else "revision")
-        message = f"revision {_shown(revisions[1])}, that of the prefill server {_shown(revisions[0])}"
-        problem = transfer.problem("draft" if is_draft else "target-revision", location, message)
-        yield problem if None not in revisions else _doubt(problem, "the same if it is the newest")
+    problem = transfer.differs(key, _shown(first), f"revision {_shown(second)}", factor=factor)
+    yield problem if None not in (first, second) else _doubt(problem, "equal if that revision is the newest")
 
 
 def _doubt(problem: Problem, why: str) -> Problem:
@@ -291,7 +261,7 @@ def _doubt(problem: Problem, why: str) -> Problem:
 
 
 def _digest_of_draft(server: Server) -> str | None:
-    """The digest of the draft's files, where they are here."""
+    """The digest of the draft's files, or None if they are not on this machine."""
     checkpoint = server.subject.checkpoint if server.subject is not None else None
     if type(checkpoint) is not Checkpoint:
         return None

@@ -1,10 +1,10 @@
-"""How one server is started, read from what a person has at hand: a JSON object of arguments, or the serve command."""
+"""The arguments of one server, read from a file: a JSON object of arguments, or the serve command."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,69 +13,87 @@ from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UsageErro
 from dflash_runtime.json_values import is_int
 
 Kind = Literal["text", "count", "switch", "object"]
-EXPECTED: Mapping[Kind, str] = {
-    "text": "a text",
-    "count": "a positive whole number",
-    "switch": "true or false",
-    "object": "an object",
+KINDS: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
+    "text": ("a text", lambda value: isinstance(value, str) and bool(value)),
+    "count": ("a positive whole number", lambda value: is_int(value) and value > 0),
+    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
 }
+"""Kinds of arguments: the words for errors, and whether a value is of the kind."""
 MODEL = "model"
-"""The key of the target, whatever the engine calls it."""
+"""The key of the argument without a name, which is the target for every engine."""
 COMMAND = "command"
 VERSION = "version"
 OPTION = re.compile(r"-{1,2}[A-Za-z]")
 PROGRAMS = ("serve", "launch_server", "api_server")
-"""How the word ends after which the arguments of a server begin."""
+"""Suffixes of the word before a server's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of an engine: its name in snake case, its kind, and its other names."""
+
+    name: str
+    kind: Kind
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchKeys:
-    """The arguments of an engine that rules look at, in snake case; `aliases` are its other words for them."""
+    """The arguments that rules read, by the rules' words, and the dotted keys of words inside an object argument."""
 
-    kinds: Mapping[str, Kind]
-    aliases: Mapping[str, str]
+    arguments: Mapping[str, Argument]
+    inner: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, word: str) -> str:
+        """The engine's name for a word of the rules. Other words are names already."""
+        return self.arguments[word].name if word in self.arguments else self.inner.get(word, word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a server is started: the arguments that rules look at, and the names of those that they do not."""
+    """A server's arguments that rules read, by the rules' words, its version, and the names of its other arguments."""
 
     path: Path
+    keys: LaunchKeys
     arguments: Mapping[str, Any]
     version: str | None
     ignored: tuple[str, ...]
 
-    def location(self, key: str) -> str:
-        """`decode.json:block_size`."""
-        return f"{self.path.name}:{key}"
+    def location(self, word: str) -> str:
+        """`decode.json:block_size` for an argument."""
+        return f"{self.path.name}:{self.keys.key(word)}"
 
-    def get(self, key: str) -> Any:
-        """The value of an argument, None where it is not given."""
-        return self.arguments.get(key)
+    def get(self, word: str) -> Any:
+        """The value of an argument, or None without it."""
+        return self.arguments.get(word)
 
 
 def read_launch(path: Path, keys: LaunchKeys) -> Launch:
-    """Read a file of arguments, `{"command": "vllm serve ..."}`, or the command itself as plain text.
+    """Read a JSON object of arguments, `{"command": "vllm serve ..."}`, or the command as plain text.
 
     Raises:
-        CheckpointNotFound: no such file.
-        UsageError: it is none of these, or an argument has a value of another type.
+        CheckpointNotFound: the file does not exist.
+        UsageError: the file has another form, or an argument has a value of another type.
     """
     if not path.is_file():
-        raise CheckpointNotFound(f"{path}: no such file", hint="it holds the arguments, or the command, of one server")
+        hint = "it contains the arguments or the serve command of one server"
+        raise CheckpointNotFound("no such file", id="no-launch-file", path=path, hint=hint)
     given = _read_arguments(path)
-    version = _checked(path, VERSION, given.pop(VERSION, None), "text")
+    version = _checked(path, Argument(VERSION, "text"), given.pop(VERSION, None))
+    words = {name: word for word, item in keys.arguments.items() for name in (item.name, *item.aliases)}
     values: dict[str, Any] = {}
     ignored = []
     for name, value in given.items():
-        key = _key(name, keys)
-        if key in keys.kinds:
-            values[key] = _checked(path, key, value, keys.kinds[key])
-        else:
+        word = words.get(name.lstrip("-").replace("-", "_"))
+        if word is None:
             ignored.append(name)
+        else:
+            values[word] = _checked(path, keys.arguments[word], value)
     return Launch(
         path=path,
-        arguments={key: value for key, value in values.items() if value is not None},
+        keys=keys,
+        arguments={word: value for word, value in values.items() if value is not None},
         version=version,
         ignored=tuple(ignored),
     )
@@ -92,13 +110,11 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     command = document.pop(COMMAND, None)
     if command is None:
         return document
-    if not isinstance(command, str):
-        raise UsageError(path=path, field=COMMAND, found=command, expected=EXPECTED["text"])
-    return {**_parse_command(path, command), **document}
+    return {**_parse_command(path, _checked(path, Argument(COMMAND, "text"), command)), **document}
 
 
 def _parse_command(path: Path, text: str) -> dict[str, Any]:
-    """The options of a command line, and under `model` the argument before them, whatever starts the program."""
+    """The options of a command line, and the argument before them under `model`."""
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
@@ -116,7 +132,7 @@ def _parse_command(path: Path, text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the words that follow it, as far as the next option."""
+    """Each option with the words between it and the next option."""
     name: str | None = None
     values: list[str] = []
     for word in words:
@@ -132,7 +148,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
-    """Enter an option: `--no-x` is x switched off, `--a.b 1` is b within a."""
+    """Store an option: `--no-x` switches x off, and `--a.b 1` sets b inside a."""
     plain = name.lstrip("-")
     if plain.startswith("no-") and not values:
         found[plain.removeprefix("no-")] = False
@@ -148,31 +164,21 @@ def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
 
 
 def _from_text(value: Any) -> Any:
-    """A value within an object, which a command line gives as text, as JSON would have it."""
+    """The JSON value of a text from a command line, or the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except (TypeError, ValueError, RecursionError):
         return value
 
 
-def _key(name: str, keys: LaunchKeys) -> str:
-    plain = name.lstrip("-").replace("-", "_")
-    return keys.aliases.get(plain, plain)
-
-
-def _checked(path: Path, key: str, value: Any, kind: Kind) -> Any:
-    """A value of that kind; numbers, switches and objects may be given as text, as on a command line.
+def _checked(path: Path, argument: Argument, value: Any) -> Any:
+    """The value of an argument. Numbers, switches and objects may be given as text, as on a command line.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: the value is of another kind.
     """
-    read = _from_text(value) if kind != "text" and isinstance(value, str) else value
-    fits = {
-        "text": isinstance(read, str) and bool(read),
-        "count": is_int(read) and read > 0,
-        "switch": isinstance(read, bool),
-        "object": isinstance(read, dict),
-    }[kind]
-    if value is not None and not fits:
-        raise UsageError(path=path, field=key, found=value, expected=EXPECTED[kind])
+    read = _from_text(value) if argument.kind != "text" and isinstance(value, str) else value
+    expected, fits = KINDS[argument.kind]
+    if value is not None and not fits(read):
+        raise UsageError(path=path, field=argument.name, found=value, expected=expected)
     return read

@@ -1,4 +1,4 @@
-"""One of the two servers as rules see it, whichever engine it runs."""
+"""One of the two servers, as the rules see it, and its part of the JSON document."""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from dflash_cli.engines.serving_engine import Release
+from dflash_cli.handoff.two_servers.carriers import NO_CARRIER, EngineCarrier
 from dflash_cli.handoff.two_servers.launch import Launch
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.layer_kinds import FULL, LATENT, STATE_KINDS
@@ -15,16 +16,16 @@ from dflash_runtime.documents import HIDDEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConnector:
-    """What carries KV to the other server: a connector of vLLM, a transfer backend of SGLang.
+    """A connector of vLLM, or a transfer backend of SGLang.
 
-    `role` is prefill, decode or both, None where none is stated; `is_external` says that its code is not the engine's.
+    `role` is prefill, decode or both; None if the arguments do not state it.
     """
 
     name: str
     role: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_on_host: bool = False
-    is_external: bool = False
+    carrier: EngineCarrier = NO_CARRIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,32 +40,16 @@ class ServedDraft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerKeys:
-    """What an engine calls the arguments that rules name in what they find."""
-
-    draft: str
-    draft_revision: str
-    num_draft_tokens: str
-    draft_kv_dtype: str
-    method: str
-    target: str
-    page_size: str
-    tensor_parallel: str
-    connector: str
-    role: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server. `role` is what it is meant to do: prefill or decode.
+    """One server, which is meant to prefill or to decode (`role`).
 
-    `connectors` are all that it has, those within another one included. `subject` and `target_facts` are what could be
-    read here of the draft and the target that it names.
+    connectors    all connectors, including connectors inside another one
+    subject       the draft's files, if they could be read here
+    target_facts  facts about the target, if it could be read here
     """
 
     role: str
     launch: Launch
-    keys: ServerKeys
     release: Release
     draft: ServedDraft | None
     target: str | None
@@ -78,22 +63,29 @@ class Server:
     target_facts: TargetFacts | None = None
 
     def location(self, key: str) -> str:
-        """Where an argument stands; `key` is a field of `ServerKeys`, or the engine's own word."""
-        return self.launch.location(getattr(self.keys, key, key))
+        """`decode.json:block_size` for an argument, by the rules' word for it."""
+        return self.launch.location(key)
+
+    @property
+    def link(self) -> EngineConnector | None:
+        """The connector to the other server: the first that may send, otherwise the first that the engine knows."""
+        known = [item for item in self.connectors if item.carrier is not NO_CARRIER]
+        sending = [item for item in known if item.carrier.carries != "nothing"]
+        return next(iter([*sending, *known]), None)
 
     @property
     def config(self) -> DraftConfig | None:
-        """The draft's config, where it could be read here."""
+        """The draft's config, if it could be read here."""
         return self.subject.parsed.config if self.subject is not None and self.subject.parsed is not None else None
 
     @property
     def is_latent(self) -> bool:
-        """Whether the target keeps compressed keys and values (MLA), as far as is known."""
+        """Whether the target is known to keep compressed keys and values (MLA)."""
         return self.target_facts is not None and LATENT in self.target_facts.layer_kinds
 
     @property
     def has_state(self) -> bool:
-        """Whether some layers of the target keep a state instead of keys and values."""
+        """Whether some layers of the target are known to keep a state instead of keys and values."""
         return self.target_facts is not None and bool(set(STATE_KINDS) & set(self.target_facts.layer_kinds))
 
     @property
@@ -105,7 +97,7 @@ class Server:
 
 
 def release_of(version: str | None, fallback: Release) -> Release:
-    """`0.33.0` of `v0.33.0+cu130`; the engine's release that was asked for where no version is stated."""
+    """The release `(0, 33)` of `v0.33.0+cu130`, or `fallback` without a version."""
     found = re.search(r"\d+(?:\.\d+)+", version or "")
     if found is None:
         return fallback
@@ -116,7 +108,7 @@ def release_of(version: str | None, fallback: Release) -> Release:
 
 
 def heads_of_rank(num_heads: int, tensor_parallel: int) -> int:
-    """KV heads that one rank holds; heads are repeated where there are more ranks."""
+    """KV heads per rank. With more ranks than heads, each rank holds a copy of one head."""
     return max(1, num_heads // tensor_parallel)
 
 
@@ -137,7 +129,6 @@ class ServerEntry:
 
     @classmethod
     def of(cls, server: Server) -> "ServerEntry":
-        """The entry of a server."""
         return cls(
             file=str(server.launch.path),
             version=server.launch.version,

@@ -1,4 +1,4 @@
-"""What rules of the level kv-transfer see: the server that runs prompts, and the one that decodes after it."""
+"""The subject of rules of the level kv-transfer: a server that prefills, and a server that decodes."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from dflash_cli.engines.serving_engine import Release, ServingEngine
-from dflash_cli.handoff.two_servers.carriers import ENFORCE, EngineCarrier, carrier_of
+from dflash_cli.handoff.two_servers.carriers import ENFORCE
 from dflash_cli.handoff.two_servers.launch import Launch, LaunchKeys
 from dflash_cli.handoff.two_servers.server import EngineConnector, Server
 from dflash_cli.rules.rule import Outcome, Problem
@@ -16,30 +16,28 @@ Factor = Literal[
     "decode-only", "prefill-only", "version", "target", "target-revision", "draft", "method", "kv-dtype",
     "draft-kv-dtype",
 ]  # fmt: skip
-"""What two servers may differ in, and a handshake may notice."""
+"""A difference between two servers that a handshake may detect."""
 
 EFFECTS: Mapping[Outcome, str] = {
-    "stops": "the servers find the difference when the first request is handed over, and refuse it",
-    "drops": "nothing notices: the text stays right, and the draft reads a context that is not its own",
+    "stops": "the servers detect the difference when the first request is handed over, and refuse it",
+    "drops": "nothing detects it: the text stays right, but the draft reads the wrong context",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServers:
-    """What is known of an engine's servers that hand KV over.
+    """Facts about an engine's servers that hand KV over.
 
-    read          makes a server of its role, its launch, and the release that is assumed where it states none
-    carriers      its connectors by name
-    notices       the differences that stop a request, by the engine's code that was read
-    first         the first release that is known to hand DFlash drafts over
-    last_failing  the last that is known not to; empty where none is
-    free_roles    families of connectors that take the stated role for less than what each request says
-    takes_drafts  a draft that names its target may be given in the place of one
+    read          makes a server from its role, its launch, and the release to assume if the launch states none
+    notices       the differences that stop a request, according to the engine's code
+    first         the first release that is known to hand over DFlash drafts
+    last_failing  the last release that is known to fail; empty if none is known
+    free_roles    families of connectors that may ignore the stated role and follow each request
+    takes_drafts  a draft that names its target may be given as the model
     """
 
     keys: LaunchKeys
     read: Callable[[str, Launch, Release], Server]
-    carriers: Mapping[str, EngineCarrier]
     notices: "Callable[[Transfer], frozenset[Factor]]"
     first: Release
     last_failing: Release = ()
@@ -49,7 +47,7 @@ class EngineServers:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Two servers of an engine; `named` is the engine at the release that was asked for, `known` is known of it."""
+    """Two servers of one engine. `named` is the engine and release that the user named."""
 
     named: ServingEngine
     known: EngineServers
@@ -62,33 +60,29 @@ class Transfer:
 
     @property
     def release(self) -> Release:
-        """The older of the two."""
+        """The older release of the two."""
         return min(self.prefill.release, self.decode.release)
 
     def engine(self, name: str) -> ServingEngine | None:
-        """The engine, if it is the one of that name."""
+        """The engine of both servers, if it has this name."""
         return self.named if self.named.name == name else None
 
     @property
-    def carriers(self) -> tuple[tuple[EngineConnector, EngineCarrier], tuple[EngineConnector, EngineCarrier]] | None:
-        """The connector of each server, where both have one of the same family."""
-        first, second = (self.carrier_of(server) for server in self.servers)
-        if first is None or second is None or first[1].family != second[1].family:
+    def links(self) -> tuple[EngineConnector, EngineConnector] | None:
+        """The connector of each server, or None if they are of different families."""
+        first, second = self.prefill.link, self.decode.link
+        if first is None or second is None or first.carrier.family != second.carrier.family:
             return None
         return first, second
 
-    def carrier_of(self, server: Server) -> tuple[EngineConnector, EngineCarrier] | None:
-        """The connector by which a server reaches the other one, and what is known of it."""
-        return carrier_of(self.known.carriers, server)
-
     def is_over(self, family: str) -> bool:
-        """Whether both servers are joined by that family of connectors."""
-        return self.carriers is not None and self.carriers[0][1].family == family
+        """Whether connectors of this family join the servers."""
+        return self.links is not None and self.links[0].carrier.family == family
 
     @property
     def is_enforced(self) -> bool:
-        """Whether NIXL's handshake compares its hash."""
-        return self.carriers is not None and all(item.options.get(ENFORCE) is not False for item, _ in self.carriers)
+        """Whether NIXL's handshake compares the hashes of both servers."""
+        return self.links is not None and all(item.options.get(ENFORCE) is not False for item in self.links)
 
     @cached_property
     def noticed(self) -> frozenset[Factor]:
@@ -96,13 +90,18 @@ class Transfer:
         return self.known.notices(self)
 
     def problem(self, factor: Factor, location: str, message: str) -> Problem:
-        """A difference, with what comes of it."""
+        """A difference, with its effect on requests."""
         outcome: Outcome = "stops" if factor in self.noticed else "drops"
         return Problem(location, message, EFFECTS[outcome], outcome=outcome)
 
+    def differs(self, key: str, prefill: object, decode: object, *, factor: Factor | None = None) -> Problem:
+        """A problem at an argument of the decode server: `fp8; prefill server: auto`."""
+        location, message = self.decode.location(key), f"{decode}; prefill server: {prefill}"
+        return Problem(location, message) if factor is None else self.problem(factor, location, message)
+
     @property
     def command_words(self) -> dict[str, str]:
-        """What stands for the placeholders of a fix."""
+        """The values of the placeholders in a fix."""
         drafts = [server.draft.name for server in self.servers if server.draft is not None and server.draft.name]
         targets = [server.target for server in self.servers if server.target]
         return {

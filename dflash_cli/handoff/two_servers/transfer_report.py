@@ -1,4 +1,4 @@
-"""Whether the draft's context arrives at the decode server: every rule on two servers, and a verdict."""
+"""Whether the draft's context arrives at the decode server: the findings of all rules on two servers, and a verdict."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,19 +18,24 @@ from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, UsageError
+from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
+
+SHOWN_ARGUMENTS = 4
+"""The most ignored arguments that a note names."""
 
 Outcome = Literal["arrives", "lost", "refused", "unknown"]
 TEXTS: Mapping[Outcome, str] = {
     "arrives": "the draft's context arrives",
     "lost": "the draft's context does not arrive, and acceptance falls",
     "refused": "the servers do not work together",
-    "unknown": "not known whether the draft's context arrives",
+    "unknown": "the draft's context may not arrive",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TransferVerdict:
-    """What becomes of the draft's context KV."""
+    """Whether the draft's context KV arrives."""
 
     outcome: Annotated[Outcome, "refused: the servers do not work together"]
     reasons: Annotated[tuple[str, ...], "ids of rules"]
@@ -43,49 +48,6 @@ class TransferVerdict:
         return f"{self.joined}: {TEXTS[self.outcome]}{because}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TransferReport(Shown):
-    """Everything that was found of two servers, worst first; `notes` say what was not looked at."""
-
-    transfer: Transfer
-    findings: tuple[Finding, ...]
-    num_rules: int
-    verdict: TransferVerdict
-    notes: tuple[str, ...] = ()
-
-    def summary(self) -> list[str]:
-        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
-
-    def shown_tables(self) -> dict[str, Table]:
-        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
-        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
-
-    def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for finding in self.findings)
-
-    def fails(self, *, strict: bool = False) -> bool:
-        """Whether the pair does not pass; with `strict`, warnings count too."""
-        return bool(self.count("error") or (strict and self.count("warning")))
-
-    @property
-    def document(self) -> "TransferDocument":
-        prefill, decode = (
-            next(ServerEntry.of(item) for item in self.transfer.servers if item.role == role)
-            for role in ("prefill", "decode")
-        )
-        return TransferDocument(
-            passed=not self.fails(),
-            engine=str(self.transfer.named),
-            servers=ServerEntries(prefill, decode),
-            num_rules=self.num_rules,
-            num_errors=self.count("error"),
-            num_warnings=self.count("warning"),
-            findings=self.findings,
-            verdict=self.verdict,
-            notes=self.notes,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class ServerEntries:
     """Both servers by role."""
@@ -94,48 +56,80 @@ class ServerEntries:
     decode: ServerEntry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferDocument:
-    """Result of `dflash validate-handoff`."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TransferReport(Shown):
+    """Result of `dflash validate-handoff`: all findings about two servers, worst first."""
 
     KIND: ClassVar[str] = "validate-handoff"
 
-    passed: bool
-    engine: str
-    servers: ServerEntries
-    num_rules: int
-    num_errors: int
-    num_warnings: int
+    transfer: Annotated[Transfer, HIDDEN]
     findings: tuple[Finding, ...]
+    num_rules: int
     verdict: TransferVerdict
-    notes: tuple[str, ...]
+    notes: Annotated[tuple[Notice, ...], "what was not checked"] = ()
+    strict: Annotated[bool, HIDDEN] = False
+
+    def summary(self) -> list[str]:
+        errors, warnings = plural(self.num_errors, "error"), plural(self.num_warnings, "warning")
+        return [f"{errors}, {warnings}, {self.num_rules} rules checked"]
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
+        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
+
+    @property
+    @computed_key
+    def passed(self) -> bool:
+        """Whether the report lacks errors and, with --strict, warnings."""
+        return not self.fails(strict=self.strict)
+
+    @property
+    @computed_key
+    def engine(self) -> str:
+        return str(self.transfer.named)
+
+    @property
+    @computed_key
+    def servers(self) -> ServerEntries:
+        return ServerEntries(*map(ServerEntry.of, self.transfer.servers))
+
+    @property
+    @computed_key
+    def num_errors(self) -> int:
+        return self.count("error")
+
+    @property
+    @computed_key
+    def num_warnings(self) -> int:
+        return self.count("warning")
+
+    def count(self, severity: Severity) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
+
+    def fails(self, *, strict: bool = False) -> bool:
+        """Whether there are errors or, with `strict`, warnings."""
+        return bool(self.num_errors or (strict and self.num_warnings))
 
 
 def validate_transfer(
-    prefill: Path, decode: Path, engine: ServingEngine, *, ignored: Collection[str] = ()
+    prefill: Path, decode: Path, engine: ServingEngine, *, ignored: Collection[str] = (), strict: bool = False
 ) -> TransferReport:
-    """Judge two servers by how they are started.
+    """Check two servers by the files of their arguments. With `strict`, a warning fails the pair too.
 
     Raises:
-        CheckpointNotFound: a file is not there.
-        UsageError: an engine without such servers, or a file that says no arguments of it.
+        CheckpointNotFound: a file does not exist.
+        UsageError: no rule knows two servers of this engine, or a file does not contain arguments of a server.
     """
     if engine.name not in ENGINE_SERVERS:
-        expected = " or ".join(ENGINE_SERVERS)
-        raise UsageError(
-            field="--engine", found=str(engine), expected=f"an engine with rules on two servers: {expected}"
-        )
+        raise UsageError(field="--engine", found=str(engine), expected=" or ".join(ENGINE_SERVERS))
     known = ENGINE_SERVERS[engine.name]
     opened = _Opened(takes_drafts=known.takes_drafts)
     first, second = (
         opened.with_facts(known.read(role, read_launch(path, known.keys), engine.release))
         for role, path in (("prefill", prefill), ("decode", decode))
     )
-    return _judge(Transfer(named=engine, known=known, prefill=first, decode=second), ignored, tuple(opened.notes))
-
-
-def _judge(transfer: Transfer, ignored: Collection[str], notes: tuple[str, ...]) -> TransferReport:
-    rules = [rule for rule in rules_of("kv-transfer") if transfer.named.name in rule.engines]
+    transfer = Transfer(named=engine, known=known, prefill=first, decode=second)
+    rules = [rule for rule in rules_of("kv-transfer") if engine.name in rule.engines]
     found = [finding for rule in rules if rule.id not in ignored for finding in rule.findings(transfer)]
     found.sort(key=lambda item: (SEVERITIES.index(item.severity), item.id, item.location))
     return TransferReport(
@@ -143,20 +137,20 @@ def _judge(transfer: Transfer, ignored: Collection[str], notes: tuple[str, ...])
         findings=tuple(found),
         num_rules=len(rules),
         verdict=_verdict(transfer, found),
-        notes=(*notes, *_unread(transfer)),
+        notes=(*opened.notes, *_ignored_arguments(transfer)),
+        strict=strict,
     )
 
 
 def _verdict(transfer: Transfer, findings: list[Finding]) -> TransferVerdict:
-    """The worst that any finding leads to; a warning that may lower acceptance leaves it open."""
+    """The worst outcome of any finding. A warning that may lower acceptance makes the outcome unknown."""
     errors = [item for item in findings if item.severity == "error"]
-    doubts = [item for item in findings if item.severity == "warning" and item.outcome != "serves"]
-    names = dict.fromkeys(item.name for pair in (transfer.carriers or ()) for item in pair[:1])
-    joined = ", ".join([str(transfer.named), " to ".join(names)]) if names else str(transfer.named)
+    names = dict.fromkeys(link.name for link in transfer.links or ())
+    joined = ", ".join([str(transfer.named), *filter(None, [" to ".join(names)])])
     causes: dict[Outcome, list[Finding]] = {
         "refused": [item for item in errors if item.outcome == "stops"],
         "lost": errors,
-        "unknown": doubts,
+        "unknown": [item for item in findings if item.severity == "warning" and item.outcome != "serves"],
     }
     for outcome, chosen in causes.items():
         if chosen:
@@ -164,45 +158,41 @@ def _verdict(transfer: Transfer, findings: list[Finding]) -> TransferVerdict:
     return TransferVerdict("arrives", (), joined)
 
 
-def _unread(transfer: Transfer) -> Iterator[str]:
+def _ignored_arguments(transfer: Transfer) -> Iterator[Notice]:
     for server in transfer.servers:
-        ignored = server.launch.ignored
-        if ignored:
-            some = ", ".join(ignored[:4]) + (", ..." if len(ignored) > 4 else "")
-            yield f"{server.launch.path}: arguments that are not looked at ({len(ignored)}): {some}"
+        names = server.launch.ignored
+        if names:
+            some = ", ".join(names[:SHOWN_ARGUMENTS]) + (", ..." if len(names) > SHOWN_ARGUMENTS else "")
+            text = f"{server.launch.path}: no rule reads {plural(len(names), 'argument')}: {some}"
+            yield Notice(text, id="arguments-ignored")
 
 
 class _Opened:
-    """Drafts and targets that were opened, each once, and why others could not be."""
+    """Opens each draft and target once. `notes` has the reasons why others could not be opened."""
 
     def __init__(self, *, takes_drafts: bool) -> None:
-        self.notes: list[str] = []
+        self.notes: list[Notice] = []
         self._takes_drafts = takes_drafts
-        self._drafts: dict[str, Subject | None] = {}
-        self._targets: dict[str, TargetFacts | None] = {}
+        self._drafts: dict[str | None, Subject | None] = {None: None}
+        self._targets: dict[str | None, TargetFacts | None] = {None: None}
 
     def with_facts(self, server: Server) -> Server:
-        """The server with what is read from its checkpoints."""
-        server = self._of_its_draft(server)
-        draft = server.draft
-        name = _reference(draft.name, draft.revision) if draft is not None else None
+        """The server with the facts that its checkpoints state."""
+        server = self._with_own_draft(server)
+        draft = None if server.draft is None else _reference(server.draft.name, server.draft.revision)
         target = _reference(server.target, server.target_revision)
-        if name is not None and name not in self._drafts:
-            self._drafts[name] = self._open_draft(name)
+        if draft is not None and draft not in self._drafts:
+            self._drafts[draft] = self._open_draft(draft)
         if target is not None and target not in self._targets:
             self._targets[target] = self._open_target(target)
-        return replace(
-            server,
-            subject=self._drafts[name] if name is not None else None,
-            target_facts=self._targets[target] if target is not None else None,
-        )
+        return replace(server, subject=self._drafts[draft], target_facts=self._targets[target])
 
-    def _of_its_draft(self, server: Server) -> Server:
-        """A server that is given a draft for its target, as one of the target that the draft names."""
-        if not self._takes_drafts or server.draft is not None or server.target is None:
+    def _with_own_draft(self, server: Server) -> Server:
+        """The server with its model as the draft, if its model is a draft that names a target."""
+        reference = _reference(server.target, server.target_revision)
+        if not self._takes_drafts or server.draft is not None or reference is None:
             return server
         try:
-            reference = _reference(server.target, server.target_revision) or ""
             subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
         except DFlashError:
             return server
@@ -221,26 +211,25 @@ class _Opened:
     def _open_draft(self, name: str) -> Subject | None:
         try:
             subject = open_subject(find_checkpoint(name, Role.DRAFT), draft_reference=name)
-        except DFlashError as error:
-            self._tell(f"the draft {name}", error)
-            return None
-        reason = subject.config_error or subject.parse_error
-        if reason is None:
+            if reason := subject.config_error or subject.parse_error:
+                raise reason
             return subject
-        self._tell(f"the draft {name}", reason)
-        return None
+        except DFlashError as error:
+            self._note("draft", name, error)
+            return None
 
     def _open_target(self, name: str) -> TargetFacts | None:
         try:
             return open_target(open_checkpoint(find_checkpoint(name, Role.TARGET))).facts
         except DFlashError as error:
-            self._tell(f"the target {name}", error)
+            self._note("target", name, error)
             return None
 
-    def _tell(self, what: str, error: DFlashError) -> None:
-        self.notes.append(f"{what} could not be read here, and its layers were not judged: {error.message}")
+    def _note(self, role: str, name: str, error: DFlashError) -> None:
+        text = f"cannot read the {role} {name}, so its layers were not checked: {error.message}"
+        self.notes.append(Notice(text, id=f"{role}-not-read"))
 
 
 def _reference(name: str | None, revision: str | None) -> str | None:
-    """What opens a checkpoint; a revision is that of a repository."""
+    """`name@revision` of a repository, or the path of a local checkpoint."""
     return f"{name}@{revision}" if name is not None and revision is not None and not Path(name).exists() else name

@@ -1,118 +1,109 @@
-"""Rules on vLLM's connectors: whether they are two of a kind, and whether they carry the draft's layers."""
+"""Rules on vLLM's connectors: whether both servers have the same kind, and whether they carry the draft's layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from dflash_cli.engines.serving_engine import release_text
 from dflash_cli.engines.vllm import ENGINE
-from dflash_cli.handoff.two_servers.both_servers import AGAIN
-from dflash_cli.handoff.two_servers.carriers import HASHES_DRAFTS, MORIIO, MULTI, NIXL, VLLM_CARRIERS, nixl_mode
+from dflash_cli.handoff.two_servers.both_servers import AGAIN, transfer_rule
+from dflash_cli.handoff.two_servers.carriers import HASHES_DRAFTS, MORIIO, MULTI, NIXL
 from dflash_cli.handoff.two_servers.server import Server
 from dflash_cli.handoff.two_servers.transfer import Transfer
-from dflash_cli.rules.rule import Problem, check
+from dflash_cli.rules.rule import Problem
 
-UNTRIED = "this release does not know such layers, and what it does with them was not tried"
+UNTRIED = "this release does not know such layers, and its behaviour with them was not tried"
 FIX_NIXL = f"use NixlConnector on both servers, then check again: {AGAIN}"
-NO_GROUPS = "disable_hybrid_kv_cache_manager"
 CLAMPS = (0, 32)
-"""The first release whose MoRIIO connector leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
+"""From this release on, MoRIIO leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
 PAIRS_TAILS = (0, 31)
-"""The first in which, where the decode server reads, blocks of its own may follow those that it reads. It refuses
-states together with a draft; earlier ones do not know states."""
+"""From this release on, MoRIIO accepts additional blocks of the decode server when it reads, and refuses states
+together with a draft. Earlier releases do not know states."""
 KNOWS_GROUPS = (0, 30)
-"""The first that knows windows; where it writes, it refuses them."""
+"""From this release on, MoRIIO knows windows, and refuses them when it writes."""
 CODE = "vLLM 0.24.0 to 0.33.0 distributed/kv_transfer/kv_connector/v1"
 
+rule = partial(transfer_rule, engines=ENGINE)
 
-@check(
+
+@rule(
     "K11",
-    level="kv-transfer",
     effect="the decode server finds no KV of the prompt",
     fix=FIX_NIXL,
     source=f"{CODE}, factory.py; #49230 for pulling and pushing",
-    engines=ENGINE,
 )
 def connectors_are_of_a_kind(transfer: Transfer) -> Iterator[Problem]:
     """Both servers have connectors that understand each other."""
-    found = [transfer.carrier_of(server) for server in transfer.servers]
-    for server, pair in zip(transfer.servers, found, strict=True):
+    for server in transfer.servers:
         plain = [item.name for item in server.connectors if item.name != MULTI]
-        if pair is None and plain:
-            yield Problem(server.location("connector"), f"{plain[0]!r} is no connector of vLLM 0.24 to 0.33")
-    first, second = found
+        if server.link is None and plain:
+            yield Problem(server.location("connector"), f"{plain[0]!r} is not a connector of vLLM 0.24 to 0.33")
+    first, second = (server.link for server in transfer.servers)
     if first is None or second is None:
         return
-    names = f"{second[0].name}, that of the prefill server {first[0].name}"
-    if first[1].family != second[1].family:
-        yield Problem(transfer.decode.location("connector"), names)
-    elif first[1].family == NIXL and nixl_mode(first[0]) != nixl_mode(second[0]):
-        refused = transfer.release >= HASHES_DRAFTS and transfer.is_enforced
-        effect = "one pushes blocks, the other pulls them" + (", which the handshake refuses" if refused else "")
-        yield Problem(transfer.decode.location("connector"), names, effect)
+    problem = transfer.differs("connector", first.name, second.name)
+    if transfer.links is None:
+        yield problem
+    elif transfer.is_over(NIXL) and first.carrier.pushes != second.carrier.pushes:
+        is_refused = transfer.release >= HASHES_DRAFTS and transfer.is_enforced
+        effect = "one pushes blocks, the other pulls them" + (", which the handshake refuses" if is_refused else "")
+        yield replace(problem, effect=effect)
 
 
-@check(
+@rule(
     "K12",
-    level="kv-transfer",
-    effect="whether the draft's context arrives has to be measured: compare with a server that runs prompts itself",
+    effect="whether the draft's context arrives must be measured: compare with a server that prefills itself",
     fix="dflash probe URL --beside URL # asks both and compares their acceptance lengths",
     source=f"{CODE}; LMCache 0.5.6 integration/vllm/utils.py",
-    engines=ENGINE,
 )
 def connectors_carry_the_draft(transfer: Transfer) -> Iterator[Problem]:
     """The connector hands the draft's layers over to another server.
 
-    The connectors for NIXL, Mooncake and MoRIIO register every layer that has KV, and DFlash's are numbered after the
-    target's. LMCache counts a draft's layers for methods that use the target's hidden states, DFlash among them.
+    The connectors for NIXL, Mooncake and MoRIIO register every layer that has KV, and DFlash's layers are numbered
+    after the target's. LMCache counts a draft's layers for methods that use the target's hidden states, such as DFlash.
     """
     for server in transfer.servers:
-        found = transfer.carrier_of(server)
-        if found is None or found[1].carries == "all":
+        if server.link is None or server.link.carrier.carries == "all":
             continue
-        message = f"{found[0].name}: {found[1].why}"
-        if found[1].carries == "nothing":
-            yield Problem(server.location("connector"), message, "nothing reaches the decode server", fix=FIX_NIXL)
+        problem = Problem(server.location("connector"), f"{server.link.name}: {server.link.carrier.why}")
+        if server.link.carrier.carries == "nothing":
+            yield replace(problem, effect="the decode server receives nothing", fix=FIX_NIXL)
         else:
-            yield Problem(server.location("connector"), message, severity="warning", outcome="drops")
+            yield replace(problem, severity="warning", outcome="drops")
 
 
-@check(
+@rule(
     "K13",
-    level="kv-transfer",
-    effect="the blocks that a server reserves ahead for the draft have no place at the other one",
+    effect="one server reserves blocks ahead for the draft, and the other server lacks them",
     fix=f"use vLLM {release_text(CLAMPS)} or later, or NixlConnector; then check again: {AGAIN}",
     source="vllm-project/vllm#55053, #50173; moriio/moriio_layout.py and moriio_connector.py of 0.24.0 to 0.33.0",
-    engines=ENGINE,
 )
 def moriio_leaves_out_reserved_blocks(transfer: Transfer) -> Iterator[Problem]:
     """MoRIIO leaves out the blocks that a draft reserves past the prompt.
 
-    Before 0.32, where the prefill server writes, a request fails whose reserve of K + 1 rows begins another block.
-    Where the decode server reads, by read_mode, it reserves them before it reads, which is reported to fail, and is
-    provided for from 0.31 on.
+    If the prefill server writes, before 0.32 a request fails if its reserve of K + 1 rows begins another block. If the
+    decode server reads (`read_mode`), it reserves the blocks before it reads. That is reported to fail before 0.31.
     """
     if not _draft_is_over_moriio(transfer):
         return
     location = transfer.prefill.location("connector")
     if not _reads(transfer.prefill) and transfer.release < CLAMPS:
-        yield Problem(location, f"MoRIIO writes, and {transfer.named} clips no blocks")
+        yield Problem(location, f"MoRIIO writes, and {transfer.named} does not leave out reserved blocks")
     elif _reads(transfer.prefill) and transfer.release < PAIRS_TAILS:
-        yield Problem(location, f"MoRIIO reads, by {transfer.named}", severity="warning", outcome="drops")
+        yield Problem(location, f"MoRIIO reads, with {transfer.named}", severity="warning", outcome="drops")
 
 
-@check(
+@rule(
     "K14",
-    level="kv-transfer",
-    effect="vLLM stops as it starts",
+    effect="vLLM stops at start",
     fix=FIX_NIXL,
     source="vLLM 0.30.0 to 0.33.0 moriio/moriio_connector.py",
-    engines=ENGINE,
 )
 def moriio_takes_the_layers(transfer: Transfer) -> Iterator[Problem]:
-    """MoRIIO with a DFlash draft has no windows, where it writes, and no layers with a state.
+    """With a DFlash draft over MoRIIO, layers lack states and, if MoRIIO writes, windows.
 
-    It refuses windows from 0.30 on, and takes them for full attention before. States are refused with a draft from 0.31
-    on, DSpark's excepted from 0.32 on, and are not known to it before.
+    From 0.30 on MoRIIO refuses windows; before, it treats them as full attention. From 0.31 on it refuses states
+    together with a draft, except DSpark from 0.32 on; before, it does not know states.
     """
     if not _draft_is_over_moriio(transfer):
         return
@@ -126,33 +117,27 @@ def moriio_takes_the_layers(transfer: Transfer) -> Iterator[Problem]:
         yield Problem(decode.location("connector"), f"{windows} has windows, which MoRIIO does not write")
 
 
-@check(
+@rule(
     "K15",
-    level="kv-transfer",
-    effect="the handshake refuses the pair, since KV is grouped in different ways",
+    effect="the handshake refuses the pair, since the servers group KV differently",
     fix=f"give both servers the same connectors and --disable-hybrid-kv-cache-manager, then check again: {AGAIN}",
     source="vLLM 0.33.0 nixl/metadata.py, kv_connector/factory.py; ai-dynamo/dynamo#12821",
-    engines=ENGINE,
 )
 def cache_managers_agree(transfer: Transfer) -> Iterator[Problem]:
-    """Over NIXL both servers have the hybrid KV cache manager, or neither has.
+    """Over NIXL, both servers have the hybrid KV cache manager, or neither has it.
 
-    It is off where a connector cannot work with it, which one that is only on one side may be.
+    vLLM switches it off for a connector that cannot work with it. Such a connector may be on one server only.
     """
     if not transfer.is_over(NIXL) or not transfer.is_enforced:
         return
-    first, second = (_manages_groups(server) for server in transfer.servers)
+    first, second = ("on" if _manages_groups(server) else "off" for server in transfer.servers)
     if first != second:
-        words = {True: "on", False: "off"}
-        message = f"the hybrid KV cache manager is {words[second]}, at the prefill server {words[first]}"
-        yield Problem(transfer.decode.location(NO_GROUPS), message)
+        yield transfer.differs("no_groups", first, f"hybrid KV cache manager {second}")
 
 
 def _manages_groups(server: Server) -> bool:
-    if server.launch.get(NO_GROUPS) is not None:
-        return not server.launch.get(NO_GROUPS)
-    known = [VLLM_CARRIERS[item.name] for item in server.connectors if item.name in VLLM_CARRIERS]
-    return all(carrier.handles_groups for carrier in known)
+    is_off = server.launch.get("no_groups")
+    return not is_off if is_off is not None else all(item.carrier.handles_groups for item in server.connectors)
 
 
 def _draft_is_over_moriio(transfer: Transfer) -> bool:
@@ -165,8 +150,6 @@ def _reads(server: Server) -> bool:
 
 
 def _windows(server: Server) -> str | None:
-    """Whose layers have windows, the draft's or the target's; None where none are known of."""
-    config, facts = server.config, server.target_facts
-    if config is not None and any(window is not None for window in config.windows):
-        return "the draft"
-    return "the target" if facts is not None and any(window is not None for window in facts.windows) else None
+    """The model with windows: the draft, or otherwise the target. None if none are known."""
+    models = {"the draft": server.config, "the target": server.target_facts}
+    return next((name for name, item in models.items() if item is not None and set(item.windows) - {None}), None)

@@ -11,6 +11,7 @@ and drafts at most K tokens. The length is therefore an upper bound.
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
@@ -21,7 +22,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
@@ -31,24 +31,23 @@ NO_DRAFT = ("", "none")
 class LlamaCppServer(InferenceServer):
     """Reads from `/props` whether a draft is configured, because the counters exist with and without a draft."""
 
-    name: ClassVar[str] = "llama.cpp"
-    title: ClassVar[str] = "llama.cpp"
-    owner: ClassVar[str] = "llamacpp"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="llamacpp:spec_decode_num_drafts",
-        num_draft_tokens="llamacpp:spec_decode_num_draft_tokens",
-        num_accepted_tokens="llamacpp:spec_decode_num_accepted_tokens",
-        per_pos_accepted="llamacpp:spec_decode_num_accepted_tokens_per_pos",
-        num_tokens="llamacpp:tokens_predicted",
-    )
-    how_to_report: ClassVar[str] = "--model-draft and --metrics"
-    how_to_report_steps: ClassVar[str] = "--metrics, and ask with --concurrency 1"
+    name = "llama.cpp"
+    title = "llama.cpp"
+    owner = "llamacpp"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "llamacpp:spec_decode_num_drafts",
+        "num_draft_tokens": "llamacpp:spec_decode_num_draft_tokens",
+        "num_accepted_tokens": "llamacpp:spec_decode_num_accepted_tokens",
+        "per_pos_accepted": "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+        "num_tokens": "llamacpp:tokens_predicted",
+    }
+    how_to_report = "--model-draft and --metrics"
+    how_to_report_steps = "--metrics, and ask with --concurrency 1"
 
     _num_draft_tokens: int | None = None
 
     def describe(self) -> ServerFacts:
-        found = self.client.find("/props")
-        props = found if isinstance(found, dict) else {}
+        props = self.find("/props")
         params = (props.get("default_generation_settings") or {}).get("params") or {}
         kind = params.get("speculative.type", params.get("speculative.types"))
         is_drafting = None if kind is None else kind not in NO_DRAFT
@@ -72,21 +71,18 @@ class LlamaCppServer(InferenceServer):
             "return_tokens": True,
             "cache_prompt": False,
         }
-        document = self.client.post(COMPLETION, body)
-        try:
-            timings = document["timings"]
-            token_ids = tuple(ids_of(document, "tokens"))
-            accepted = timings.get("draft_n_accepted")
-            return ServedAnswer(
-                token_ids=token_ids,
-                text=document["content"],
-                finish_reason="length" if document.get("stop_type") == "limit" else "stop",
-                num_steps=self._least_steps(timings),
-                num_accepted=accepted,
-                num_drafted=timings.get("draft_n"),
-            )
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.no_answer(COMPLETION, error) from error
+        return self.post(COMPLETION, body, self._read_answer)
+
+    def _read_answer(self, document: Any) -> ServedAnswer:
+        timings = document["timings"]
+        return ServedAnswer(
+            token_ids=tuple(ids_of(document)),
+            text=document["content"],
+            finish_reason="length" if document.get("stop_type") == "limit" else "stop",
+            num_steps=self._least_steps(timings),
+            num_accepted=timings.get("draft_n_accepted"),
+            num_drafted=timings.get("draft_n"),
+        )
 
     def _least_steps(self, timings: Mapping[str, Any]) -> int | None:
         if not timings.get("draft_n"):
@@ -96,34 +92,20 @@ class LlamaCppServer(InferenceServer):
         return max(1, undrafted, math.ceil(num_drafted / (self._num_draft_tokens or num_drafted)))
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
-        body = {
-            "prompt": list(text_ids),
-            "n_predict": 1,
-            "temperature": 0,
-            "n_probs": 5,
-            "cache_prompt": False,
-        }
-        document = self.client.post(COMPLETION, body)
-        try:
-            top = document["completion_probabilities"][0]["top_logprobs"]
-            return {int(item["id"]): float(item["logprob"]) for item in top}
-        except (LookupError, TypeError, ValueError) as error:
-            raise self.no_answer(COMPLETION, error) from error
+        body = {"prompt": list(text_ids), "n_predict": 1, "temperature": 0, "n_probs": 5, "cache_prompt": False}
+        return self.post(COMPLETION, body, _read_logprobs)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenize(text, add_special=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         body = {"messages": list(messages), "chat_template_kwargs": dict(options)}
-        document = self.client.post(TEMPLATE, body)
-        try:
-            return self._tokenize(document["prompt"], add_special=False)
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TEMPLATE, error) from error
+        return self._tokenize(self.post(TEMPLATE, body, itemgetter("prompt")), add_special=False)
 
     def _tokenize(self, text: str, *, add_special: bool) -> list[int]:
-        document = self.client.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True})
-        try:
-            return ids_of(document, "tokens")
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TOKENIZE, error) from error
+        return self.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True}, ids_of)
+
+
+def _read_logprobs(document: Any) -> dict[int, float]:
+    top = document["completion_probabilities"][0]["top_logprobs"]
+    return {int(item["id"]): float(item["logprob"]) for item in top}

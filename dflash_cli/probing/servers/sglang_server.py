@@ -16,7 +16,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -29,21 +28,20 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 class SglangServer(InferenceServer):
     """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1."""
 
-    name: ClassVar[str] = "sglang"
-    title: ClassVar[str] = "SGLang"
-    owner: ClassVar[str] = "sglang"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="sglang:spec_verify_calls",
-        num_requests="sglang:num_requests",
-        num_tokens="sglang:generation_tokens",
-    )
-    definition: ClassVar[str] = "sglang"
-    how_to_report: ClassVar[str] = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
-    how_to_report_steps: ClassVar[str] = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
+    name = "sglang"
+    title = "SGLang"
+    owner = "sglang"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "sglang:spec_verify_calls",
+        "num_requests": "sglang:num_requests",
+        "num_tokens": "sglang:generation_tokens",
+    }
+    definition = "sglang"
+    how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
+    how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
 
     def describe(self) -> ServerFacts:
-        info = self.client.find("/server_info") or self.client.find("/get_server_info")
-        found = info if isinstance(info, dict) else {}
+        found = self.find("/server_info") or self.find("/get_server_info")
         block = found.get("speculative_num_draft_tokens")
         return ServerFacts(
             engine=self.name,
@@ -61,21 +59,7 @@ class SglangServer(InferenceServer):
             "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
         }
-        document = self.client.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling})
-        try:
-            meta = document["meta_info"]
-            histogram = _first(meta, HISTOGRAMS)
-            return ServedAnswer(
-                token_ids=tuple(ids_of(document, "output_ids")),
-                text=document["text"],
-                finish_reason="length" if meta["finish_reason"]["type"] == "length" else "stop",
-                steps=ServedSteps.of_histogram(histogram) if histogram else None,
-                num_steps=meta.get("spec_verify_ct"),
-                num_accepted=_first(meta, ACCEPTED),
-                num_drafted=_first(meta, PROPOSED),
-            )
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.no_answer(GENERATE, error) from error
+        return self.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling}, _read_answer)
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -84,24 +68,32 @@ class SglangServer(InferenceServer):
             "return_logprob": True,
             "top_logprobs_num": 5,
         }
-        document = self.client.post(GENERATE, body)
-        try:
-            return {int(item[1]): float(item[0]) for item in document["meta_info"]["output_top_logprobs"][0]}
-        except (LookupError, TypeError, ValueError) as error:
-            raise self.no_answer(GENERATE, error) from error
+        return self.post(GENERATE, body, _read_logprobs)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenize({"prompt": text})
+        return self.post(TOKENIZE, {"model": self.model, "prompt": text}, ids_of)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        return self._tokenize({"messages": list(messages), "chat_template_kwargs": dict(options)})
+        body = {"model": self.model, "messages": list(messages), "chat_template_kwargs": dict(options)}
+        return self.post(TOKENIZE, body, ids_of)
 
-    def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        document = self.client.post(TOKENIZE, {"model": self.model, **body})
-        try:
-            return ids_of(document, "tokens")
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TOKENIZE, error) from error
+
+def _read_answer(document: Any) -> ServedAnswer:
+    meta = document["meta_info"]
+    histogram = _first(meta, HISTOGRAMS)
+    return ServedAnswer(
+        token_ids=tuple(ids_of(document, "output_ids")),
+        text=document["text"],
+        finish_reason="length" if meta["finish_reason"]["type"] == "length" else "stop",
+        steps=ServedSteps.of_histogram(histogram) if histogram else None,
+        num_steps=meta.get("spec_verify_ct"),
+        num_accepted=_first(meta, ACCEPTED),
+        num_drafted=_first(meta, PROPOSED),
+    )
+
+
+def _read_logprobs(document: Any) -> dict[int, float]:
+    return {int(item[1]): float(item[0]) for item in document["meta_info"]["output_top_logprobs"][0]}
 
 
 def _first(meta: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -17,7 +17,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
-from dflash_cli.probing.server_counters import CounterNames
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 ID_PREFIX = "token_id:"
@@ -27,27 +26,25 @@ ID_PREFIX = "token_id:"
 class VllmServer(InferenceServer):
     """Has speculative counters if and only if a draft is configured, with one position per drafted token."""
 
-    name: ClassVar[str] = "vllm"
-    title: ClassVar[str] = "vLLM"
-    owner: ClassVar[str] = "vllm"
-    counter_names: ClassVar[CounterNames] = CounterNames(
-        num_drafts="vllm:spec_decode_num_drafts",
-        num_draft_tokens="vllm:spec_decode_num_draft_tokens",
-        num_accepted_tokens="vllm:spec_decode_num_accepted_tokens",
-        per_pos_accepted="vllm:spec_decode_num_accepted_tokens_per_pos",
-        num_requests="vllm:request_success",
-        num_tokens="vllm:generation_tokens",
-    )
-    how_to_report: ClassVar[str] = "--speculative-config, and without --disable-log-stats"
-    how_to_report_steps: ClassVar[str] = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
+    name = "vllm"
+    title = "vLLM"
+    owner = "vllm"
+    counter_names: ClassVar[Mapping[str, str]] = {
+        "num_drafts": "vllm:spec_decode_num_drafts",
+        "num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+        "num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+        "per_pos_accepted": "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "num_requests": "vllm:request_success",
+        "num_tokens": "vllm:generation_tokens",
+    }
+    how_to_report = "--speculative-config, and without --disable-log-stats"
+    how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
     def describe(self) -> ServerFacts:
-        version = self.client.find("/version")
-        release = version.get("version") if isinstance(version, dict) else None
         counters = self.counters()
         return ServerFacts(
             engine=self.name,
-            release=release,
+            release=self.find("/version").get("version"),
             model=self.model,
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
@@ -62,18 +59,7 @@ class VllmServer(InferenceServer):
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
         } | ({"seed": asked.seed} if asked.temperature else {})
-        document = self.client.post(COMPLETIONS, body)
-        try:
-            choice = document["choices"][0]
-            return ServedAnswer(
-                token_ids=tuple(ids_of(choice, "token_ids")),
-                text=choice["text"],
-                finish_reason=choice["finish_reason"],
-                steps=_steps(document),
-                num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
-            )
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.no_answer(COMPLETIONS, error) from error
+        return self.post(COMPLETIONS, body, _read_answer)
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -84,27 +70,30 @@ class VllmServer(InferenceServer):
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        document = self.client.post(COMPLETIONS, body)
-        try:
-            top = document["choices"][0]["logprobs"]["top_logprobs"][0]
-            return {int(name.removeprefix(ID_PREFIX)): float(value) for name, value in top.items()}
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.no_answer(COMPLETIONS, error) from error
+        return self.post(COMPLETIONS, body, _read_logprobs)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenize({"prompt": text})
+        return self.post(TOKENIZE, {"model": self.model, "prompt": text}, ids_of)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        return self._tokenize(
-            {"messages": list(messages), "add_generation_prompt": True, "chat_template_kwargs": dict(options)}
-        )
+        body = {"model": self.model, "messages": list(messages), "add_generation_prompt": True}
+        return self.post(TOKENIZE, {**body, "chat_template_kwargs": dict(options)}, ids_of)
 
-    def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        document = self.client.post(TOKENIZE, {"model": self.model, **body})
-        try:
-            return ids_of(document, "tokens")
-        except (LookupError, TypeError) as error:
-            raise self.no_answer(TOKENIZE, error) from error
+
+def _read_answer(document: Any) -> ServedAnswer:
+    choice = document["choices"][0]
+    return ServedAnswer(
+        token_ids=tuple(ids_of(choice, "token_ids")),
+        text=choice["text"],
+        finish_reason=choice["finish_reason"],
+        steps=_steps(document),
+        num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
+    )
+
+
+def _read_logprobs(document: Any) -> dict[int, float]:
+    top = document["choices"][0]["logprobs"]["top_logprobs"][0]
+    return {int(name.removeprefix(ID_PREFIX)): float(value) for name, value in top.items()}
 
 
 def _acceptance(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,11 +9,11 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -23,7 +23,8 @@ from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.json_values import as_object, is_number
+from dflash_runtime.documents import Limits, from_json, to_json
+from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.scheduling.width import StepTimes, widths_for
 from dflash_runtime.whole_files import written_whole
 
@@ -37,6 +38,20 @@ MAX_READ_BYTES, MIN_READ_BYTES = 2**30, 2**28
 Observe = Callable[[int, int], None]
 
 
+Milliseconds = Annotated[float, Limits(above=0, below=1e6)]
+ContextMilliseconds = Annotated[float, Limits(least=0, below=1e6)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """A cache file: the measured times, and everything that they depend on."""
+
+    key: Mapping[str, Any]
+    ms: Annotated[Mapping[int, Mapping[int, Milliseconds]], "of a step, by batch size and verify width"]
+    context_ms: Annotated[ContextMilliseconds, "to read the KV of one token of context"]
+    draft_context_ms: ContextMilliseconds
+
+
 def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: None) -> StepTimes:
     """The step times of a runner with captured steps, from the cache if they were measured before.
 
@@ -45,13 +60,12 @@ def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: N
     key = describe(runner)
     path = cache_directory() / f"{digest_value(key, digest_size=12)}.json"
     batches, widths = measured_batches(runner.limits.max_num_requests), widths_for(runner.limits.num_draft_tokens)
-    document = _read(path, key, batches, widths)
-    if document is None:
-        document = {"key": key} | measure(runner, batches, widths, observe)
-        _write(path, document)
-    table = {int(batch): {int(width): ms for width, ms in row.items()} for batch, row in document["ms"].items()}
+    found = _read(path, key, batches, widths)
+    if found is None:
+        found = measure(runner, key, batches, widths, observe)
+        _write(path, found)
     buckets = {bucket_of(count, batches[-1]) for count in range(1, batches[-1] + 1)}
-    return StepTimes.between(table, sorted(buckets), document["context_ms"], document["draft_context_ms"])
+    return StepTimes.between(found.ms, sorted(buckets), found.context_ms, found.draft_context_ms)
 
 
 def measured_batches(max_requests: int) -> tuple[int, ...]:
@@ -60,27 +74,29 @@ def measured_batches(max_requests: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, max_requests}))
 
 
-def measure(runner: Runner, batches: tuple[int, ...], widths: tuple[int, ...], observe: Observe) -> dict[str, Any]:
+def measure(
+    runner: Runner, key: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...], observe: Observe
+) -> MeasuredTimes:
     """Replay every step a few times, largest first, and read a part of the KV. Waits for the device."""
     logger.info("measuring decode steps with %s rows per block and %s requests", widths, batches)
-    table: dict[str, dict[str, float]] = {}
+    table: dict[int, dict[int, float]] = {}
     total, num_done = len(batches) * len(widths), 0
     for batch in reversed(batches):
-        table[str(batch)] = row = {}
+        table[batch] = row = {}
         ms = float("inf")
         for width in reversed(widths):
             # A step never needs longer than a wider step. A longer time is a disturbance.
-            ms = min(ms, _replay_ms(runner, batch, width))
-            row[str(width)] = ms
+            row[width] = ms = min(ms, _replay_ms(runner, batch, width))
             num_done += 1
             observe(num_done, total)
     byte_ms = _byte_ms(runner.target_kv)
     draft_bytes = _context_bytes(runner.draft.config, runner) if runner.draft is not None else 0.0
-    return {
-        "ms": table,
-        "context_ms": byte_ms * _context_bytes(runner.target.config, runner),
-        "draft_context_ms": byte_ms * draft_bytes,
-    }
+    return MeasuredTimes(
+        key=key,
+        ms=table,
+        context_ms=byte_ms * _context_bytes(runner.target.config, runner),
+        draft_context_ms=byte_ms * draft_bytes,
+    )
 
 
 def describe(runner: Runner) -> dict[str, Any]:
@@ -151,46 +167,29 @@ def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
 
 def _read(
     path: Path, key: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]
-) -> dict[str, Any] | None:
-    """The document in a cache file; None without a file. A damaged file or one of another pair is logged."""
+) -> MeasuredTimes | None:
+    """The times in a cache file; None without a file. A damaged file or one of another pair is logged."""
     try:
-        document = as_object(json.loads(path.read_text()))
+        found = from_json(MeasuredTimes, json.loads(path.read_text()))
+        has_all = found.ms.keys() == {*batches} and all(row.keys() == {*widths} for row in found.ms.values())
+        if found.key == key and has_all:
+            return found
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError):
-        document = {}
-    if document.get("key") == key and _is_complete(document, batches, widths):
-        return dict(document)
+    except (OSError, ValueError, InvalidConfig):
+        pass
     logger.warning("%s: not the step times of this pair on this GPU; measuring them again", path)
     return None
 
 
-def _is_complete(document: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]) -> bool:
-    """Whether a document has the time of every measured step, and of context."""
-    table = as_object(document.get("ms"))
-    rows = [as_object(table.get(str(batch))) for batch in batches]
-    times = [row.get(str(width)) for row in rows for width in widths]
-    added = [document.get("context_ms"), document.get("draft_context_ms")]
-    is_table = len(table) == len(rows) and all(len(row) == len(widths) for row in rows)
-    return is_table and all(map(_is_time, times)) and all(ms == 0 or _is_time(ms) for ms in added)
-
-
-def _is_time(value: object) -> bool:
-    return is_number(value) and 0 < value < 1e6
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
+def _write(path: Path, found: MeasuredTimes) -> None:
     """Write a cache file whole or not at all; where that is not possible, the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as partial:
-            partial.write_text(_to_text(document), encoding="utf-8")
+            partial.write_text(json.dumps(to_json(found), sort_keys=True, allow_nan=False), encoding="utf-8")
     except OSError as error:
         logger.warning("step times are not kept: %s", error)
-
-
-def _to_text(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, sort_keys=True, allow_nan=False)
 
 
 def _plain(config: TargetConfig | DraftConfig | None) -> dict[str, Any] | None:

@@ -6,13 +6,14 @@ The engine asks whether a transfer is done, and continues with other requests me
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.registry import Registry
 
@@ -61,6 +62,36 @@ class Connector(Protocol):
         Closing again has no effect.
         """
         ...
+
+
+class LoadingConnector:
+    """Base of connectors that only load. Their loads never wait, so refusals have no effect."""
+
+    name: str
+    takes_device = False
+    id_of_refusal: str
+    """Id of the error of `save`."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=self.name)
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        """Refused.
+
+        Raises:
+            UsageError: always.
+        """
+        hint = "use a FileConnector to hand off"
+        raise UsageError(f"{self.name}: this connector only loads hand-offs", id=self.id_of_refusal, hint=hint)
+
+    def refuse(self, key: str, reason: str) -> None: ...
+
+    def is_wanted(self, key: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        """See `Connector.close`. Running work of its threads is completed."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)

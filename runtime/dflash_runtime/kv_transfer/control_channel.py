@@ -1,9 +1,9 @@
 """Messages between the two processes of a hand-off, over one TCP connection: a length in four bytes, then JSON.
 
-Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With a socket of its own, each
-side notices at once that the other process has died, and can wake a thread that waits for a message. torch's gloo can
-neither end a running receive nor show that the peer is alive between transfers. Messages are JSON, and none of their
-content is executed. Anyone who can reach the port can send messages, so the port belongs in a trusted network.
+Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With its own socket, each side
+detects at once that the other process has died, and can wake a thread that waits for a message. torch's gloo cannot end
+a running receive, and cannot show that the peer is alive between transfers. Messages are JSON. Their content is never
+executed. Anyone who can reach the port can send messages, so use a trusted network.
 """
 
 import json
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import PeerUnreachable, UsageError
-
-VERSION = 1
-"""Version of the messages. Both sides must have the same."""
+from dflash_runtime.kv_transfer.messages import Bye, Greeting, Message, message_to_json
 
 LENGTH = struct.Struct(">I")
 LONGEST_BYTES = 1 << 28
@@ -33,8 +32,6 @@ GREETING_S = 10.0
 
 ENDING_S = 3.0
 """How long the other side may take to read the last messages before the connection is cut."""
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +61,10 @@ class Address:
 class ControlChannel:
     """A connection after both sides have checked each other's greetings.
 
-    `greeting` is the other side's first message. Sending never waits. Only one thread may read.
+    `greeting` is the other side's. Sending never waits. Only one thread may read.
     """
 
-    def __init__(self, connection: socket.socket, greeting: Message) -> None:
+    def __init__(self, connection: socket.socket, greeting: Greeting) -> None:
         self.greeting = greeting
         self.local_host, self.other_host = connection.getsockname()[0], connection.getpeername()[0]
         self._connection = connection
@@ -75,12 +72,12 @@ class ControlChannel:
         _notice_silence(connection)
         self._writer = start_thread(self._write, "handoff-writer")
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Message | Bye) -> None:
         """Queue a message. If the other side is gone the message is lost, and `read` returns None."""
-        self._outbox.put(_frame(message))
+        self._outbox.put(_frame(message_to_json(message)))
 
-    def read(self) -> Message | None:
-        """The next message, or None if no more will come."""
+    def read(self) -> dict[str, Any] | None:
+        """The next message as a JSON object, or None if no more will come."""
         try:
             return _receive(self._connection)
         except (OSError, ValueError):
@@ -106,7 +103,7 @@ class ControlChannel:
             self._connection.shutdown(socket.SHUT_WR)
 
 
-def listen(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> ControlChannel:
+def listen(address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
     """Wait for the other process to connect.
 
     Raises:
@@ -145,7 +142,7 @@ def bind(address: Address, port: int | None = None) -> socket.socket:
         ) from error
 
 
-def connect(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> ControlChannel:
+def connect(address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
     """Connect to the process that listens at the address now, or will listen within `timeout_s`.
 
     Raises:
@@ -179,11 +176,11 @@ def join(thread: threading.Thread, limit_s: float) -> bool:
     return not thread.is_alive()
 
 
-def _greet(connection: socket.socket, greeting: Mapping[str, Any], left_s: float) -> Message | None:
+def _greet(connection: socket.socket, greeting: Greeting, left_s: float) -> dict[str, Any] | None:
     """Exchange greetings. The other side's greeting, or None if it sends none or is another program."""
     try:
         connection.settimeout(min(left_s, GREETING_S))
-        connection.sendall(_frame({"hello": VERSION, **greeting}))
+        connection.sendall(_frame(to_json(greeting)))
         found = _receive(connection)
         if found is not None and "hello" in found:
             connection.settimeout(None)
@@ -194,15 +191,18 @@ def _greet(connection: socket.socket, greeting: Mapping[str, Any], left_s: float
     return None
 
 
-def _agreed(connection: socket.socket, found: Message, greeting: Mapping[str, Any], address: Address) -> ControlChannel:
-    for name, expected in (("hello", VERSION), ("carrier", greeting["carrier"])):
-        if found.get(name) != expected:
-            connection.close()
-            raise UsageError(
-                f"{address}: the other side has {name} {found.get(name)!r}, expected {expected!r}",
-                id="another-connector", field=name, found=found.get(name), expected=repr(expected),
-            )  # fmt: skip
-    return ControlChannel(connection, found)
+def _agreed(connection: socket.socket, found: dict[str, Any], greeting: Greeting, address: Address) -> ControlChannel:
+    try:
+        for name, expected in (("hello", greeting.hello), ("carrier", greeting.carrier)):
+            if found.get(name) != expected:
+                raise UsageError(
+                    f"{address}: the other side has {name} {found.get(name)!r}, expected {expected!r}",
+                    id="another-connector", field=name, found=found.get(name), expected=repr(expected),
+                )  # fmt: skip
+        return ControlChannel(connection, from_json(Greeting, found, path=address, error=UsageError))
+    except UsageError:
+        connection.close()
+        raise
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:
@@ -210,11 +210,11 @@ def _frame(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def _receive(connection: socket.socket) -> Message | None:
-    """The next message, or None if the other side has ended the stream.
+def _receive(connection: socket.socket) -> dict[str, Any] | None:
+    """The next JSON object, or None if the other side has ended the stream.
 
     Raises:
-        ValueError: the bytes are not a message.
+        ValueError: the bytes are not a JSON object.
     """
     head = _receive_bytes(connection, LENGTH.size)
     if head is None:

@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written
 from dflash_runtime.kv_transfer.connector_futures import settle
-from dflash_runtime.kv_transfer.handoff import Handoff, check_header
-from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader
+from dflash_runtime.kv_transfer.payload_bytes import assemble, header_with_checksums
 from dflash_runtime.kv_transfer.receiving import refusal
 from dflash_runtime.kv_transfer.transfer_outputs import reason_of, transfer_output
 
@@ -55,7 +56,6 @@ class FileConnector:
         return self._pool.submit(_write, self.folder, handoff, mark_written(handoff.tensors))
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         future: Future[Handoff] = Future()
         with self._lock:
             if self._is_closed:
@@ -78,7 +78,6 @@ class FileConnector:
             partial.write_text(reason, encoding="utf-8")
 
     def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
         return False
 
     def close(self) -> None:
@@ -167,23 +166,23 @@ def list_handoffs(folder: Path) -> list[str]:
     return keys
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> HandoffHeader:
     """The header of the hand-off in a folder.
 
     Raises:
         InvalidHandoff: the header cannot be read or is malformed.
+        UnsupportedError: a later release wrote it.
     """
     file = path / HEADER
     try:
-        header: dict[str, Any] = parse_json(file.read_bytes(), file)
+        document = parse_json(file.read_bytes(), file)
     except OSError as error:
         raise _unreadable(file, error) from error
     except CheckpointError as error:
         text = error.message.removeprefix(f"{file}: ")
         raise InvalidHandoff(text, id="malformed-header", path=file, hint=error.hint) from error
     with naming_file(file):
-        check_header(header)
-    return header
+        return HandoffHeader.read(document)
 
 
 def read_handoff(path: Path) -> Handoff:
@@ -194,13 +193,12 @@ def read_handoff(path: Path) -> Handoff:
     """
     header, file = read_header(path), path / TENSORS
     try:
-        tensors = load_file(file) if header["tensors"] else {}
+        tensors = load_file(file) if header.tensors else {}
     except (SafetensorError, OSError) as error:
         text = f"cannot be read, it may be cut short: {error}"
         raise InvalidHandoff(text, id="unreadable-handoff", path=file) from error
     with naming_file(path):
-        check_tensors(header, tensors)
-        return Handoff.read(header, tensors)
+        return assemble(header, tensors)
 
 
 def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
@@ -254,7 +252,8 @@ def write_handoff(folder: Path, handoff: Handoff) -> None:
         partial.mkdir()
         if handoff.tensors:
             save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)
-        (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
+        text = json.dumps(to_json(header_with_checksums(handoff)), allow_nan=False)
+        (partial / HEADER).write_text(text, encoding="utf-8")
         refusal_file(folder, handoff.key).unlink(missing_ok=True)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_runtime.checkpoint.digests import digest_value
-from dflash_runtime.errors import InvalidHandoff
+from dflash_runtime.errors import MISSING
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
 
 NO_DRAFT = "none"
@@ -27,29 +28,27 @@ class Fingerprint:
         """A digest of all fields: 16 bytes in hexadecimal, the same in every process."""
         return digest_value(dict(self.fields), digest_size=16)
 
-    def differences(self, other: "Fingerprint") -> list[str]:
-        """One text for each field that differs: `name: here <value of self>, there <value of other>`.
+    def differences(self, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """The fields that differ, by name: the value here, and the value in the fields of another fingerprint.
 
-        If one side has no draft, the other side's fields about the draft are left out.
+        The value of an absent field is MISSING. If one side lacks a draft, the other side's fields about the draft are
+        left out.
         """
-        names = [*self.fields, *(name for name in other.fields if name not in self.fields)]
-        for one, two in ((self, other), (other, self)):
-            if one.fields.get("draft") == NO_DRAFT != two.fields.get("draft"):
-                names = [name for name in names if name in one.fields]
-        pairs = [(name, self.fields.get(name, "nothing"), other.fields.get(name, "nothing")) for name in names]
-        return [f"{name}: here {_shown(here)}, there {_shown(there)}" for name, here, there in pairs if here != there]
+        names = [*self.fields, *(name for name in other if name not in self.fields)]
+        for one, two in ((self.fields, other), (other, self.fields)):
+            if one.get("draft") == NO_DRAFT != two.get("draft"):
+                names = [name for name in names if name in one]
+        pairs = {name: (self.fields.get(name, MISSING), other.get(name, MISSING)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    @classmethod
-    def read(cls, value: Any) -> "Fingerprint":
-        """The fingerprint in a header.
-
-        Raises:
-            InvalidHandoff: the value is not an object.
-        """
-        if not isinstance(value, dict):
-            raise InvalidHandoff(field="fingerprint", found=value, expected="an object")
-        return cls(value)
+    def notices(self, other: Mapping[str, Any]) -> list[Notice]:
+        """A text for each field that differs: `dtype: here float32, there bfloat16`."""
+        return [
+            Notice(f"{name}: here {_shown(here)}, there {_shown(there)}", id="fingerprint-differs", field=name)
+            for name, (here, there) in self.differences(other).items()
+        ]
 
 
 def _shown(value: Any) -> str:
-    return shorten(value if isinstance(value, str) else json.dumps(value), 48)
+    text = "nothing" if value is MISSING else value if isinstance(value, str) else json.dumps(value)
+    return shorten(text, 48)

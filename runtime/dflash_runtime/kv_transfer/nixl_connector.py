@@ -11,18 +11,21 @@ import os
 import time
 import uuid
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.documents import OPTIONAL, from_json, to_json
+from dflash_runtime.errors import InvalidHandoff, UnsupportedError
 from dflash_runtime.kv_transfer.carrier import Staged, filled_bytes
-from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions
 from dflash_runtime.kv_transfer.control_channel import Address
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.messages import Greeting
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
 
@@ -40,6 +43,15 @@ SLOWEST_BYTES_PER_S = 50e6
 
 Region = tuple[int, int, int]
 """A piece of memory for NIXL: address, bytes, device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directions:
+    """Where the tensors of an offer are: pieces of memory of one agent."""
+
+    agent: Annotated[str | None, OPTIONAL, "NIXL's metadata of the agent, in base64"] = None
+    memory: Annotated[str | None, OPTIONAL, "DRAM (host) or VRAM (GPU)"] = None
+    regions: tuple[Region, ...] = ()
 
 
 class NixlCarrier:
@@ -62,17 +74,21 @@ class NixlCarrier:
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """See `Carrier.stage`. NIXL registers a payload as a whole, so all tensors go to the largest one's device."""
         if not tensors:
-            return Staged({}, {"regions": []})
+            return Staged({}, to_json(Directions()))
         device = max(tensors.values(), key=lambda tensor: tensor.nbytes).device
         staged = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items()}
         filled = filled_bytes(staged)
         if not filled:
-            return Staged(staged, {"regions": []})
+            return Staged(staged, to_json(Directions()))
         _wait_for_device(device)
         registration = self._agent.register_memory(filled)
         metadata = self._agent.get_partial_agent_metadata(registration, True)
-        directions = {"agent": b64encode(metadata).decode(), "memory": _memory(device), "regions": _regions(filled)}
-        return Staged(staged, directions, registration)
+        directions = Directions(
+            agent=b64encode(metadata).decode(),
+            memory="DRAM" if device.type == "cpu" else "VRAM",
+            regions=tuple((data.data_ptr(), data.numel(), max(data.get_device(), 0)) for data in filled),
+        )
+        return Staged(staged, to_json(directions), registration)
 
     def send(self, staged: Staged) -> None:
         """See `Carrier.send`. Runs NIXL until the other side has read, since some transports need this side too."""
@@ -80,51 +96,46 @@ class NixlCarrier:
             self._look_until(lambda: bool(self._agent.get_new_notifs()), staged.tensors)
 
     def release(self, staged: Staged) -> None:
-        """See `Carrier.release`."""
         if staged.registration is not None:
             self._agent.deregister_memory(staged.registration)
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """See `Carrier.allocate`."""
         return {name: empty_like_spec(spec, self._device) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        """See `Carrier.receive`."""
         filled = filled_bytes(tensors)
-        regions: list[Region] = [(address, size, device) for address, size, device in directions["regions"]]
-        if [data.numel() for data in filled] != [size for _, size, _ in regions]:
+        there = from_json(Directions, directions, error=InvalidHandoff)
+        if [data.numel() for data in filled] != [size for _, size, _ in there.regions]:
             raise RuntimeError("the offered memory differs in size from its header")
         if not filled:
             return
         _wait_for_device(self._device)  # queued work may still use the memory of these tensors
         registration = self._agent.register_memory(filled)
         try:
-            other = self._meet(directions["agent"], regions)
+            other = self._meet(there)
             here = self._agent.get_xfer_descs(filled)
-            self._transfer(here, self._agent.get_xfer_descs(regions, directions["memory"]), other, tensors)
+            self._transfer(here, self._agent.get_xfer_descs(list(there.regions), there.memory), other, tensors)
         finally:
             self._agent.deregister_memory(registration)
 
     def stop(self) -> None:
-        """See `Carrier.stop`."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self._agent = None
 
-    def _meet(self, metadata: str, regions: list[Region]) -> str:
+    def _meet(self, there: Directions) -> str:
         """Add the other agent's metadata about its memory, and return its name.
 
         NIXL keeps the metadata of earlier calls. Keys of memory that was released and registered again may be invalid.
         If new regions overlap known ones, the agent is removed first, and the two agents connect again.
         """
-        if _overlap(self._known, regions):
+        if _overlap(self._known, there.regions):
             self._agent.remove_remote_agent(self._other)
             self._known = []
-        name = self._agent.add_remote_agent(b64decode(metadata))
+        name = self._agent.add_remote_agent(b64decode(there.agent or ""))
         self._other = name.decode() if isinstance(name, bytes) else name
-        self._known += regions
+        self._known += there.regions
         return self._other
 
     def _transfer(self, here: Any, there: Any, other: str, tensors: Mapping[str, Tensor]) -> None:
@@ -153,26 +164,18 @@ class NixlCarrier:
             time.sleep(LOOK_S)
 
 
-class NixlConnector(PeerConnector):
-    """A connector over NIXL. The prefill side listens at the address, and the decode side connects.
+@CONNECTORS.register("nixl")
+def open_nixl(location: str, options: OpenOptions) -> Connector:
+    """Open a connector over NIXL. The prefill side listens at the address, and the decode side connects.
 
     Raises:
-        PeerUnreachable: the other side did not open within `timeout_s`.
+        PeerUnreachable: the other side did not open within the time limit.
         UsageError: the port is not available, or the other side uses another connector.
         UnsupportedError: NIXL is not installed.
     """
-
-    def __init__(
-        self, role: TransferRole, address: Address, timeout_s: float = 60.0, device: torch.device | None = None
-    ) -> None:
-        carrier = NixlCarrier(device, timeout_s)
-        super().__init__(role, address, open_channel(role, address, {"carrier": carrier.name}, timeout_s), carrier)
-
-
-@CONNECTORS.register("nixl")
-def open_nixl(location: str, options: OpenOptions) -> Connector:
-    """See `OpenLocation`."""
-    return NixlConnector(options.role, Address.parse(location), options.timeout_s, options.device)
+    address, carrier = Address.parse(location), NixlCarrier(options.device, options.timeout_s)
+    channel = open_channel(options.role, address, Greeting(carrier=carrier.name), options.timeout_s)
+    return PeerConnector(options.role, address, channel, carrier)
 
 
 def _make_agent() -> Any:
@@ -191,21 +194,12 @@ def _make_agent() -> Any:
     return agent
 
 
-def _regions(filled: list[Tensor]) -> list[Region]:
-    return [(data.data_ptr(), data.numel(), max(data.get_device(), 0)) for data in filled]
-
-
-def _overlap(known: list[Region], new: list[Region]) -> bool:
+def _overlap(known: Sequence[Region], new: Sequence[Region]) -> bool:
     return any(
         device == other_device and start < other_start + other_size and other_start < start + size
         for start, size, device in new
         for other_start, other_size, other_device in known
     )
-
-
-def _memory(device: torch.device) -> str:
-    """NIXL's name for host memory or GPU memory."""
-    return "DRAM" if device.type == "cpu" else "VRAM"
 
 
 def _wait_for_device(device: torch.device) -> None:

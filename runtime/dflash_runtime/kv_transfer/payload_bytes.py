@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.errors import MISSING, InvalidHandoff
-from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec, tensor_specs
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, TensorSpec
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def empty_like_spec(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -27,31 +28,30 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data.data)
 
 
-def header_with_checksums(handoff: Handoff) -> dict[str, Any]:
-    """The header of a hand-off, with the `crc32` of each tensor."""
-    header = handoff.to_header()
-    for name, tensor in handoff.tensors.items():
-        header["tensors"][name]["crc32"] = checksum(tensor)
-    return header
+def header_with_checksums(handoff: Handoff) -> HandoffHeader:
+    """The header of a hand-off, with the checksum of each tensor."""
+    header = handoff.header
+    specs = {name: replace(spec, crc32=checksum(handoff.tensors[name])) for name, spec in header.tensors.items()}
+    return replace(header, tensors=specs)
 
 
-def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check received tensors against their header.
+def assemble(header: HandoffHeader, tensors: Mapping[str, Tensor]) -> Handoff:
+    """The hand-off of a header and its received tensors.
 
     Raises:
         InvalidHandoff: a tensor is missing, has another shape or dtype, or is damaged.
     """
-    for name, spec in tensor_specs(header).items():
+    for name, spec in header.tensors.items():
         field, found = f"tensors.{name}", tensors.get(name)
         if found is None:
             raise InvalidHandoff(
                 f"{field}: missing, although the header has it", id="missing-tensor", field=field, found=MISSING
             )
-        if found.dtype != spec.dtype or tuple(found.shape) != spec.shape:
+        if found.dtype != spec.torch_dtype or tuple(found.shape) != spec.shape:
             raise InvalidHandoff(
                 id="misshapen-tensor", field=field, found=f"{found.dtype} {list(found.shape)}",
-                expected=f"{spec.dtype} {list(spec.shape)}",
+                expected=f"{spec.torch_dtype} {list(spec.shape)}",
             )  # fmt: skip
-        expected = header["tensors"][name].get("crc32")
-        if expected is not None and checksum(found) != expected:  # without a checksum no tensor is copied to the host
+        if spec.crc32 is not None and checksum(found) != spec.crc32:  # without one no tensor is copied to the host
             raise InvalidHandoff(f"{field}: damaged, its checksum differs from the header", id="damaged", field=field)
+    return header.handoff.with_tensors(tensors)

@@ -12,27 +12,27 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 
-from dflash_runtime.errors import PeerUnreachable, UsageError
+from dflash_runtime.errors import InvalidConfig, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.carrier import Carrier
 from dflash_runtime.kv_transfer.connector import TransferRole
 from dflash_runtime.kv_transfer.control_channel import (
     ENDING_S,
     Address,
     ControlChannel,
-    Message,
     connect,
     join,
     listen,
     start_thread,
 )
 from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.messages import Bye, Greeting, Message, read_message
 from dflash_runtime.kv_transfer.receiving import ReceivingSide
 from dflash_runtime.kv_transfer.sending import SendingSide
 
 LOG = logging.getLogger(__name__)
 
 
-def open_channel(role: TransferRole, address: Address, greeting: Message, timeout_s: float) -> ControlChannel:
+def open_channel(role: TransferRole, address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
     """Connect two processes: the prefill side listens and the decode side connects, in either order.
 
     Raises:
@@ -59,22 +59,18 @@ class PeerConnector:
         atexit.register(self.close)  # a thread still inside torch at interpreter exit would abort the process
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """See `Connector.save`."""
         self._expect_role("prefill")
         return self._sending.save(handoff)
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         self._expect_role("decode")
         return self._receiving.load(key)
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`."""
         self._expect_role("prefill")
         self._sending.refuse(key, reason)
 
     def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
         return self._sending.is_wanted(key)
 
     def close(self) -> None:
@@ -84,7 +80,7 @@ class PeerConnector:
                 return
             self._is_closed = True
         atexit.unregister(self.close)
-        self._channel.send({"kind": "bye"})
+        self._channel.send(Bye())
         self._lose("connection-closed", f"the connection with {self.address} was closed")
         join(self._reader, ENDING_S)  # ends when the other side has read all messages and closes too
         self._channel.close()
@@ -101,16 +97,21 @@ class PeerConnector:
 
     def _read_messages(self) -> None:
         side = self._sending if self.role == "prefill" else self._receiving
-        while (message := self._channel.read()) is not None and message.get("kind") != "bye":
-            try:
-                side.read(message)
-            except (KeyError, TypeError) as error:
-                LOG.error("malformed message: %s: %s", type(error).__name__, error)
-                break
-        if message is not None and message.get("kind") == "bye":
+        while isinstance(message := self._next_message(), Message):
+            side.read(message)
+        if isinstance(message, Bye):
             self._lose("peer-closed", f"the process at the other end of {self.address} has closed")
         else:
             self._lose("peer-gone", f"the process at the other end of {self.address} is gone")
+
+    def _next_message(self) -> Message | Bye | None:
+        """The next message, or None if no more will come or it is malformed."""
+        found = self._channel.read()
+        try:
+            return None if found is None else read_message(found)
+        except InvalidConfig as error:
+            LOG.error("malformed message: %s", error)
+            return None
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

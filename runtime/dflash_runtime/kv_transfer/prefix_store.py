@@ -9,7 +9,7 @@ complete or not at all, and any of them may be removed at any time.
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.errors import InvalidHandoff, UsageError
+from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.errors import InvalidConfig, InvalidHandoff
+from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
@@ -42,17 +44,17 @@ class StoredPrefix:
     digests: tuple[str, ...]
 
 
-class PrefixStore:
+class PrefixStore(LoadingConnector):
     """The stored pages of one pair in a folder. As a connector it only loads. `keep` stores pages."""
 
-    name = "prefix store"
-    takes_device = False
+    name = "prefix-store"
+    id_of_refusal = "prefix-store-only-loads"
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, page_size: int) -> None:
+        super().__init__(NUM_THREADS)
         self.folder = folder / fingerprint.digest
         self._fingerprint = fingerprint
         self._page_size = page_size
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prefix-store")
         self._found: dict[str, StoredPrefix] = {}
 
     def find(self, key: str, request: Request) -> int:
@@ -81,25 +83,6 @@ class PrefixStore:
         """See `Connector.load`: the stored rows of the prompt that `find` looked up with this key."""
         return self._pool.submit(self._read_all, key, self._found.pop(key))
 
-    def save(self, handoff: Handoff) -> "Future[None]":
-        """Refused, since pages are stored by `keep`.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("requests cannot be handed off to a prefix store", id="prefix-store-only-loads")
-
-    def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`. Does nothing, because no load waits."""
-
-    def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
-        return False
-
-    def close(self) -> None:
-        """See `Connector.close`. Pages that are being written are completed."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
     def _digests(self, request: Request, num_pages: int) -> tuple[str, ...]:
         salt = bytes.fromhex(self._fingerprint.digest)
         found = page_digests(request, num_pages, self._page_size, salt)
@@ -125,7 +108,7 @@ class PrefixStore:
         tensors = {name: torch.stack([page[name] for page in pages]) for name in pages[0]}
         return Handoff(
             key=key,
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint.fields,
             prompt_token_ids=prefix.request.prompt_token_ids,
             output_token_ids=(),
             params=SamplingParams(),
@@ -140,10 +123,10 @@ class PrefixStore:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                sums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+                sums = from_json(dict[str, int], json.loads((file.metadata() or {}).get(CHECKSUMS, "{}")))
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, InvalidConfig) as error:
             _discard(path, str(error))
             return None
         wrong = [name for name, tensor in tensors.items() if sums.get(name) != checksum(tensor)]
@@ -166,7 +149,7 @@ class PrefixStore:
 def _write_page(path: Path, page: dict[str, Tensor]) -> None:
     sums = {name: checksum(tensor) for name, tensor in page.items()}
     with transfer_output(path, "KV page", id="page-not-written") as partial:
-        save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
+        save_file(page, partial, metadata={CHECKSUMS: json.dumps(to_json(sums))})
 
 
 def _discard(path: Path, reason: str) -> None:

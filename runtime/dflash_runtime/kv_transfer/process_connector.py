@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from dflash_runtime.kv_transfer.carrier import Carrier, Staged, filled_bytes
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
 from dflash_runtime.kv_transfer.control_channel import Address, ControlChannel, bind
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.messages import Greeting
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
 
@@ -49,7 +51,6 @@ class GlooCarrier:
         self._group = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """See `Carrier.stage`."""
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         return Staged(ready, registration=[])
 
@@ -62,7 +63,6 @@ class GlooCarrier:
         staged.registration.extend(self._group.send([piece], self._other, TENSORS_TAG) for piece in pieces)
 
     def release(self, staged: Staged) -> None:
-        """See `Carrier.release`."""
         staged.registration.clear()
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -70,7 +70,6 @@ class GlooCarrier:
         return {name: empty_like_spec(spec) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        """See `Carrier.receive`."""
         for piece in self._pieces(tensors):
             self._group.recv([piece], self._other, TENSORS_TAG).wait()
 
@@ -85,7 +84,6 @@ class GlooCarrier:
             self._group.recv([byte], self._other, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self._group = None
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -132,7 +130,6 @@ class NcclCarrier:
         return Staged(staged)
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`."""
         with torch.cuda.stream(self._stream):
             for data in filled_bytes(staged.tensors):
                 self._group.send([data], self._other, 0).wait()  # the stream waits, not the host
@@ -147,7 +144,6 @@ class NcclCarrier:
             return {name: empty_like_spec(spec, self.device) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        """See `Carrier.receive`."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(self._stream):
             for data in filled_bytes(tensors):
@@ -162,41 +158,39 @@ class NcclCarrier:
         """See `Carrier.close`."""
 
 
-class ProcessConnector(PeerConnector):
-    """A connector over gloo or nccl. The prefill side listens at the address, and the decode side connects.
+def open_process_connector(backend: Backend, location: str, options: OpenOptions) -> Connector:
+    """Open a connector over gloo or nccl. The prefill side listens at the address, and the decode side connects.
 
     Raises:
-        PeerUnreachable: the other side did not open within `timeout_s`.
+        PeerUnreachable: the other side did not open within the time limit.
         UsageError: the port is not available, or the other side uses another backend.
         UnsupportedError: torch lacks the backend, or nccl finds no GPU.
     """
+    _check_backend(backend)
+    address, role, timeout_s = Address.parse(location), options.role, options.timeout_s
+    store = _make_store(address, timeout_s) if role == "prefill" else None
+    greeting = Greeting(carrier=backend, store_port=store.port if store is not None else 0)
+    channel = open_channel(role, address, greeting, timeout_s)
+    try:
+        if store is None:
+            limit = timedelta(seconds=timeout_s)
+            store = dist.TCPStore(channel.other_host, channel.greeting.store_port, 2, is_master=False, timeout=limit)
+        carrier: Carrier = (
+            GlooCarrier(role, channel, store, timeout_s)
+            if backend == "gloo"
+            else NcclCarrier(role, options.device, store, timeout_s)
+        )
+    except RuntimeError as error:
+        channel.close()
+        raise PeerUnreachable(
+            f"{backend} did not connect to {address} within {timeout_s:g} s",
+            id="no-connection", field="address", found=str(address),
+        ) from error  # fmt: skip
+    return PeerConnector(role, address, channel, carrier)
 
-    def __init__(
-        self,
-        backend: Backend,
-        role: TransferRole,
-        address: Address,
-        timeout_s: float = 60.0,
-        device: torch.device | None = None,
-    ) -> None:
-        _check_backend(backend)
-        store = _make_store(address, timeout_s) if role == "prefill" else None
-        greeting = {"carrier": backend, "store_port": store.port if store is not None else 0}
-        channel = open_channel(role, address, greeting, timeout_s)
-        try:
-            met = store or _find_store(channel, timeout_s)
-            carrier: Carrier = (
-                GlooCarrier(role, channel, met, timeout_s)
-                if backend == "gloo"
-                else NcclCarrier(role, device, met, timeout_s)
-            )
-        except RuntimeError as error:
-            channel.close()
-            raise PeerUnreachable(
-                f"{backend} did not connect to {address} within {timeout_s:g} s",
-                id="no-connection", field="address", found=str(address),
-            ) from error  # fmt: skip
-        super().__init__(role, address, channel, carrier)
+
+CONNECTORS.register("gloo")(partial(open_process_connector, "gloo"))
+CONNECTORS.register("nccl")(partial(open_process_connector, "nccl"))
 
 
 def _check_backend(backend: Backend) -> None:
@@ -213,24 +207,3 @@ def _make_store(address: Address, timeout_s: float) -> Any:
     return dist.TCPStore(
         address.host, port, 2, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=server.detach()
     )
-
-
-def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
-    limit = timedelta(seconds=timeout_s)
-    return dist.TCPStore(channel.other_host, channel.greeting["store_port"], 2, is_master=False, timeout=limit)
-
-
-def _open(backend: Backend, location: str, options: OpenOptions) -> Connector:
-    return ProcessConnector(backend, options.role, Address.parse(location), options.timeout_s, options.device)
-
-
-@CONNECTORS.register("gloo")
-def open_gloo(location: str, options: OpenOptions) -> Connector:
-    """See `OpenLocation`."""
-    return _open("gloo", location, options)
-
-
-@CONNECTORS.register("nccl")
-def open_nccl(location: str, options: OpenOptions) -> Connector:
-    """See `OpenLocation`."""
-    return _open("nccl", location, options)

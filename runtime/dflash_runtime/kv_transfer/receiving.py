@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,9 +15,9 @@ from torch import Tensor
 from dflash_runtime.errors import CapacityError, DFlashError, InvalidHandoff, PeerUnreachable, naming_file
 from dflash_runtime.kv_transfer.carrier import Carrier
 from dflash_runtime.kv_transfer.connector_futures import settle
-from dflash_runtime.kv_transfer.control_channel import Message
-from dflash_runtime.kv_transfer.handoff import Handoff, tensor_specs
-from dflash_runtime.kv_transfer.payload_bytes import check_tensors
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader
+from dflash_runtime.kv_transfer.messages import Drop, Got, Message, Offer, Refused, Take, Want
+from dflash_runtime.kv_transfer.payload_bytes import assemble
 
 NOT_WANTED = "it is no longer wanted"
 
@@ -42,7 +42,6 @@ class ReceivingSide:
         self._lock = threading.Lock()
 
     def load(self, key: str) -> "Future[Handoff]":
-        """See `Connector.load`."""
         future: Future[Handoff] = Future()
         with self._lock:
             ended = self._ended
@@ -58,19 +57,18 @@ class ReceivingSide:
         want = self._wants.get(key)
         if want is None:
             want = self._wants[key] = _Want(next(self._numbers))
-            self._send({"kind": "want", "key": key, "number": want.number})
+            self._send(Want(key, want.number))
         elif want.has_begun:
             future.set_running_or_notify_cancel()
         want.futures.append(future)
 
     def read(self, message: Message) -> None:
         """Act on a message of the other side."""
-        key, number = message["key"], message["number"]
-        match message["kind"]:
-            case "offer":
-                self._do(lambda: self._receive(key, number, message["header"], message["directions"]))
-            case "refused":
-                self._settle(key, number, refusal(key, message["reason"]))
+        match message:
+            case Offer() as offer:
+                self._do(lambda: self._receive(offer))
+            case Refused(key, number, reason):
+                self._settle(key, number, refusal(key, reason))
 
     def end(self, error: DFlashError) -> None:
         """End all open and later futures with an error."""
@@ -90,24 +88,25 @@ class ReceivingSide:
             del self._wants[key]
             self._drop(key, want.number, NOT_WANTED)
 
-    def _receive(self, key: str, number: int, header: Any, directions: Mapping[str, Any]) -> None:
+    def _receive(self, offer: Offer) -> None:
         """Receive an offered hand-off, unless all its futures were cancelled."""
+        key, number = offer.key, offer.number
         if not self._begin(key, number):
             return
         try:
+            header = _read_header(offer)
             tensors = self._allocate(key, header)
         except DFlashError as error:
             self._drop(key, number, error.message)
             self._settle(key, number, error)
             return
-        self._send({"kind": "take", "key": key, "number": number})
-        self._carrier.receive(tensors, directions)
+        self._send(Take(key, number))
+        self._carrier.receive(tensors, offer.directions)
         outcome: Any
         try:
             with naming_file(f"hand-off {key}"):
-                check_tensors(header, tensors)
-                outcome = Handoff.read(header, tensors)
-            self._send({"kind": "got", "key": key, "number": number})
+                outcome = assemble(header, tensors)
+            self._send(Got(key, number))
         except InvalidHandoff as error:
             outcome = error
             self._drop(key, number, error.message)
@@ -125,15 +124,11 @@ class ReceivingSide:
                 self._drop(key, number, NOT_WANTED)
             return want.has_begun
 
-    def _allocate(self, key: str, header: Any) -> dict[str, Tensor]:
-        with naming_file(f"hand-off {key}"):
-            specs = tensor_specs(header)
-            if header["key"] != key:
-                raise InvalidHandoff(field="key", found=header["key"], expected=repr(key))
+    def _allocate(self, key: str, header: HandoffHeader) -> dict[str, Tensor]:
         try:
-            return self._carrier.allocate(specs)
+            return self._carrier.allocate(header.tensors)
         except (RuntimeError, MemoryError) as error:
-            num_bytes = sum(spec.num_bytes for spec in specs.values())
+            num_bytes = sum(spec.num_bytes for spec in header.tensors.values())
             raise CapacityError(
                 f"hand-off {key}: no room for its {num_bytes} bytes",
                 id="no-room-for-handoff", field="key", found=key,
@@ -141,7 +136,7 @@ class ReceivingSide:
 
     def _drop(self, key: str, number: int, reason: str) -> None:
         reason = reason.removeprefix(f"hand-off {key}: ")  # the other side names the key itself
-        self._send({"kind": "drop", "key": key, "number": number, "reason": reason})
+        self._send(Drop(key, number, reason))
 
     def _settle(self, key: str, number: int, outcome: Any) -> None:
         with self._lock:
@@ -151,6 +146,19 @@ class ReceivingSide:
             del self._wants[key]
         for future in want.futures:
             settle(future, outcome)
+
+
+def _read_header(offer: Offer) -> HandoffHeader:
+    """The header of an offer.
+
+    Raises:
+        InvalidHandoff, UnsupportedError: it is malformed, belongs to another key, or is from a later release.
+    """
+    with naming_file(f"hand-off {offer.key}"):
+        header = HandoffHeader.read(offer.header)
+        if header.handoff.key != offer.key:
+            raise InvalidHandoff(field="key", found=header.handoff.key, expected=repr(offer.key))
+        return header
 
 
 def refusal(key: str, reason: str) -> PeerUnreachable:

@@ -18,16 +18,16 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CapacityError, DFlashError, PeerUnreachable
 from dflash_runtime.kv_transfer.carrier import Carrier, Staged
 from dflash_runtime.kv_transfer.connector import mark_written
 from dflash_runtime.kv_transfer.connector_futures import settle
-from dflash_runtime.kv_transfer.control_channel import Message
-from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader
+from dflash_runtime.kv_transfer.messages import Drop, Got, Message, Offer, Refused, Take, Want
 from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
 
 LONGEST_MEMORY = 4096
@@ -66,7 +66,6 @@ class SendingSide:
         self._lock = threading.Lock()
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        """See `Connector.save`."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # only the other side can give a save up
         key, written = handoff.key, mark_written(handoff.tensors)
@@ -92,14 +91,13 @@ class SendingSide:
             self._begin(new, self._book.wanted.pop(key))
 
     def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`."""
         with self._lock:
             if key in self._book.held or self._ended is not None:
                 return
             number = self._book.wanted.pop(key, None)
             _remember(self._book.refused, key, reason)
         if number is not None:
-            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+            self._send(Refused(key, number, reason))
 
     def is_wanted(self, key: str) -> bool:
         """See `Connector.is_wanted`. A hand-off that is travelling still counts as wanted."""
@@ -109,16 +107,15 @@ class SendingSide:
 
     def read(self, message: Message) -> None:
         """Act on a message of the other side."""
-        key, number = message["key"], message["number"]
-        match message["kind"]:
-            case "want":
+        match message:
+            case Want(key, number):
                 self._want(key, number)
-            case "take":
+            case Take(key, number):
                 self._do(lambda: self._transfer(key, number))
-            case "got":
+            case Got(key, number):
                 self._finish(key, number, None)
-            case "drop":
-                self._drop(key, number, message["reason"])
+            case Drop(key, number, reason):
+                self._drop(key, number, reason)
 
     def end(self, error: DFlashError) -> None:
         """End all open and later futures with an error."""
@@ -136,7 +133,7 @@ class SendingSide:
             elif reason is None:
                 self._book.wanted[key] = number
         if held is None and reason is not None:
-            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+            self._send(Refused(key, number, reason))
 
     def _begin(self, held: _Held, number: int) -> None:
         if held.number is None:  # otherwise the want came twice
@@ -152,15 +149,14 @@ class SendingSide:
             for event in held.written:
                 event.synchronize()
             held.staged = self._carrier.stage(held.handoff.tensors)
-            header = _header(held.handoff, held.staged)
+            header = to_json(_header(held.handoff, held.staged))
         except Exception as error:
             reason = error.message if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
-            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+            self._send(Refused(key, number, reason))
             text = f"hand-off {key}: not sent: {reason}"
             self._finish(key, number, CapacityError(text, id="handoff-not-sent", field="key", found=key))
             return
-        directions = dict(held.staged.directions)
-        self._send({"kind": "offer", "key": key, "number": number, "header": header, "directions": directions})
+        self._send(Offer(key, number, header, held.staged.directions))
 
     def _transfer(self, key: str, number: int) -> None:
         with self._lock:
@@ -192,11 +188,11 @@ class SendingSide:
             self._do(lambda: self._carrier.release(staged))
 
 
-def _header(handoff: Handoff, staged: Staged) -> dict[str, Any]:
+def _header(handoff: Handoff, staged: Staged) -> HandoffHeader:
     """The header, with checksums if all tensors are on the host. For others they would cost a copy to the host."""
     ready = replace(handoff, tensors=staged.tensors)
     on_host = all(tensor.device.type == "cpu" for tensor in staged.tensors.values())
-    return header_with_checksums(ready) if on_host else ready.to_header()
+    return header_with_checksums(ready) if on_host else ready.header
 
 
 def _not_taken(key: str, reason: str) -> PeerUnreachable:

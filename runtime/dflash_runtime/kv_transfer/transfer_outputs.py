@@ -24,7 +24,8 @@ def transfer_output(path: Path, what: str, *, id: str) -> Iterator[Path]:
         with written_whole(path) as partial:
             yield partial
     except (OSError, SafetensorError) as error:
-        raise CapacityError(f"{what} not written: {reason_of(error)}", id=id, path=path) from error
+        reason = reason_of(error)
+        raise CapacityError(f"{what} not written: {reason}", id=id, path=path, found=reason) from error
 
 
 def reason_of(error: Exception) -> str:

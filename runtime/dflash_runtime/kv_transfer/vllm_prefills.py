@@ -20,7 +20,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
+from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.scheduling.request import SamplingParams
@@ -94,7 +95,7 @@ class VllmPrefill:
         page_size = fingerprint.fields["page_size"]
         return Handoff(
             key=key,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.fields,
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=(),
             params=SamplingParams(),
@@ -186,40 +187,20 @@ class VllmPrefill:
         return fewest
 
 
-class VllmPrefills:
+class VllmPrefills(LoadingConnector):
     """A connector that loads prefills of vLLM, with the keys of `find_vllm_prefills`."""
 
     name = "vllm-files"
-    takes_device = False
+    id_of_refusal = "vllm-prefills-only-load"
 
     def __init__(self, prefills: Mapping[str, VllmPrefill], fingerprint: Fingerprint) -> None:
+        super().__init__(NUM_THREADS)
         self.prefills = prefills
         self._fingerprint = fingerprint
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="vllm-prefill")
-
-    def save(self, handoff: Handoff) -> "Future[None]":
-        """Refused, since this connector only reads.
-
-        Raises:
-            UsageError: always.
-        """
-        hint = "use a FileConnector to hand off"
-        raise UsageError("prefills of vLLM are only read", id="vllm-prefills-only-load", hint=hint)
 
     def load(self, key: str) -> "Future[Handoff]":
         """See `Connector.load`. Fails at once for a prompt that vLLM has not prefilled."""
         return self._pool.submit(self._load_now, key)
-
-    def refuse(self, key: str, reason: str) -> None:
-        """See `Connector.refuse`. Does nothing, because no load waits."""
-
-    def is_wanted(self, key: str) -> bool:
-        """See `Connector.is_wanted`."""
-        return False
-
-    def close(self) -> None:
-        """See `Connector.close`."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _load_now(self, key: str) -> Handoff:
         if key not in self.prefills:

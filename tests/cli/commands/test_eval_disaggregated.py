@@ -17,9 +17,12 @@ from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.handoff import disaggregation, handed_session, prefill_main
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
+from dflash_cli.handoff.prefill_messages import Loaded, PrefillRequest
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
+from dflash_cli.workers.messages import WorkerSpec
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
@@ -37,13 +40,13 @@ class InThisProcess:
         self.loss: DFlashError | None = None
         self._act: Callable[[DFlashError], None] = lambda loss: None
         self._lines, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
-        self._lines.put(json.loads(json.dumps(pair)))
+        self._lines.put(json.loads(json.dumps(to_json(pair))))
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             for answer in prefill_main._serve(self._lines):
-                self._answers.put(json.loads(json.dumps(answer)))
+                self._answers.put(json.loads(json.dumps(to_json(answer))))
         except DFlashError as error:
             self.lose(error)
 
@@ -54,14 +57,14 @@ class InThisProcess:
 
     def say(self, line: Any) -> None:
         if self.loss is None:
-            self._lines.put(json.loads(json.dumps(line)))
+            self._lines.put(json.loads(json.dumps(to_json(line))))
 
-    def hear(self) -> Any:
+    def hear(self, kind: type) -> Any:
         answer = self._answers.get()
         if answer is None:
             assert self.loss is not None
             raise self.loss
-        return answer
+        return from_json(kind, answer)
 
     def when_lost(self, act: Callable[[DFlashError], None]) -> None:
         self._act = act
@@ -171,7 +174,7 @@ def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
 
     class Mortal(InThisProcess):
         def say(self, line: Any) -> None:
-            if "keys" in line and next(calls) in numbers:
+            if isinstance(line, PrefillRequest) and next(calls) in numbers:
                 self.lose(PeerUnreachable("the prefill process has ended: signal 9"))
             super().say(line)
 
@@ -293,10 +296,10 @@ def test_a_fall_is_an_interval_below_nothing() -> None:
 def test_a_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last line that it wrote; who asks for an answer is told, however often, and who waits for a loss."""
     monkeypatch.setattr("dflash_cli.handoff.prefill_process.MODULE", "no_such_module")
-    process = PrefillProcess({"draft": None})
+    process = PrefillProcess(WorkerSpec(draft=None, target=None, config=EngineConfig()))
     for _ in range(2):
         with refuses(PeerUnreachable, "prefill-process-ended") as caught:
-            process.hear()
+            process.hear(Loaded)
         assert "no_such_module" in caught.value.message
     losses: list[Exception] = []
     process.when_lost(losses.append)

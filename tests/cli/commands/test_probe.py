@@ -194,14 +194,8 @@ def test_a_draft_that_is_configured_and_not_engaged_is_said(style: Any, prompts:
     assert "cause: engine (rule 1)" in done.out
 
 
-@pytest.mark.parametrize(
-    ("num_before", "note"),
-    [
-        (0, "of 14: it was started anew meanwhile, or counts late, so its counters are not used"),
-        (30, "a counter fell: the server was started anew meanwhile, so its counters are not used"),
-    ],
-)
-def test_counters_that_begin_anew_are_not_used(num_before: int, note: str, prompts: Path) -> None:
+@pytest.mark.parametrize(("num_before", "notice"), [(0, "requests-not-counted"), (30, "server-restarted")])
+def test_counters_that_begin_anew_are_not_used(num_before: int, notice: str, prompts: Path) -> None:
     with serving(FakeEngine(resets_at=8)) as engine:
         for index in range(num_before):
             engine.count(make_text((index,)))
@@ -209,25 +203,34 @@ def test_counters_that_begin_anew_are_not_used(num_before: int, note: str, promp
     document = json.loads(done.out)
     (run,) = document["runs"]
     assert (run["origin"], run["counted"]) == ("nothing", None)
-    assert note in run["notes"][0]
+    assert done.notices[0] == notice
+    assert len(run["notes"]) == 1
     assert (run["is_engaged"], document["is_engaged"], document["attribution"]["owner"]) == (None, None, "undecided")
 
 
 def test_traffic_of_others_is_noticed(prompts: Path) -> None:
     with serving(FakeEngine(is_shared=True)) as engine:
-        together = probe(engine, "-p", prompts, "--concurrency", "4", "-n", "40")["runs"][0]
-        alone = probe(engine, "-p", prompts, *FEW)["runs"][0]
-    assert any("14 requests more than were asked here" in note for note in together["notes"])
-    assert together["origin"] == alone["origin"] == "counters"
-    assert "14 answers without steps of its own: others asked meanwhile" in alone["notes"]
+        together = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+        alone = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
+    for done, notices in (
+        (together, {"other-clients-counted"}),
+        (alone, {"other-clients-counted", "steps-of-other-clients"}),
+    ):
+        (run,) = json.loads(done.out)["runs"]
+        assert run["origin"] == "counters"
+        assert set(done.notices) - {"intervals-need-steps"} == notices
+        assert all(
+            any(word in note for note in run["notes"]) for word in ("14 requests", *["14 answers"] * (done is alone))
+        )
 
 
 def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", is_shared=True)) as engine:
-        (run,) = probe(engine, "-p", prompts, *FEW)["runs"]
+        done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
+    (run,) = json.loads(done.out)["runs"]
     assert run["origin"] == "answers"
-    steps = run["num_drafts"]
-    assert f"answers report {steps} steps, the server's counters {2 * steps}" in run["notes"]
+    assert "step-counts-differ" in done.notices
+    assert run["counted"]["num_drafts"] == 2 * run["num_drafts"]
 
 
 def test_counters_without_positions_and_requests_give_the_length_alone(prompts: Path) -> None:

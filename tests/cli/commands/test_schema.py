@@ -53,7 +53,10 @@ def test_what_is_written_is_as_its_schema_says(tmp_path: Path, monkeypatch: pyte
     support.run_main("lock", "tiny")
     support.run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
     support.run_main("eval-acceptance", "tiny", *FEW, "--output", "rows.jsonl")
+    support.run_main("generate", "def f", "-n", "8", "--handoff-out", "handed")
+    (handed,) = Path("handed").iterdir()
     texts = {
+        "handoff": (handed / "handoff.json").read_text(),
         "lock": Path("dflash.lock").read_text(),
         "conversion": Path("out", "conversion.json").read_text(),
         "answers": Path("rows.jsonl").read_text().splitlines()[0],

@@ -1,4 +1,4 @@
-"""The release whose rules apply to a running server."""
+"""The release that selects the rules for a running server."""
 
 import pytest
 

@@ -1,7 +1,9 @@
 """Server counters: the names and forms of each engine, their rise, and malformed text."""
 
+from collections.abc import Mapping
+
 from dflash_cli.probing.inference_server import SERVERS, server_engines
-from dflash_cli.probing.server_counters import CounterNames, ServerCounters, read_counters
+from dflash_cli.probing.server_counters import ServerCounters, read_counters
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
@@ -12,7 +14,7 @@ TEXT = Text(tuple(range(20)), (3, 0, 7, 2))
 POSITIONS = (3, 3, 2, 1, 1, 1, 1)
 
 
-def names(engine: str) -> CounterNames:
+def names(engine: str) -> Mapping[str, str]:
     server_engines()
     return SERVERS[engine].counter_names
 

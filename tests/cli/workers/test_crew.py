@@ -1,4 +1,4 @@
-"""Several workers answer as one process does, whichever of them are lost on the way. They share this process here."""
+"""Several workers give the results of one process, even if workers are lost. Here they share a process."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -42,13 +42,13 @@ def session() -> PairSession:
 
 @pytest.fixture(scope="module")
 def alone(session: PairSession) -> Alone:
-    """What one process finds."""
+    """The figures that one process measures."""
     return {params: figures(measure(session, request(params))) for params in (GREEDY, SAMPLED)}
 
 
 @pytest.fixture(autouse=True)
 def shared_weights(session: PairSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers load nothing, and hand over one row at a time."""
+    """Workers without loading, that send each row by itself."""
     monkeypatch.setattr(prompt_worker, "open_session", lambda *_, **__: replace(session, llm=LLM(session.llm.pair)))
     monkeypatch.setattr(prompt_worker, "PIECE_S", 0.0)
 
@@ -67,7 +67,7 @@ def crew_of(session: PairSession, cluster: OwnCluster, size: int = 2) -> Crew:
 
 
 def figures(evaluation: Evaluation) -> dict[str, Any]:
-    """All of a document but when, how long and by whom."""
+    """A document without dates, durations and the names of machines."""
     document = to_json(evaluation)
     measured = {key: value for key, value in document["measured"].items() if key not in ("date", "workers", "engine")}
     return {**document, "measured": measured, "seconds": None}
@@ -80,7 +80,7 @@ def workers_of(evaluation: Evaluation) -> Workers:
 
 
 def once_with(index: int) -> Losses:
-    """The first worker that has this row left is lost."""
+    """A rule that loses the first worker with this unanswered row."""
     lost: list[int] = []
 
     def is_lost(worker: int, left: Iterable[int]) -> bool:
@@ -93,7 +93,7 @@ def once_with(index: int) -> Losses:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_results_are_those_of_one_process(session: PairSession, alone: Alone, params: SamplingParams) -> None:
+def test_results_equal_the_results_of_one_process(session: PairSession, alone: Alone, params: SamplingParams) -> None:
     cluster = OwnCluster()
     together = measure(crew_of(session, cluster, size=3), request(params))
     assert figures(together) == alone[params]
@@ -107,7 +107,7 @@ def test_results_are_those_of_one_process(session: PairSession, alone: Alone, pa
 def test_prompts_of_a_lost_worker_are_asked_again(
     session: PairSession, alone: Alone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Conversations too, from their first turn; nothing is answered twice, in the journal neither."""
+    """Conversations are asked again from their first turn. No row is answered twice, in the journal either."""
     cluster = OwnCluster(once_with(TURNS.index))
     journal = tmp_path / "rows.jsonl"
     together = measure(crew_of(session, cluster), request(journal=journal))
@@ -131,7 +131,7 @@ def test_a_prompt_that_ends_two_workers_fails_alone(session: PairSession) -> Non
 
 
 def test_without_workers_the_run_ends_and_can_be_resumed(session: PairSession, alone: Alone, tmp_path: Path) -> None:
-    """A bounded number is hired; what was answered is kept, and the rest is then that of any other run."""
+    """The number of replacements is limited. Answers are kept, and a resumed run gives the same figures."""
     journal = tmp_path / "rows.jsonl"
     answered: list[int] = []
 
@@ -153,7 +153,7 @@ def test_without_workers_the_run_ends_and_can_be_resumed(session: PairSession, a
 def test_a_device_that_fails_is_not_the_prompts_fault(
     session: PairSession, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine ends all requests with an error; they are asked again, of another worker."""
+    """Its engine ends all requests with an error, and another worker answers them."""
     answer = PairSession.answer
     failed: list[PromptRow] = []
 
@@ -182,9 +182,7 @@ def settings_with(session: PairSession, **other: Any) -> Callable[..., dict[str,
     return lambda self, params, *, chat: {**real(self, params, chat=chat), **other}
 
 
-def test_other_weights_than_those_of_this_machine_are_refused(
-    session: PairSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_with_other_weights_is_refused(session: PairSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairSession, "run_settings", settings_with(session, draft_digest="0123456789abcdef"))
     with refuses(CheckpointError, "worker-has-other-files", field="draft", found="0123456789abcdef"):
         crew_of(session, OwnCluster())

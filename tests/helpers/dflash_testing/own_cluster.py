@@ -42,7 +42,7 @@ class OwnCluster:
         number, hired = next(item for item in self._hired.items() if item[1].spec or item[1].batch)
         self._hired[number] = self._hired.pop(number)  # its next turn is after all others
         if self._is_lost(number, sorted(hired.left)):
-            return Report(number, Lost("its process has ended"))
+            return Report(number, Lost("ended", "its process has ended"))
         if hired.spec is not None:
             spec, hired.spec = hired.spec, None
             return Report(number, hired.worker.load(spec))

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector
 from dflash_runtime.kv_transfer.connector_locations import open_connector
-from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.processes import are_gone
@@ -47,7 +47,7 @@ def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
     }
     return Handoff(
         key=key,
-        fingerprint=Fingerprint({"dtype": "bfloat16", "taps": [1, 5]}),
+        fingerprint={"dtype": "bfloat16", "taps": [1, 5]},
         prompt_token_ids=(1, 2, 3),
         output_token_ids=(4,),
         params=SamplingParams(max_new_tokens=5, stop_token_ids=(7,)),
@@ -60,7 +60,7 @@ def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
 
 def are_same(one: Handoff, other: Handoff) -> bool:
     """Whether two hand-offs have equal headers and bitwise equal tensors."""
-    return one.to_header() == other.to_header() and all(
+    return to_json(one.header) == to_json(other.header) and all(
         torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors
     )
 

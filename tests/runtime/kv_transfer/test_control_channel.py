@@ -1,5 +1,6 @@
 """Addresses, messages, and how both sides handle messages that come twice, late, or not at all."""
 
+import json
 import socket
 import struct
 import threading
@@ -10,16 +11,32 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dflash_runtime.errors import MISSING, InvalidHandoff, PeerUnreachable, UsageError
+from dflash_runtime.documents import to_json
+from dflash_runtime.errors import MISSING, InvalidConfig, InvalidHandoff, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer import control_channel
 from dflash_runtime.kv_transfer.carrier import Staged
 from dflash_runtime.kv_transfer.control_channel import LONGEST_BYTES, Address, ControlChannel, connect, listen
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.messages import (
+    Bye,
+    Drop,
+    Got,
+    Greeting,
+    Message,
+    Offer,
+    Refused,
+    Take,
+    Want,
+    message_to_json,
+    read_message,
+)
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec, header_with_checksums
 from dflash_runtime.kv_transfer.receiving import NOT_WANTED, ReceivingSide
 from dflash_runtime.kv_transfer.sending import LONGEST_MEMORY, SendingSide
 from dflash_testing.refusals import refuses
 from dflash_testing.transfers import error_of, free_location, make_handoff, outcome
+
+NONE = Greeting(carrier="none")
 
 
 @pytest.mark.parametrize(
@@ -42,8 +59,8 @@ def test_malformed_addresses_are_refused(text: str) -> None:
 def channels() -> Iterator[tuple[ControlChannel, ControlChannel]]:
     address = Address.parse(free_location("gloo").removeprefix("gloo://"))
     with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(listen, address, {"carrier": "none"}, 10.0)
-        other = connect(address, {"carrier": "none"}, 10.0)
+        listening = pool.submit(listen, address, NONE, 10.0)
+        other = connect(address, NONE, 10.0)
         one = listening.result()
     yield one, other
     one.close()
@@ -53,18 +70,18 @@ def channels() -> Iterator[tuple[ControlChannel, ControlChannel]]:
 class TestChannel:
     def test_messages_arrive_in_order_and_then_the_end(self, channels: Any) -> None:
         one, other = channels
-        sent = [{"number": number, "text": "ü" * number * 1000} for number in range(100)]
+        sent = [Drop("a", number, "ü" * number * 1000) for number in range(100)]
         for message in sent:
             one.send(message)
         one.end()
-        assert [other.read() for _ in sent] == sent
+        assert [read_message(other.read()) for _ in sent] == sent
         assert other.read() is None
 
     def test_sending_does_not_wait_for_a_reader(self, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(control_channel, "ENDING_S", 0.1)
         one, _ = channels
         for _ in range(64):
-            one.send({"text": "a" * (1 << 20)})
+            one.send(Drop("a", 0, "a" * (1 << 20)))
         one.close()
 
     def test_closing_wakes_the_reader(self, channels: Any) -> None:
@@ -86,25 +103,64 @@ class TestChannel:
         here = socket.create_connection(address.getsockname())
         there, _ = address.accept()
         address.close()
-        channel = ControlChannel(here, {})
+        channel = ControlChannel(here, NONE)
         there.sendall(data)
         assert channel.read() is None
         there.close()
         channel.close()
 
 
+WRONG_MESSAGES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no kind": ({"key": "a", "number": 0}, "wrong-value", "kind"),
+    "another kind": ({"kind": "later", "key": "a", "number": 0}, "wrong-value", "kind"),
+    "no key": ({"kind": "want", "number": 0}, "missing-key", "key"),
+    "a number as text": ({"kind": "take", "key": "a", "number": "0"}, "wrong-value", "number"),
+    "a key of another kind": ({"kind": "got", "key": "a", "number": 0, "reason": "x"}, "unknown-key", "reason"),
+    "an offer without a header": ({"kind": "offer", "key": "a", "number": 0}, "missing-key", "header"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MESSAGES)
+def test_a_message_with_other_keys_is_refused(name: str) -> None:
+    value, id, field = WRONG_MESSAGES[name]
+    with refuses(InvalidConfig, id, field=field):
+        read_message(value)
+
+
+def test_messages_have_the_keys_of_version_1() -> None:
+    assert message_to_json(Want("a", 0)) == {"kind": "want", "key": "a", "number": 0}
+    assert message_to_json(Refused("a", 1, "full")) == {"kind": "refused", "key": "a", "number": 1, "reason": "full"}
+    assert message_to_json(Offer("a", 2, {"kind": "handoff"}, {"regions": []})) == {
+        "kind": "offer", "key": "a", "number": 2, "header": {"kind": "handoff"}, "directions": {"regions": []},
+    }  # fmt: skip
+    assert message_to_json(Bye()) == {"kind": "bye"}
+    assert to_json(Greeting(carrier="gloo", store_port=0)) == {"hello": 1, "carrier": "gloo", "store_port": 0}
+
+
+def _through_json(received: list[Message]) -> Callable[[Message], None]:
+    def send(message: Message) -> None:
+        again = read_message(json.loads(json.dumps(message_to_json(message))))
+        assert isinstance(again, Message)
+        received.append(again)
+
+    return send
+
+
 class Wire:
-    """Both sides of a connection without threads or sockets. Messages are kept until the test passes them on."""
+    """Both sides of a connection without threads or sockets. Messages are kept until the test passes them on.
+
+    Each message becomes JSON text and is read again, as on a connection.
+    """
 
     def __init__(self) -> None:
-        self.to_decode: list[dict[str, Any]] = []
-        self.to_prefill: list[dict[str, Any]] = []
+        self.to_decode: list[Message] = []
+        self.to_prefill: list[Message] = []
         self.jobs: list[Callable[[], None]] = []  # of the prefill side
         self.decode_jobs: list[Callable[[], None]] = []
         self.pipe: list[Mapping[str, Tensor]] = []
         self.num_sent, self.times = 0, 1
-        self.prefill = SendingSide(self, self.to_decode.append, self.jobs.append)
-        self.decode = ReceivingSide(self, self.to_prefill.append, self.decode_jobs.append)
+        self.prefill = SendingSide(self, _through_json(self.to_decode), self.jobs.append)
+        self.decode = ReceivingSide(self, _through_json(self.to_prefill), self.decode_jobs.append)
 
     name = "wire"
     takes_device = False
@@ -224,12 +280,12 @@ class TestMessages:
         wire.run()
         assert not any(map(wire.prefill.is_wanted, "abc"))
 
-    def test_messages_with_an_unknown_key_or_kind_have_no_effect(self) -> None:
+    def test_messages_with_an_unknown_key_have_no_effect(self) -> None:
         wire = Wire()
-        for kind in ("take", "got", "drop", "later"):
-            wire.prefill.read({"kind": kind, "key": "x", "number": 7, "reason": "", "header": {}, "directions": {}})
-        for kind in ("offer", "refused", "later"):
-            wire.decode.read({"kind": kind, "key": "x", "number": 7, "reason": "", "header": {}, "directions": {}})
+        for about_saving in (Take("x", 7), Got("x", 7), Drop("x", 7, "")):
+            wire.prefill.read(about_saving)
+        for about_loading in (Offer("x", 7, {}, {}), Refused("x", 7, "")):
+            wire.decode.read(about_loading)
         wire.run()
         assert wire.num_sent == 0
 
@@ -256,22 +312,22 @@ class TestMessages:
     def test_an_offer_with_the_header_of_another_key_is_refused(self) -> None:
         wire = Wire()
         loading = wire.decode.load("a")
-        header = header_with_checksums(make_handoff("b"))
-        wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
+        header = to_json(header_with_checksums(make_handoff("b")))
+        wire.decode.read(Offer("a", 0, header, {}))
         wire.decode_jobs.pop(0)()
         error = error_of(loading, 0)
         assert (type(error), error.path) == (InvalidHandoff, "hand-off a")
         assert (error.field, error.found, error.expected) == ("key", "b", "'a'")
-        assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]
+        assert [type(message) for message in wire.to_prefill] == [Want, Drop]
 
     @pytest.mark.parametrize("field", ["kind", "version", "key", "tensors"])
     def test_a_header_without_a_field_is_refused_before_tensors_travel(self, field: str) -> None:
         wire = Wire()
         loading = wire.decode.load("a")
-        header = header_with_checksums(make_handoff("a"))
+        header = to_json(header_with_checksums(make_handoff("a")))
         del header[field]
-        wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
+        wire.decode.read(Offer("a", 0, header, {}))
         wire.decode_jobs.pop(0)()
         error = error_of(loading, 0)
         assert (type(error), error.path, error.field, error.found) == (InvalidHandoff, "hand-off a", field, MISSING)
-        assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]
+        assert [type(message) for message in wire.to_prefill] == [Want, Drop]

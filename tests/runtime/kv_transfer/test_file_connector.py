@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.errors import MISSING, CapacityError, InvalidHandoff, PeerUnreachable, UsageError
+from dflash_runtime.documents import to_json
+from dflash_runtime.errors import (
+    MISSING,
+    CapacityError,
+    InvalidHandoff,
+    PeerUnreachable,
+    UnsupportedError,
+    UsageError,
+)
 from dflash_runtime.kv_transfer import file_connector
 from dflash_runtime.kv_transfer.file_connector import (
     HEADER,
@@ -22,9 +30,19 @@ from dflash_runtime.kv_transfer.file_connector import (
     read_handoff,
     write_handoff,
 )
+from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
 from dflash_testing.deadline import deadline
 from dflash_testing.refusals import refuses
 from dflash_testing.transfers import LIMIT_S, Peers, are_same, error_of, make_handoff, outcome, transfer_threads
+
+HEADER_KEYS = {
+    "version", "kind", "key", "fingerprint", "prompt_token_ids", "output_token_ids", "params", "seed", "num_rows",
+    "state_values", "finish_reason", "note", "tensors",
+}  # fmt: skip
+PARAMS = {
+    "max_new_tokens": 5, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "stop_token_ids": [7],
+    "ignore_eos": False, "verify_width": None,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -178,12 +196,24 @@ class TestWrongFiles:
         with refuses(InvalidHandoff, "malformed-header", path=saved / HEADER):
             read_handoff(saved)
 
-    @pytest.mark.parametrize("field", [*make_handoff("a").to_header()])
+    def test_the_header_has_the_keys_of_version_1(self, saved: Path) -> None:
+        header = json.loads((saved / HEADER).read_text())
+        assert header.keys() == HEADER_KEYS
+        assert (header["version"], header["kind"], header["params"]) == (1, "handoff", PARAMS)
+        assert header["tensors"]["draft"] == {"dtype": "bfloat16", "shape": [2, 3, 2, 4, 8], "crc32": 2567939306}
+        assert header == to_json(header_with_checksums(make_handoff("a")))
+
+    def test_a_header_of_a_later_version(self, saved: Path) -> None:
+        (saved / HEADER).write_text(json.dumps({"kind": "handoff", "version": 2}))
+        with refuses(UnsupportedError, "later-version", path=saved / HEADER, field="version", found=2):
+            read_handoff(saved)
+
+    @pytest.mark.parametrize("field", sorted(HEADER_KEYS))
     def test_a_header_without_a_field(self, saved: Path, field: str) -> None:
         header = json.loads((saved / HEADER).read_text())
         del header[field]
         (saved / HEADER).write_text(json.dumps(header))
-        with refuses(InvalidHandoff, field=field, found=MISSING) as caught:
+        with refuses(InvalidHandoff, "missing-key", field=field, found=MISSING) as caught:
             read_handoff(saved)
         assert caught.value.path in (saved, saved / HEADER)
 
@@ -195,29 +225,31 @@ class TestWrongFiles:
             ("seed", "7", "seed"),
             ("seed", True, "seed"),
             ("num_rows", [3], "num_rows"),
-            ("num_rows", {"target": -3}, "num_rows"),
+            ("num_rows", {"target": -3}, "num_rows.target"),
             ("state_values", None, "state_values"),
             ("note", "mine", "note"),
-            ("version", 2, "version"),
+            ("version", 0, "version"),
             ("version", None, "version"),
             ("fingerprint", [], "fingerprint"),
             ("prompt_token_ids", "abc", "prompt_token_ids"),
-            ("prompt_token_ids", [1, 2.5], "prompt_token_ids"),
-            ("prompt_token_ids", [True], "prompt_token_ids"),
+            ("prompt_token_ids", [1, 2.5], "prompt_token_ids[1]"),
+            ("prompt_token_ids", [True], "prompt_token_ids[0]"),
             ("output_token_ids", None, "output_token_ids"),
-            ("params", {}, "params.stop_token_ids"),
-            ("params", {"stop_token_ids": [], "top_p": 7}, "params.top_p"),
-            ("params", {"stop_token_ids": [], "unknown": 7}, "params.unknown"),
+            ("params", {}, "params.max_new_tokens"),
+            ("params", PARAMS | {"top_p": 7}, "params.top_p"),
+            ("params", PARAMS | {"stop_token_ids": [1, None]}, "params.stop_token_ids[1]"),
+            ("params", PARAMS | {"unknown": 7}, "params.unknown"),
             ("finish_reason", "tired", "finish_reason"),
             ("tensors", [], "tensors"),
-            ("tensors", {"target": None}, "tensors.target.dtype"),
+            ("tensors", {"target": None}, "tensors.target"),
             ("tensors", {"target": {"dtype": "int4", "shape": [64]}}, "tensors.target.dtype"),
             ("tensors", {"target": {"dtype": [], "shape": [64]}}, "tensors.target.dtype"),
             ("tensors", {"target": {"dtype": "bool"}}, "tensors.target.shape"),
-            ("tensors", {"target": {"dtype": "bool", "shape": [-1]}}, "tensors.target.shape"),
-            ("tensors", {"target": {"dtype": "bool", "shape": ["64"]}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [-1]}}, "tensors.target.shape[0]"),
+            ("tensors", {"target": {"dtype": "bool", "shape": ["64"]}}, "tensors.target.shape[0]"),
             ("tensors", {"target": {"dtype": "bool", "shape": [65]}}, "tensors.target"),
             ("tensors", {"another": {"dtype": "bool", "shape": [64]}}, "tensors.another"),
+            ("unknown", 7, "unknown"),
         ],
     )
     def test_a_header_with_a_wrong_field(self, saved: Path, field: str, value: Any, wrong: str) -> None:
@@ -232,7 +264,7 @@ class TestWrongFiles:
         (saved / HEADER).write_text("{}")
         connector = FileConnector(saved.parent)
         error = error_of(connector.load("a"))
-        assert (type(error), error.path, error.field) == (InvalidHandoff, saved / HEADER, "kind")
+        assert (type(error), error.path, error.field) == (InvalidHandoff, saved / HEADER, "version")
         connector.close()
 
 
@@ -241,14 +273,15 @@ class TestFullDisk:
 
     @pytest.mark.parametrize("name", ["save_file", "header_with_checksums"])
     def test_a_step_that_fails(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        reason = "No space left on device"
+
         def fail(*arguments: object) -> None:
-            raise OSError(28, "No space left on device")
+            raise OSError(28, reason)
 
         write_handoff(tmp_path, make_handoff("a", 1))
         monkeypatch.setattr(file_connector, name, fail)
-        with refuses(CapacityError, "handoff-not-written", path=tmp_path / "a") as caught:
+        with refuses(CapacityError, "handoff-not-written", path=tmp_path / "a", found=reason):
             write_handoff(tmp_path, make_handoff("a", 2))
-        assert "No space left on device" in caught.value.message
         assert [item.name for item in tmp_path.iterdir()] == ["a"]
         assert are_same(read_handoff(tmp_path / "a"), make_handoff("a", 1))
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dflash_runtime.errors import MISSING, InvalidHandoff
 from dflash_runtime.kv_transfer import payload_bytes
-from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
+from dflash_runtime.kv_transfer.payload_bytes import assemble, header_with_checksums
 from dflash_testing.refusals import refuses
 from dflash_testing.transfers import make_handoff
 
@@ -13,11 +13,11 @@ from dflash_testing.transfers import make_handoff
 def test_damage_is_found_by_the_checksum() -> None:
     handoff = make_handoff("one", 0, 4)
     header = header_with_checksums(handoff)
-    check_tensors(header, handoff.tensors)
+    assemble(header, handoff.tensors)
     name = "draft"
     damaged = {**handoff.tensors, name: handoff.tensors[name] + 1}
     with refuses(InvalidHandoff, "damaged", field=f"tensors.{name}"):
-        check_tensors(header, damaged)
+        assemble(header, damaged)
 
 
 def test_missing_and_misshapen_tensors_are_refused() -> None:
@@ -25,18 +25,18 @@ def test_missing_and_misshapen_tensors_are_refused() -> None:
     header = header_with_checksums(handoff)
     draft = handoff.tensors["draft"]
     with refuses(InvalidHandoff, "missing-tensor", field="tensors.draft", found=MISSING):
-        check_tensors(header, {name: tensor for name, tensor in handoff.tensors.items() if name != "draft"})
+        assemble(header, {name: tensor for name, tensor in handoff.tensors.items() if name != "draft"})
     for wrong in (draft.float(), draft[:1]):
         with refuses(InvalidHandoff, "misshapen-tensor", field="tensors.draft"):
-            check_tensors(header, {**handoff.tensors, "draft": wrong})
+            assemble(header, {**handoff.tensors, "draft": wrong})
 
 
 def test_tensors_without_a_checksum_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that travel from GPU to GPU have no checksum, since computing it would copy them to the host."""
+    """Tensors travel from GPU to GPU without a checksum, since computing it would copy them to the host."""
 
     def read(tensor: Tensor) -> int:
         raise AssertionError("read")
 
     monkeypatch.setattr(payload_bytes, "checksum", read)
     handoff = make_handoff("one", 0, 4)
-    check_tensors(handoff.to_header(), handoff.tensors)
+    assemble(handoff.header, handoff.tensors)

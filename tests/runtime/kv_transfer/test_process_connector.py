@@ -1,4 +1,4 @@
-"""Hand-offs over gloo: what arrives, in any order, what is given up or refused, and what is damaged."""
+"""Hand-offs over gloo: arrival in any order, cancelled, refused and damaged hand-offs."""
 
 import gc
 import random
@@ -182,12 +182,14 @@ class TestDamage:
             assert [outcome(saves[0]), outcome(saves[2])] == [None, None]
 
     def test_a_wrong_header_is_refused_before_any_tensor_travels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dflash_runtime.kv_transfer.sending._header", lambda handoff, staged: {"kind": "letter"})
+        monkeypatch.setattr(
+            "dflash_runtime.kv_transfer.sending._header", lambda handoff, staged: {"version": 1, "kind": "letter"}
+        )
         with open_both(free_location("gloo")) as (prefill, decode):
             saving = prefill.save(make_handoff("a"))
             error = error_of(decode.load("a"))
             assert (type(error), error.path) == (InvalidHandoff, "hand-off a")
-            assert (error.field, error.found, error.expected) == ("kind", "letter", "'handoff'")
+            assert (error.id, error.field, error.found) == ("wrong-value", "kind", "letter")
             monkeypatch.undo()
             assert isinstance(saving.exception(LIMIT_S), PeerUnreachable)
             prefill.save(make_handoff("b", 1))

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, HandoffHeader, find_problems
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills, has_vllm_prefills
 from dflash_testing.engine_kv import layer_name, save_as_vllm
 from dflash_testing.refusals import refuses
@@ -94,13 +95,17 @@ def test_the_last_token_always_runs_here(tmp_path: Path) -> None:
 def test_a_loaded_prefix_survives_its_header(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
     handoff = load(tmp_path)
-    header = handoff.to_header()
-    again = Handoff.read(header, handoff.tensors)
+    header = to_json(handoff.header)
+    again = HandoffHeader.read(header).handoff
     assert again.is_beginning
     assert again.kv_len == 32
-    for wrong in ({"target": -1}, {"target": "32"}, [32]):
-        with refuses(InvalidHandoff, field="num_rows", found=wrong):
-            Handoff.read({**header, "num_rows": wrong}, handoff.tensors)
+    for wrong, field in (
+        ({"target": -1}, "num_rows.target"),
+        ({"target": "32"}, "num_rows.target"),
+        ([32], "num_rows"),
+    ):
+        with refuses(InvalidHandoff, "wrong-value", field=field):
+            HandoffHeader.read({**header, "num_rows": wrong})
 
 
 def test_folders_named_by_sha256_are_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files that say how a server is started: arguments, commands, and what is no such file."""
+"""Files with a server's arguments or serve command, and malformed files."""
 
 import json
 from contextlib import suppress
@@ -39,14 +39,14 @@ def read(tmp_path: Path, text: str, keys: Any = VLLM_LAUNCH) -> Launch:
 )
 def test_one_server_in_every_spelling(text: str, tmp_path: Path) -> None:
     launch = read(tmp_path, text)
-    assert dict(launch.arguments) == {"model": "m", "tensor_parallel_size": 2, "speculative_config": SPECULATIVE}
+    assert dict(launch.arguments) == {"target": "m", "tensor_parallel": 2, "speculation": SPECULATIVE}
     assert len(launch.ignored) == 1
     server = read_vllm("prefill", launch, (0, 33))
     assert server.draft is not None
     assert (server.draft.name, server.draft.num_draft_tokens, server.tensor_parallel) == ("org/dflash", 7, 2)
 
 
-def test_sglang_counts_the_anchor_and_has_two_words_for_much(tmp_path: Path) -> None:
+def test_sglang_counts_the_anchor_and_has_aliases(tmp_path: Path) -> None:
     command = (
         "python -m sglang.launch_server --model m --tp 4 --speculative-algorithm DFLASH --speculative-draft-model d "
         "--speculative-dflash-block-size 8 --disaggregation-mode decode --disaggregation-transfer-backend nixl "
@@ -59,12 +59,12 @@ def test_sglang_counts_the_anchor_and_has_two_words_for_much(tmp_path: Path) -> 
         "m", "d", "dflash", 7,
     )  # fmt: skip
     assert (server.tensor_parallel, server.connectors[0].name, server.release) == (4, "nixl", (0, 5, 23))
-    assert launch.get("disaggregation_decode_enable_radix_cache") is True
+    assert launch.get("radix_cache") is True
 
 
 def test_a_switch_is_turned_off_by_no(tmp_path: Path) -> None:
     command = "vllm serve m --no-disable-hybrid-kv-cache-manager --port 1"
-    assert read(tmp_path, command).get("disable_hybrid_kv_cache_manager") is False
+    assert read(tmp_path, command).get("no_groups") is False
 
 
 @pytest.mark.parametrize(

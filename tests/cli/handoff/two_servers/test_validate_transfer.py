@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,51 +27,64 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def judge(*command: str) -> tuple[support.Outcome, dict[str, Any]]:
+    """The run of a command with --json, and its document."""
+    outcome = support.run_main(*command, "--json")
+    return outcome, json.loads(outcome.out)
+
+
 def test_a_sound_pair_of_servers_passes() -> None:
-    outcome = support.run_main(*write({}, {"port": 8000, "host": "h"}))
-    assert (outcome.code, outcome.out) == (
-        0,
-        "vllm 0.33, MooncakeConnector: the draft's context arrives\n"
-        "prefill.json to decode.json: 20 rules checked: 0 errors, 0 warnings\n",
-    )
-    assert "decode.json: arguments that are not looked at (2): port, host" in outcome.err
+    command = write({}, {"port": 8000, "host": "h"})
+    outcome, document = judge(*command)
+    assert (outcome.code, document["kind"], document["passed"], document["engine"]) == (
+        0, "validate-handoff", True, "vllm 0.33",
+    )  # fmt: skip
+    assert (document["verdict"]["outcome"], document["num_rules"], document["findings"]) == ("arrives", 20, [])
+    assert support.run_main(*command).notices == ("arguments-ignored",)
+    assert all(word in document["notes"][0] for word in ("decode.json", "2", "port, host"))
 
 
-def test_a_context_that_is_lost_ends_with_3_and_says_why() -> None:
+def test_the_page_has_the_findings_the_verdict_and_the_counts() -> None:
+    lines = support.run_main(*write({"speculative_config": None}, {})).out.splitlines()
+    assert lines[0].startswith("K01 error   decode.json:speculative_config.model: ")
+    assert lines[-2].startswith("vllm 0.33, MooncakeConnector: ")
+    assert all(part in lines[-1] for part in ("prefill.json", "decode.json", "20 ", "1 error", "0 warnings"))
+
+
+def test_a_lost_context_ends_with_3_and_names_the_rule() -> None:
     command = write({"speculative_config": None}, {})
-    outcome = support.run_main(*command)
+    outcome, document = judge(*command)
     assert outcome.code == 3
-    assert "K01 error   decode.json:speculative_config.model: a draft, which the prefill server has not" in outcome.out
-    assert (
-        "vllm 0.33, MooncakeConnector: the draft's context does not arrive, and acceptance falls (K01)" in outcome.out
-    )
-    document = json.loads(support.run_main(*command, "--json").out)
     assert (document["passed"], document["verdict"]["outcome"], document["verdict"]["reasons"]) == (
         False,
         "lost",
         ["K01"],
     )
-    assert (document["kind"], document["servers"]["prefill"]["draft"]) == ("validate-handoff", None)
+    assert (document["num_errors"], document["num_warnings"]) == (1, 0)
+    assert (document["servers"]["prefill"]["draft"], document["servers"]["decode"]["file"]) == (None, "decode.json")
     assert support.run_main(*command, "--ignore", "k01").code == 0
 
 
-def test_warnings_fail_where_they_are_to() -> None:
+def test_warnings_fail_the_pair_with_strict() -> None:
     command = write({"version": "0.32.0"}, {"version": "0.33.0"})
-    outcome = support.run_main(*command)
-    assert outcome.code == 0
-    assert "not known whether the draft's context arrives (K08)" in outcome.out
-    assert support.run_main(*command, "--strict").code == 3
+    outcome, document = judge(*command)
+    assert (outcome.code, document["passed"]) == (0, True)
+    assert (document["verdict"]["outcome"], document["verdict"]["reasons"]) == ("unknown", ["K08"])
+    outcome, document = judge(*command, "--strict")
+    assert (outcome.code, document["passed"]) == (3, False)
 
 
-def test_what_cannot_be_opened_is_said_and_the_rest_is_judged() -> None:
+def test_checkpoints_that_cannot_be_opened_are_noted_and_the_rest_is_checked() -> None:
     elsewhere = {"model": "/nowhere/target", "speculative_config": {"method": "dflash", "model": "/nowhere/draft"}}
-    outcome = support.run_main(*write(elsewhere, {**elsewhere, "kv_cache_dtype": "fp8"}))
+    command = write(elsewhere, {**elsewhere, "kv_cache_dtype": "fp8"})
+    outcome, document = judge(*command)
     assert outcome.code == 3
-    assert "K07" in outcome.out
-    assert outcome.err.count("the draft /nowhere/draft could not be read here, and its layers were not judged") == 1
+    assert {item["id"] for item in document["findings"]} == {"K07"}
+    assert support.run_main(*command).notices == ("draft-not-read", "target-not-read")
+    assert "/nowhere/draft" in document["notes"][0]
 
 
-def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
+def test_a_draft_as_the_model_counts_as_the_draft() -> None:
     """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
     support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
     alone = {"model": "dflash-spec", "speculative_config": None}
@@ -79,8 +93,8 @@ def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
     assert (document["verdict"]["outcome"], served["target"], served["draft"]["num_draft_tokens"]) == (
         "arrives", "my-org/target", 7,
     )  # fmt: skip
-    beside = support.run_main(*write(alone, {"speculative_config": None}))
-    assert (beside.code, "K01 error   decode.json" in beside.out) == (3, True)
+    beside, document = judge(*write(alone, {"speculative_config": None}))
+    assert (beside.code, document["findings"][0]["id"]) == (3, "K01")
 
 
 @pytest.mark.parametrize(
@@ -110,16 +124,18 @@ def test_files_that_are_missing() -> None:
     assert (outcome.code, outcome.error_id, outcome.field) == (2, "missing-argument", "DRAFT")
 
 
-def test_an_engine_in_a_file_that_is_another_one_is_seen() -> None:
-    """vLLM's arguments read as SGLang's say no role and no draft."""
+def test_arguments_of_another_engine_are_noted() -> None:
+    """Read as SGLang's, vLLM's arguments state neither a role nor a draft."""
     write({}, {})
-    outcome = support.run_main("validate-handoff", "prefill.json", "decode.json", "-e", "sglang")
+    outcome, document = judge("validate-handoff", "prefill.json", "decode.json", "-e", "sglang")
     assert outcome.code == 3
-    assert "no role, expected that of a decode server" in outcome.out
-    assert "speculative_config, kv_transfer_config" in outcome.err
+    assert {("K09", f"{role}.json:disaggregation_mode") for role in ("prefill", "decode")} <= {
+        (item["id"], item["location"]) for item in document["findings"]
+    }
+    assert all("speculative_config, kv_transfer_config" in note for note in document["notes"])
 
 
-def test_help_and_explain_know_of_it() -> None:
+def test_help_and_explain_describe_it() -> None:
     assert "PREFILL DECODE" in support.run_main("validate-handoff", "--help").out
     explained = support.run_main("explain", "K01").out
     assert "kv-transfer" in explained
