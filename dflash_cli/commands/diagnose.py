@@ -69,7 +69,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.diagnosis.likeliest_cause import diagnose_report
     from dflash_cli.diagnosis.pair_validation import run_validation
-    from dflash_cli.rules.validator import ValidationPlan
+    from dflash_cli.rules.subject import ValidationPlan
 
     pair = complete_pair(request.draft, request.target, find=fetch_directory)
     location, target_location = pair.draft_location, pair.find_target(fetch_directory)

@@ -17,7 +17,8 @@ from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb

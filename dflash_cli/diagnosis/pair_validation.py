@@ -13,8 +13,8 @@ from dflash_cli.diagnosis.run_level import run_subject
 from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, rules_of
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, open_requested, report_of
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
+from dflash_cli.rules.validator import apply_rules, find_up_to, report_of
 from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
 
@@ -36,7 +36,7 @@ class RunReport(Report):
         return RunReportEntry(**fields_of(self.entry) | {"search": search})
 
 
-def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:
+def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
     """Apply the rules on headers and weights, run the pair, and apply the rules on its acceptance.
 
     Raises:
@@ -44,7 +44,7 @@ def validate_running(request: ValidationPlan, settings: RunSettings) -> RunRepor
         CheckpointNotFound, CheckpointError: the draft or the target is absent, or the target cannot be read.
         UnsupportedError: this tool does not run the target.
     """
-    subject = open_requested(request)
+    subject = open_subject(plan)
     if subject.target_source is None:
         raise UsageError("--level run needs a target", id="run-without-target", hint="add --target TARGET")
     from dflash_runtime.models.target import find_target_runtime
@@ -58,7 +58,7 @@ def validate_running(request: ValidationPlan, settings: RunSettings) -> RunRepor
         rules = rules_of("run")
         findings = findings + apply_rules(rules, run_subject(subject, search))
         num_rules += len(rules)
-    report = report_of(subject, request, findings, num_rules)
+    report = report_of(subject, findings, num_rules)
     values = {item.name: getattr(report, item.name) for item in fields(report)}
     return RunReport(**{**values, "level": "run", "notes": notes}, search=search)
 

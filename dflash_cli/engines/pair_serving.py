@@ -8,8 +8,8 @@ from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationPlan, open_requested, validate_subject
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
+from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
@@ -40,7 +40,7 @@ class JudgedPair:
         """
         subject = self.subject
         if subject.parsed is None and subject.parse_error is not None:
-            if subject.stated.block_size is None and subject.num_speculative_tokens is None:
+            if subject.stated.block_size is None and subject.plan.num_speculative_tokens is None:
                 raise UsageError(
                     "block_size is missing, so the number of drafted tokens is not known",
                     id="block-size-unknown",
@@ -51,7 +51,7 @@ class JudgedPair:
             raise subject.parse_error
         assert subject.parsed is not None
         assert subject.target is not None
-        config, asked = subject.parsed.config, subject.num_speculative_tokens
+        config, asked = subject.parsed.config, subject.plan.num_speculative_tokens
         most = config.num_draft_tokens
         if asked is not None and asked > most:
             raise UsageError(
@@ -83,7 +83,7 @@ def judge_pair(
     assert location is not None
     assert pair.draft is not None
     assert pair.target is not None
-    request = ValidationPlan(
+    plan = ValidationPlan(
         draft=location,
         draft_reference=pair.draft,
         target=target_location,
@@ -91,8 +91,8 @@ def judge_pair(
         engines=tuple(engines),
         num_speculative_tokens=num_speculative_tokens,
     )
-    subject = open_requested(request)
-    report = validate_subject(subject, request)
+    subject = open_subject(plan)
+    report = validate_subject(subject)
     return JudgedPair(
         subject=subject,
         report=report,

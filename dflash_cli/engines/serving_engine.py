@@ -156,7 +156,7 @@ def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mappi
 
     Errors about the engines that the user named. If the user named none, warnings about every engine.
     """
-    named = [engine for engine in subject.engines if isinstance(engine, ServingEngine)]
+    named = [engine for engine in subject.plan.engines if isinstance(engine, ServingEngine)]
     asked = named or [engine(engine.ends()[-1]) for engine in all_engines()]
     outcomes: tuple[Outcome, ...] = ("stops", "drops")
     for outcome in outcomes:

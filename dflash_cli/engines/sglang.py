@@ -111,7 +111,7 @@ class SglangEngine(ServingEngine):
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
-    asked, block = subject.num_speculative_tokens, subject.stated.block_size
+    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
     if asked is not None and block is not None and asked != block - 1:
         yield Problem(
             subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"

@@ -208,7 +208,7 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     A larger number drafts more tokens than in training. A smaller number shortens the block, and in a non-causal block
     every row depends on the number of rows after it.
     """
-    asked, block = subject.num_speculative_tokens, subject.stated.block_size
+    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
     if asked is None or block is None or asked == block - 1:
         return
     location = subject.expected_at("block_size")

@@ -49,7 +49,7 @@ class Verdict:
 
 def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
     """One verdict for each named engine."""
-    return tuple(_judge(subject, findings, engine) for engine in subject.engines)
+    return tuple(_judge(subject, findings, engine) for engine in subject.plan.engines)
 
 
 def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:

@@ -13,7 +13,7 @@ from dflash_cli.handoff.two_servers.server import ServedDraft, Server, ServerEnt
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
-from dflash_cli.rules.subject import Subject, open_subject
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.documents import HIDDEN, computed_key
@@ -203,7 +203,7 @@ class _Opened:
             return server
         try:
             reference = _reference(server.target, server.target_revision) or ""
-            subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
+            subject = _open_subject(reference)
         except DFlashError:
             return server
         if subject.parsed is None or "verifier" not in subject.format.keys:
@@ -220,7 +220,7 @@ class _Opened:
 
     def _open_draft(self, name: str) -> Subject | None:
         try:
-            subject = open_subject(find_checkpoint(name, Role.DRAFT), draft_reference=name)
+            subject = _open_subject(name)
         except DFlashError as error:
             self._tell(f"the draft {name}", error)
             return None
@@ -239,6 +239,10 @@ class _Opened:
 
     def _tell(self, what: str, error: DFlashError) -> None:
         self.notes.append(f"{what} could not be read here, and its layers were not judged: {error.message}")
+
+
+def _open_subject(reference: str) -> Subject:
+    return open_subject(ValidationPlan(draft=find_checkpoint(reference, Role.DRAFT), draft_reference=reference))
 
 
 def _reference(name: str | None, revision: str | None) -> str | None:

@@ -33,7 +33,7 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             location,
             "missing, expected the block size used in training",
-            outcome="drops" if subject.num_speculative_tokens is None else "serves",
+            outcome="drops" if subject.plan.num_speculative_tokens is None else "serves",
         )
     contradiction = different_values(subject, "block_size")
     if contradiction is not None:
@@ -142,7 +142,7 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
     every draft. The other two leave the likeliest token as it is and change only sampled drafts. With --engine, S05
     and S21 judge each engine instead.
     """
-    if not subject.engines:
+    if not subject.plan.engines:
         yield from stated_scales(subject)
 
 

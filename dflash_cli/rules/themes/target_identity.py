@@ -37,7 +37,7 @@ PUBLISHED = {
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     """The given target is the verifier that the draft names."""
     name = subject.stated.value("verifier_name")
-    reference = subject.target_reference
+    reference = subject.plan.target_reference
     if not isinstance(name, str) or not name or reference is None:
         return
     given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
@@ -73,7 +73,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     """Block size and tapped layers match the drafts published for this target."""
-    reference = (subject.target_reference or "").partition("@")[0].lower()
+    reference = (subject.plan.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
     if known is None or subject.stated.taps is None or subject.stated.block_size is None:
         return

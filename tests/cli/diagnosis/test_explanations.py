@@ -22,14 +22,14 @@ from dflash_cli.diagnosis.readings import (
 from dflash_cli.diagnosis.run_level import run_subject
 from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.rule import all_rules
-from dflash_cli.rules.subject import open_subject
+from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_testing.pairs import bundled_draft
 
 
 def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
     """(severity, message) of each finding of one rule on a draft with blocks of 8."""
     rule = next(rule for rule in all_rules() if rule.id == rule_id)
-    subject = run_subject(open_subject(fetch_directory(TINY, Role.DRAFT)), search)
+    subject = run_subject(open_subject(ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT))), search)
     return [(item.severity, item.message) for item in rule.findings(subject)]
 
 

@@ -21,7 +21,7 @@ from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
 from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.diagnosis.search_budget import SearchBudget
-from dflash_cli.rules.validator import ValidationPlan
+from dflash_cli.rules.subject import ValidationPlan
 from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError

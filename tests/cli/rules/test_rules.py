@@ -15,8 +15,9 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.rule import PLACEHOLDER, all_rules
+from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.themes import rows
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.rule_cases.base import SLIDING, SPEC, Case, body, both, check, edit, nested, nothing, without

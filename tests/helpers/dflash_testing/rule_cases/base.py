@@ -12,7 +12,8 @@ import numpy as np
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]
