@@ -16,8 +16,7 @@ from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedErr
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
     from dflash_cli.diagnosis.likeliest_cause import Diagnosis
-    from dflash_cli.diagnosis.pair_validation import RunReport
-    from dflash_cli.diagnosis.run_document import DiagnoseDocument
+    from dflash_cli.diagnosis.run_report import DiagnoseDocument, RunReport
 
 FOUND = 3
 
@@ -41,7 +40,7 @@ class Diagnosed(Shown):
 
     @property
     def document(self) -> "DiagnoseDocument":
-        from dflash_cli.diagnosis.run_document import DiagnoseDocument
+        from dflash_cli.diagnosis.run_report import DiagnoseDocument
 
         cause = self.cause
         return DiagnoseDocument(
@@ -49,7 +48,7 @@ class Diagnosed(Shown):
             sentence=cause.sentence,
             next=cause.next_step,
             rule=cause.rule,
-            report=self.report.run_entry,
+            report=self.report,
         )
 
     def summary(self) -> list[str]:

@@ -3,8 +3,8 @@
 import shlex
 from dataclasses import dataclass
 
-from dflash_cli.diagnosis.pair_validation import RunReport
 from dflash_cli.diagnosis.readings import ReadingResult
+from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.generation.announcements import is_low_length
 from dflash_cli.rules.rule import Finding
 
@@ -46,7 +46,7 @@ def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> D
     assert interval is not None
     step = f"{correction} and run {again} again"
     sentence = (
-        f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
+        f"{best.alternative.cause}: with {best.reading} a step commits {best.acceptance_len:.2f} tokens instead of "
         f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(sentence, True, step, found.id if found is not None else None)

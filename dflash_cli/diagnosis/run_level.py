@@ -5,7 +5,7 @@ prompts. Each rule is about the readings that change one factor.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.formats.dialect import COMMON
@@ -22,11 +22,6 @@ class RunSubject(Subject):
     """A draft that was run with its target under several readings."""
 
     search: "ReadingSearch"
-
-
-def run_subject(subject: Subject, search: "ReadingSearch") -> RunSubject:
-    """The draft as the rules of this level see it."""
-    return RunSubject(**{item.name: getattr(subject, item.name) for item in fields(subject)}, search=search)
 
 
 FAR_TOO_LITTLE = 0.07
@@ -94,14 +89,14 @@ def reading_rule(
 
     def run(subject: RunSubject) -> Iterator[Problem]:
         search, best = subject.search, subject.search.explanation
-        if best is None or best.reading.factor != factor:
+        if best is None or best.factor != factor:
             return
         interval = best.interval
         assert interval is not None
-        correction = _set(subject, field, getattr(best.reading.config, field)) if field else ""
+        correction = _set(subject, field, getattr(best.alternative.config, field)) if field else ""
         yield Problem(
             subject.at(field) if at is None else at(subject),
-            f"with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
+            f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
             f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
             f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings",
             fix=fix or _fix(correction or step),

@@ -98,7 +98,7 @@ def judge_pair(
         report=report,
         target_name=served_name(pair.target, target_location),
         locations=(location, target_location),
-        refusals={verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts},
+        refusals={verdict.name: _refusal(verdict, report) for verdict in report.verdicts},
     )
 
 
@@ -129,7 +129,7 @@ def find_serve_commands(
 
 def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
     """The reason why the engine does not serve the pair: unsupported by the engine, or a faulty draft; else None."""
-    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
+    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.name)]
     stopping = [item for item in errors if item.outcome == "stops"]
     if not stopping:
         return None

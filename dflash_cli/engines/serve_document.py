@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from dflash_cli.engines.serving_engine import ServeCommand
-from dflash_cli.rules.report_document import VerdictEntry
+from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.documents import INLINE
 
 
@@ -14,7 +14,7 @@ class ServedEngine:
 
     engine: str
     command: Annotated[ServeCommand, INLINE]
-    verdict: VerdictEntry
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ def report_of(subject: Subject, findings: Sequence[Finding], num_rules: int) -> 
     kept = [item for item in _drop_explained(findings) if item.id not in plan.ignored]
     kept.sort(key=lambda item: (SEVERITIES.index(item.severity), item.id, item.location))
     return Report(
-        path=subject.path,
+        draft=str(subject.path),
         dialect=subject.dialect,
         target=plan.target_reference,
-        engines=tuple(plan.engines),
+        engines=tuple(map(str, plan.engines)),
         level=plan.level,
         findings=tuple(kept),
         num_rules=num_rules,

@@ -12,9 +12,9 @@ from dflash_cli.handoff.two_servers.launch import read_launch
 from dflash_cli.handoff.two_servers.server import ServedDraft, Server, ServerEntry
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
-from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
+from dflash_cli.rules.report import Findings
+from dflash_cli.rules.rule import SEVERITIES, Finding, rules_of
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
-from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, UsageError
@@ -44,28 +44,11 @@ class TransferVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TransferReport(Shown):
-    """Everything that was found of two servers, worst first; `notes` say what was not looked at."""
+class TransferReport(Findings):
+    """Every finding about two servers, worst first. `notes` say which arguments and checkpoints were not judged."""
 
     transfer: Transfer
-    findings: tuple[Finding, ...]
-    num_rules: int
     verdict: TransferVerdict
-    notes: tuple[str, ...] = ()
-
-    def summary(self) -> list[str]:
-        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
-
-    def shown_tables(self) -> dict[str, Table]:
-        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
-        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
-
-    def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for finding in self.findings)
-
-    def fails(self, *, strict: bool = False) -> bool:
-        """Whether the pair does not pass; with `strict`, warnings count too."""
-        return bool(self.count("error") or (strict and self.count("warning")))
 
     @property
     def document(self) -> "TransferDocument":
@@ -78,8 +61,8 @@ class TransferReport(Shown):
             engine=str(self.transfer.named),
             servers=ServerEntries(prefill, decode),
             num_rules=self.num_rules,
-            num_errors=self.count("error"),
-            num_warnings=self.count("warning"),
+            num_errors=self.num_errors,
+            num_warnings=self.num_warnings,
             findings=self.findings,
             verdict=self.verdict,
             notes=self.notes,

@@ -16,9 +16,10 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
+from dflash_cli.diagnosis.pair_validation import validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.subject import ValidationPlan
@@ -65,7 +66,7 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2
-    assert {item.reading.factor for item in report.search.results} >= {"taps", "causality", "rope", "mask", "weights"}
+    assert {item.factor for item in report.search.readings} >= {"taps", "causality", "rope", "mask", "weights"}
     assert report.search.explanation is None
 
 
@@ -115,9 +116,9 @@ def test_a_falsified_config_is_caught(
     assert report.search is not None
     best = report.search.explanation
     assert best is not None
-    assert {key: getattr(best.reading.config, key) for key in right} == right
+    assert {key: getattr(best.alternative.config, key) for key in right} == right
     assert (report.search.num_prompts, best.num_prompts) == (8, 32)
-    assert best.reading.name in found[0].message
+    assert best.reading in found[0].message
     assert report.fails()
 
 
@@ -176,7 +177,7 @@ def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, mon
     assert (found.id, found.severity) == ("R09", "error")
     assert report.search is not None
     assert report.search.explanation is not None
-    assert report.search.explanation.reading.name == name
+    assert report.search.explanation.reading == name
 
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
@@ -191,7 +192,7 @@ def test_a_causal_flag_is_caught() -> None:
     """The reduced draft loses 14 % of its accepted tokens."""
     found = search("tiny:reduced", "causal", "causality").explanation
     assert found is not None
-    assert not any(found.reading.config.causal)
+    assert not any(found.alternative.config.causal)
 
 
 @pytest.mark.slow
