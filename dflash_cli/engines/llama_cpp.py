@@ -16,6 +16,7 @@ from dflash_cli.engines.serving_engine import (
     ServedPair,
     ServingEngine,
     problem_of_causality,
+    words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
@@ -69,9 +70,7 @@ class LlamaCpp(ServingEngine):
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
         serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", "draft-dflash"]
-        serve += ["--spec-draft-n-max", str(pair.num_draft_tokens)]
-        if pair.context_limit is not None:
-            serve += ["-c", str(pair.context_limit)]
+        serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 

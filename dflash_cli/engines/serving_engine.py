@@ -9,11 +9,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, ClassVar, Literal
+from functools import cache, wraps
+from typing import ClassVar, Literal
 
 from dflash_cli.formats.dialect import COMMON, Format
-from dflash_cli.rules.rule import EngineNames, Outcome, Problem
+from dflash_cli.rules.rule import Check, EngineNames, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.config import DraftConfig, TargetFacts
@@ -28,6 +28,8 @@ Habit = Literal[
     "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
 """Habits of exporters that engines treat differently. The rule that reports a habit explains it."""
+
+HabitProblem = tuple[Habit, Problem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,31 +153,39 @@ def engines_that_differ(*habits: Habit) -> EngineNames:
     return names
 
 
-def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
-    """Problems about the engines that do not serve a habit as meant.
+def by_engine(*, stops: str = "", drops: str) -> Callable[[Callable[[Subject], Iterator[HabitProblem]]], Check]:
+    """Turn a function that yields habits with their problems into the function of a rule.
 
-    Errors about the engines that the user named. If the user named none, warnings about every engine.
+    A finding is about the engines that do not serve the habit as meant. It is an error if the user named the engine. If
+    the user named no engine, it is a warning about every such engine. `stops` and `drops` are the effects on an engine
+    that stops, and on an engine with lower acceptance.
     """
+
+    def decorate(function: Callable[[Subject], Iterator[HabitProblem]]) -> Check:
+        @wraps(function)
+        def run(subject: Subject) -> Iterator[Problem]:
+            for habit, problem in function(subject):
+                yield from _by_outcome(habit, subject, problem, {"stops": stops or drops, "drops": drops})
+
+        return run
+
+    return decorate
+
+
+def _by_outcome(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
+    """The problem once for the engines that stop, and once for the engines with lower acceptance."""
     named = [engine for engine in subject.plan.engines if isinstance(engine, ServingEngine)]
     asked = named or [engine(engine.ends()[-1]) for engine in all_engines()]
-    outcomes: tuple[Outcome, ...] = ("stops", "drops")
-    for outcome in outcomes:
+    for outcome, effect in effects.items():
         about = tuple(engine.name for engine in asked if engine.outcome_of(habit) == outcome)
         if about:
             yield replace(
                 problem,
-                effect=effects[outcome],
+                effect=problem.effect or effect,
                 outcome=outcome if named else "serves",
                 severity="error" if named else "warning",
                 engines=about,
             )
-
-
-def one_stated_causality(subject: Subject) -> dict[str, Any]:
-    """The repair of a draft that states one causality for all layers, under a key that an engine does not read."""
-    trained = subject.trained_causality or ()
-    is_one = subject.stated.states_causality and len(set(trained)) == 1
-    return subject.stated.change("causal", trained[0]) if is_one else {}
 
 
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
@@ -194,6 +204,19 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
         severity=None if subject.stated.states_causality else "warning",
         outcome=None if subject.stated.states_causality else "serves",
     )
+
+
+def repairable_causality(name: str, subject: Subject) -> Iterator[Problem]:
+    """`problem_of_causality`. The repair states the one causality of all layers under the key that the engine reads."""
+    problem, trained = problem_of_causality(name, subject), subject.trained_causality or ()
+    is_one = subject.stated.states_causality and len(set(trained)) == 1
+    if problem is not None:
+        yield replace(problem, repair=subject.stated.change("causal", trained[0]) if is_one else {})
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The words of a command for the options that have a value: `--revision main`."""
+    return [word for option, value in options.items() if value for word in (option, str(value))]
 
 
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -12,10 +11,10 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
-    one_stated_causality,
-    problem_of_causality,
     release_text,
+    repairable_causality,
     stated_once,
+    words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
 from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
@@ -85,19 +84,18 @@ class SglangEngine(ServingEngine):
         """--speculative-num-draft-tokens is block_size, the anchor included."""
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
-        words = ["python3", "-m", "sglang.launch_server", "--model-path", target]
-        if target_revision:
-            words += ["--revision", target_revision]
-        words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
-        if revision:
-            words += ["--speculative-draft-model-revision", revision]
-        words += ["--speculative-num-draft-tokens", str(pair.num_draft_tokens + 1)]
-        if pair.context_limit is not None:
-            words += ["--context-length", str(pair.context_limit)]
-        if BFLOAT16 in pair.flags:
-            words += ["--dtype", "bfloat16"]
-        if PLAIN_DRAFT in pair.flags:
-            words += ["--speculative-draft-model-quantization", "unquant"]
+        options = {
+            "--model-path": target,
+            "--revision": target_revision,
+            "--speculative-algorithm": "DFLASH",
+            "--speculative-draft-model-path": draft,
+            "--speculative-draft-model-revision": revision,
+            "--speculative-num-draft-tokens": pair.num_draft_tokens + 1,
+            "--context-length": pair.context_limit,
+            "--dtype": BFLOAT16 in pair.flags and "bfloat16",
+            "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",
+        }
+        words = ["python3", "-m", "sglang.launch_server", *words_of(options)]
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
 
 
@@ -153,9 +151,7 @@ def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
     """Causality is stated in the top-level is_causal, where SGLang reads it."""
-    problem = problem_of_causality(NAME, subject)
-    if problem is not None:
-        yield replace(problem, repair=one_stated_causality(subject))
+    yield from repairable_causality(NAME, subject)
 
 
 @check(

@@ -4,7 +4,6 @@ z-lab's package does not include a server, so a short program runs the draft.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -14,8 +13,7 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
-    one_stated_causality,
-    problem_of_causality,
+    repairable_causality,
     stated_once,
 )
 from dflash_cli.formats.dialect import Format
@@ -118,9 +116,7 @@ def reference_keeps_no_rejected_tokens(subject: Subject) -> Iterator[Problem]:
 )
 def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     """z-lab's code serves every layer with the causality that the config states."""
-    problem = problem_of_causality(NAME, subject)
-    if problem is not None:
-        yield replace(problem, repair=one_stated_causality(subject))
+    yield from repairable_causality(NAME, subject)
 
 
 @check(

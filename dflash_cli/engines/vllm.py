@@ -19,6 +19,7 @@ from dflash_cli.engines.serving_engine import (
     problem_of_causality,
     release_text,
     stated_once,
+    words_of,
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
@@ -124,15 +125,14 @@ class VllmEngine(ServingEngine):
             speculative["num_speculative_tokens"] = max(number for *_, number in pair.schedule)
             speculative["num_speculative_tokens_per_batch_size"] = [list(item) for item in pair.schedule]
         target, _, target_revision = pair.target.partition("@")
-        words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
-        if target_revision:
-            words += ["--revision", target_revision]
-        if pair.context_limit is not None:
-            words += ["--max-model-len", str(pair.context_limit)]
-        if BFLOAT16 in pair.flags:
-            words += ["--dtype", "bfloat16"]
-        if PLAIN_KV_CACHE in pair.flags:
-            words += ["--kv-cache-dtype", "bfloat16"]
+        options = {
+            "--speculative-config": json.dumps(speculative),
+            "--revision": target_revision,
+            "--max-model-len": pair.context_limit,
+            "--dtype": BFLOAT16 in pair.flags and "bfloat16",
+            "--kv-cache-dtype": PLAIN_KV_CACHE in pair.flags and "bfloat16",
+        }
+        words = ["vllm", "serve", target, *words_of(options)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
 

@@ -15,6 +15,7 @@ FIX_CAUSALITY = (
     f"--causality causal (or non-causal)"
 )
 
+WINDOW_KEY = "true, expected the sliding layers in layer_types"
 QWEN3 = "transformers Qwen3Config"
 
 
@@ -76,7 +77,7 @@ def windows_take_effect(subject: Subject) -> Iterator[Problem]:
 def windows_are_in_layer_types(subject: Subject) -> Iterator[Problem]:
     """layer_types says which layers have a window."""
     for key in subject.stated.window_keys:
-        yield Problem(subject.location(key), "true, expected the sliding layers in layer_types")
+        yield Problem(subject.location(key), WINDOW_KEY)
 
 
 @check(
