@@ -102,9 +102,13 @@ class Subject:
         return self.target_source.facts if self.target_source is not None else None
 
     @property
+    def target_checkpoint(self) -> Checkpoint | None:
+        return self.target_source.checkpoint if self.target_source is not None else None
+
+    @property
     def target_json(self) -> Mapping[str, Any]:
         """The target's config.json; empty without a target."""
-        return self.target_source.checkpoint.config if self.target_source is not None else {}
+        return self.target_checkpoint.config if self.target_checkpoint is not None else {}
 
     @property
     def format(self) -> Format:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
@@ -25,11 +26,11 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
-    Strict means UTF-8 without NaN or Infinity, repeated keys, and numbers beyond 64 bits. Most parsers keep the last
-    of several equal keys and do not warn.
+    A strict file is UTF-8 and has neither NaN nor Infinity, no repeated key, and no number beyond 64 bits. Most
+    parsers keep the last of several equal keys and do not warn.
     """
-    if subject.config_error is not None and CONFIG_FILE in subject.files:
-        yield Problem(CONFIG_FILE, _message(subject.config_error), fix=subject.config_error.hint or "")
+    if CONFIG_FILE in subject.files:
+        yield from _of_error(subject.config_error, CONFIG_FILE)
 
 
 @check(
@@ -44,11 +45,11 @@ def files_are_there(subject: Subject) -> Iterator[Problem]:
 
     Pickle weights are refused, since reading them can run code.
     """
-    if subject.config_error is not None and CONFIG_FILE not in subject.files:
-        yield Problem(CONFIG_FILE, _message(subject.config_error), fix=subject.config_error.hint or "")
+    if CONFIG_FILE not in subject.files:
+        yield from _of_error(subject.config_error, CONFIG_FILE)
     error = subject.weights_error
     if error is not None and error.path == subject.path:
-        yield Problem(SINGLE_FILE, _message(error), fix=error.hint or "")
+        yield from _of_error(error, SINGLE_FILE)
 
 
 @check(
@@ -63,10 +64,8 @@ def index_fits_its_shards(subject: Subject) -> Iterator[Problem]:
     A shard name with a directory such as `..` is refused, because a checkpoint must not read other directories.
     """
     error = subject.weights_error
-    if error is None or error.path == subject.path:
-        return
-    if isinstance(error, TensorMismatch) or _is_index(error):
-        yield Problem(_name(error), _message(error), fix=error.hint or "")
+    if _is_of_index(error) and error.path != subject.path:
+        yield from _of_error(error, _name(error))
 
 
 @check("N16", effect="loaders stop, or read wrong bytes", fix=FETCH, source=FORMAT_SOURCE)
@@ -76,9 +75,8 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
     Holes, overlaps and leftover bytes are faults. The usual cause is an interrupted download.
     """
     error = subject.weights_error
-    if error is None or isinstance(error, TensorMismatch) or error.path == subject.path or _is_index(error):
-        return
-    yield Problem(_name(error), _message(error), fix=error.hint or "")
+    if error is not None and error.path != subject.path and not _is_of_index(error):
+        yield from _of_error(error, _name(error))
 
 
 @check(
@@ -96,8 +94,7 @@ def config_can_be_read(subject: Subject) -> Iterator[Problem]:
 
     Reported only if no other rule names the fault in config.json.
     """
-    if subject.parse_error is not None:
-        yield Problem(CONFIG_FILE, _message(subject.parse_error), fix=subject.parse_error.hint or "")
+    yield from _of_error(subject.parse_error, CONFIG_FILE)
 
 
 @check(
@@ -182,18 +179,17 @@ def _index(subject: Subject) -> dict[str, object]:
     return subject.checkpoint.read_optional_json(INDEX_FILE) or {}
 
 
-def _message(error: DFlashError) -> str:
-    """An error's message without the path, which is the finding's location."""
-    path = getattr(error, "path", None)
-    if path is not None:
-        return error.message.removeprefix(f"{path}: ")
-    before, found, after = error.message.partition(f"{CONFIG_FILE}: ")
-    return after if found else before
+def _of_error(error: DFlashError | None, location: str) -> Iterator[Problem]:
+    """The problem of a reader's error, with the error's message without its path."""
+    if error is not None:
+        message = error.message.removeprefix(f"{error.path}: ").rpartition(f"{CONFIG_FILE}: ")[2]
+        yield Problem(location, message, fix=error.hint or "")
 
 
 def _name(error: CheckpointError) -> str:
     return Path(str(error.path)).name
 
 
-def _is_index(error: CheckpointError) -> bool:
-    return _name(error).endswith(INDEX_SUFFIX)
+def _is_of_index(error: CheckpointError | None) -> TypeGuard[CheckpointError]:
+    """Whether the index of the weight files is malformed, or names other tensors than the shards hold."""
+    return error is not None and (isinstance(error, TensorMismatch) or _name(error).endswith(INDEX_SUFFIX))

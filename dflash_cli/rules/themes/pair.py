@@ -1,12 +1,11 @@
 """Rules on whether a draft fits the given target. Without a target they find nothing."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from dflash_cli.checkpoints.opening import lacks_embedding_scale
 from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG
+from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
 from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
@@ -76,14 +75,10 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
     """If the target's tokenizer names a mask token, the draft uses the same."""
     value = subject.stated.value("mask_token_id")
-    tokenizer = _target_file(subject, TOKENIZER_CONFIG)
-    if not is_int(value) or not tokenizer:
-        return
-    added = as_object(tokenizer.get("added_tokens_decoder"))
-    named = tokenizer.get("mask_token")
+    named = read_json(subject.target_checkpoint, TOKENIZER_CONFIG).get("mask_token")
     content = as_object(named).get("content", named)
-    ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
-    if ids and str(value) not in ids:
+    ids = [key for key, text in special_tokens(subject.target_checkpoint).items() if content and text == content]
+    if ids and is_int(value) and str(value) not in ids:
         yield Problem(
             subject.expected_at("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
         )
@@ -286,19 +281,7 @@ def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
 
 def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
     """The tensors of the target; empty if its headers cannot be read, because the target may be a config alone."""
-    if subject.target_source is None:
-        return {}
     try:
-        return subject.target_source.checkpoint.tensors
-    except CheckpointError:
-        return {}
-
-
-def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
-    """A JSON file of the target; empty if the file is absent or cannot be read."""
-    if subject.target_source is None:
-        return {}
-    try:
-        return subject.target_source.checkpoint.read_optional_json(name) or {}
+        return subject.target_checkpoint.tensors if subject.target_checkpoint is not None else {}
     except CheckpointError:
         return {}

@@ -87,15 +87,11 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
 
     The rule reports a list that looks copied unchanged from a dialect that counts from 0.
     """
-    taps = subject.stated.taps
-    if taps is None or _first_layer(subject) != 1:
-        return
+    taps = subject.stated.taps or []
     listed = [tap + 1 for tap in taps]
-    if listed in _usual_taps(subject, len(taps)):
-        yield Problem(
-            subject.at(TAPS),
-            f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}",
-        )
+    if taps and _first_layer(subject) == 1 and listed in _usual_taps(subject, len(taps)):
+        message = f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}"
+        yield Problem(subject.at(TAPS), message)
 
 
 @check(
@@ -111,15 +107,11 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
 
     The rule reports a list that looks copied unchanged from a dialect that counts from 1.
     """
-    taps = subject.stated.taps
-    if taps is None or len(taps) < 3 or _first_layer(subject) != 0:
-        return
+    taps = subject.stated.taps or []
     shifted = [tap - 1 for tap in taps]
-    if shifted in _usual_taps(subject, len(taps)):
-        yield Problem(
-            subject.at(TAPS),
-            f"{taps} is one more than the usual list for {subject.num_target_layers} layers, {shifted}",
-        )
+    if len(taps) >= 3 and _first_layer(subject) == 0 and shifted in _usual_taps(subject, len(taps)):
+        usual = f"the usual list for {subject.num_target_layers} layers, {shifted}"
+        yield Problem(subject.at(TAPS), f"each layer of {taps} is one more than in {usual}")
 
 
 @check(

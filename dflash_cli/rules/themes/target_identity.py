@@ -99,9 +99,9 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
 
     Special tokens differ between model families.
     """
-    if TOKENIZER_CONFIG not in subject.files or subject.target_source is None:
+    if TOKENIZER_CONFIG not in subject.files:
         return
-    ours, theirs = (_special_tokens(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    ours, theirs = special_tokens(subject.checkpoint), special_tokens(subject.target_checkpoint)
     for key in sorted(ours.keys() & theirs.keys(), key=str):
         if ours[key] != theirs[key]:
             yield Problem(
@@ -122,9 +122,9 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
 )
 def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
     """A tokenizer.json beside the draft gives every token the same id as the target's tokenizer."""
-    if TOKENIZER_FILE not in subject.files or subject.target_source is None:
+    if TOKENIZER_FILE not in subject.files:
         return
-    ours, theirs = (_vocabulary(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    ours, theirs = _vocabulary(subject.checkpoint), _vocabulary(subject.target_checkpoint)
     if not ours or not theirs:
         return
     moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
@@ -158,9 +158,9 @@ def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
 
     Compared are the names and shapes of its tensors, and some of its rows.
     """
-    if MANIFEST not in subject.files or subject.target_source is None or subject.checkpoint is None:
+    if MANIFEST not in subject.files or subject.target_source is None:
         return
-    stated = as_object(as_object(_read(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
+    stated = as_object(as_object(read_json(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
     try:
         known = from_json(TargetFingerprint, stated)
         found = target_fingerprint(subject.target_source)
@@ -171,24 +171,20 @@ def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{MANIFEST}:target.fingerprint", f"differs from the target that is given: {difference}")
 
 
-def _special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
+def special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
     """Id -> text of the tokens that tokenizer_config.json lists."""
-    if checkpoint is None:
-        return {}
-    entries = as_object(_read(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
+    entries = as_object(read_json(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
     return {key: as_object(entry).get("content") for key, entry in entries.items()}
+
+
+def read_json(checkpoint: Checkpoint | None, name: str) -> Mapping[str, Any]:
+    """A JSON file of a checkpoint; empty if the file is absent or cannot be read."""
+    try:
+        return (checkpoint.read_optional_json(name) if checkpoint is not None else None) or {}
+    except CheckpointError:
+        return {}
 
 
 def _vocabulary(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     """Token -> id; empty if tokenizer.json has no such table."""
-    if checkpoint is None:
-        return {}
-    model = as_object(_read(checkpoint, TOKENIZER_FILE).get("model"))
-    return as_object(model.get("vocab"))
-
-
-def _read(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    try:
-        return checkpoint.read_optional_json(name) or {}
-    except CheckpointError:
-        return {}
+    return as_object(as_object(read_json(checkpoint, TOKENIZER_FILE).get("model")).get("vocab"))
