@@ -25,7 +25,7 @@ from dflash_cli.acceptance.intervals.statistics import (
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
+from dflash_cli.diagnosis.run_settings import Observe, SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import HIDDEN, computed_key

@@ -20,7 +20,7 @@ from dflash_cli.diagnosis.readings import (
     find_best,
 )
 from dflash_cli.diagnosis.run_level import RunSubject
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_cli.rules.rule import all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_runtime.documents import copy_fields

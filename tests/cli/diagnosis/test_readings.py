@@ -20,8 +20,7 @@ from dflash_cli.diagnosis.pair_validation import validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
 from dflash_cli.diagnosis.run_report import RunReport
-from dflash_cli.diagnosis.run_settings import RunSettings
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.documents import to_json
