@@ -15,8 +15,8 @@ from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedErr
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
-    from dflash_cli.diagnosis.likeliest_cause import Diagnosis
-    from dflash_cli.diagnosis.run_report import DiagnoseDocument, RunReport
+    from dflash_cli.diagnosis.likeliest_cause import DiagnoseDocument, Diagnosis
+    from dflash_cli.diagnosis.run_report import RunReport
 
 FOUND = 3
 
@@ -40,16 +40,9 @@ class Diagnosed(Shown):
 
     @property
     def document(self) -> "DiagnoseDocument":
-        from dflash_cli.diagnosis.run_report import DiagnoseDocument
+        from dflash_cli.diagnosis.likeliest_cause import DiagnoseDocument
 
-        cause = self.cause
-        return DiagnoseDocument(
-            has_cause=cause.has_cause,
-            sentence=cause.sentence,
-            next=cause.next_step,
-            rule=cause.rule,
-            report=self.report,
-        )
+        return DiagnoseDocument(self.cause, self.report)
 
     def summary(self) -> list[str]:
         return [self.cause.sentence]

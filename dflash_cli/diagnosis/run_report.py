@@ -1,7 +1,7 @@
-"""The report of the run level, and the JSON documents of `dflash validate --level run` and `dflash diagnose`."""
+"""The report of the run level, and the JSON document of `dflash validate --level run`."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from dflash_cli.diagnosis.readings import ReadingSearch
 from dflash_cli.rules.report import Report, ValidateDocument
@@ -27,16 +27,3 @@ class RunValidateDocument(ValidateDocument):
     """Result of `dflash validate --level run`."""
 
     report: Annotated[RunReport, INLINE]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiagnoseDocument:
-    """Result of `dflash diagnose`."""
-
-    KIND: ClassVar[str] = "diagnose"
-
-    has_cause: bool
-    sentence: str
-    next: str | None
-    rule: str | None
-    report: RunReport

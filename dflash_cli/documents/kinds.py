@@ -40,7 +40,7 @@ KINDS: Mapping[str, Kind] = {
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
     "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
     "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
-    "diagnose": _printed("diagnose", "diagnosis.run_report:DiagnoseDocument"),
+    "diagnose": _printed("diagnose", "diagnosis.likeliest_cause:DiagnoseDocument"),
     "dump": Kind(
         "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
         ("acceptance.dumps.own_dump:DumpManifest",),
