@@ -75,8 +75,9 @@ def _nothing(report: RunReport, low: bool, step: str) -> Diagnosis:
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
         return Diagnosis(False, f"nothing found, but {reason}; next: {step}", step)
-    found = f"nothing found: every rule holds, and no other of {search.num_readings} readings explains the "
-    found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
-    if low:
-        found += "; the draft itself is weak on these prompts"
-    return Diagnosis(False, f"{found}; next: {step}", step)
+    found = (
+        f"nothing found: every rule holds, and none of {search.num_readings} other readings accepts clearly more than "
+        f"the {search.acceptance_len:.2f} tokens per step of the config as it is"
+    )
+    weak = "; the draft itself is weak on these prompts" if low else ""
+    return Diagnosis(False, f"{found}{weak}; next: {step}", step)

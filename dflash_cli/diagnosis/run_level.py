@@ -39,7 +39,7 @@ TOO_LITTLE = 0.12
 @check(
     "R06",
     level="run",
-    effect="drafting costs time and saves hardly a step",
+    effect="drafting costs time and saves few steps",
     fix=(
         "export the draft again from the training run, or compare with its published figure: dflash eval-acceptance "
         "{draft} --target {target} --prompts FILE.jsonl"
@@ -48,10 +48,10 @@ TOO_LITTLE = 0.12
     outcome="drops",
 )
 def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
-    """The target accepts as much of each block as for a sound draft, or another reading explains why it does not.
+    """The target accepts at least 12% of the drafted tokens, or another reading explains why it accepts fewer.
 
-    An error below 7% of the drafted tokens, a warning below 12%. At temperature 0, 21 to 37% are accepted of sound
-    drafts, and up to 6% of drafts that are read wrongly or were never trained.
+    The finding is a warning below 12% and an error below 7%. At temperature 0, targets accept 21 to 37% of the drafted
+    tokens of sound drafts. They accept up to 6% if a draft is read wrongly or was never trained.
     """
     search, block = subject.search, subject.parsed.config.block_size if subject.parsed is not None else None
     if search.explanation is not None or block is None:
@@ -62,7 +62,7 @@ def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
         yield Problem(
             CONFIG_FILE,
             f"{search.acceptance_len:.2f} tokens per step of at most {block}, {share:.0%} of the drafted tokens, over "
-            f"{search.num_prompts} prompts; no other of {search.num_readings} readings explains it",
+            f"{search.num_prompts} prompts; none of {search.num_readings} other readings explains it",
             severity=severity,
         )
 
@@ -121,7 +121,7 @@ def _set(subject: Subject, field: str, value: Any) -> str:
 reading_rule(
     "R01",
     "taps",
-    "No other tapped layers, and no other order of them, explain why the draft accepts little.",
+    "No other tapped layers, and no other order of them, explain why few draft tokens are accepted.",
     field="target_layer_ids",
     effect="features probably come from other layers than in training, or in another order",
     source="vllm-project/vllm#40727",
@@ -129,9 +129,9 @@ reading_rule(
 reading_rule(
     "R02",
     "causality",
-    "No other causality explains why the draft accepts little.",
+    "No other causality explains why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("causal"),
-    effect="whether masked positions attend to later ones probably differs from training",
+    effect="the causality within a block probably differs from training",
     fix=(
         f"if the numbers convince you: dflash convert {{draft}} {{out}} --to {COMMON} --causality causal # or "
         f"non-causal, layer-types"
@@ -141,9 +141,9 @@ reading_rule(
 reading_rule(
     "R03",
     "mask",
-    """No other mask token explains why the draft accepts little.
+    """No other mask token explains why few draft tokens are accepted.
 
-    Tried are special tokens, the id after them, and ids with unused rows in the target's embedding.
+    The run tries special tokens, the id after them, and ids with unused rows in the target's embedding.
     """,
     field="mask_token_id",
     effect="masked positions probably get another embedding than in training",
@@ -152,7 +152,7 @@ reading_rule(
 reading_rule(
     "R04",
     "rope",
-    "No other rope base or scaling explains why the draft accepts little.",
+    "No other rope base or scaling explains why few draft tokens are accepted.",
     at=lambda subject: subject.body_at("rope_theta"),
     effect="positions are probably rotated by other angles than in training",
     step="correct the rope parameters",
@@ -161,16 +161,16 @@ reading_rule(
 reading_rule(
     "R05",
     "anchor",
-    "Predictions from the anchor on do not explain why the draft accepts little.",
+    "Predictions from the anchor on do not explain why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("sample_from_anchor"),
-    effect="every prediction is probably off by one position; engines serve such a draft as DSpark, if at all",
+    effect="every prediction is probably off by one position; engines can serve such a draft only as DSpark",
     fix=f"serve it with an engine that supports DSpark, or export it as DFlash and run {FIX_RUN_LEVEL}",
     source="vllm-project/vllm#54154; sgl-project/sglang#40203 (1.06, then 2.76)",
 )
 reading_rule(
     "R07",
     "window",
-    """No other attention window explains why the draft accepts little.
+    """No other attention window explains why few draft tokens are accepted.
 
     Windows wider than the texts of the run are not tried, because they change nothing there.
     """,
@@ -182,9 +182,9 @@ reading_rule(
 reading_rule(
     "R08",
     "block",
-    """No other block size explains why the draft accepts little.
+    """No other block size explains why few draft tokens are accepted.
 
-    Of a longer block, only as many tokens count as the stated block has.
+    Of a longer block only the first tokens count, up to the length of the stated block.
     """,
     field="block_size",
     effect="a block probably has more or fewer masks than in training",
@@ -193,20 +193,20 @@ reading_rule(
 reading_rule(
     "R09",
     "weights",
-    """No exchange or rewriting of tensors explains why the draft accepts little.
+    """No exchange or rewriting of tensors explains why few draft tokens are accepted.
 
-    Tried are norms that hold w - 1 or 1 + w, exchanged norms, exchanged projections, both layouts of rope, and other
-    orders of the layers.
+    The run tries norms that hold w - 1 or 1 + w, exchanged norms, exchanged projections, both layouts of rope, and
+    other orders of the layers.
     """,
     at=lambda subject: WEIGHTS,
-    effect="programs that load the file probably take some tensors for others",
+    effect="readers probably use some tensors for another purpose than in training",
     step="export the draft again with the right tensors",
     source="huggingface/transformers Gemma norms (1 + w); rope layouts of Llama exporters",
 )
 reading_rule(
     "R10",
     "embedding",
-    "No other scale of the target's embedding explains why the draft accepts little.",
+    "No other scale of the target's embedding explains why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("input_embedding_scale"),
     effect="the draft probably gets embeddings of another scale than in training",
     step="state input_embedding_scale",

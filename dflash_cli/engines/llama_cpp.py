@@ -116,7 +116,7 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S27",
-    effect="llama.cpp embeds the block unscaled",
+    effect="llama.cpp ignores the scale, so the block's embeddings have another scale than in training",
     fix="dflash eval-acceptance {draft} --target {target} # applies it; llama.cpp and vLLM do not",
     source="ggml-org/llama.cpp src/models/dflash.cpp",
     outcome="drops",

@@ -102,7 +102,7 @@ class SglangEngine(ServingEngine):
 @check(
     "S08",
     "warning",
-    effect="SGLang drafts a block of another length than was trained",
+    effect="SGLang drafts a block of another length than in training",
     fix=f"{FIX_SERVE} # asks for block_size",
     source=CODE,
     engines=ENGINE,
@@ -189,14 +189,14 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
 @check(
     "S23",
     "warning",
-    effect="SGLang packs the draft like its target unless it is told not to",
+    effect="SGLang quantises the draft like its target, unless an option turns that off",
     fix=f"{FIX_SERVE} # adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
     engines=ENGINE,
     serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
-    """The draft stays plain although its target is packed."""
+    """A draft with plain weights is not quantised like its target."""
     if subject.target is not None and subject.target.quantization is not None:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 

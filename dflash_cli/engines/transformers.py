@@ -74,7 +74,7 @@ class Transformers(ServingEngine):
 @check(
     "S13",
     "warning",
-    effect="z-lab's code of April 2026 reads them only there and stops",
+    effect="z-lab's code of April 2026 looks for the key only there, and stops",
     fix="dflash validate {draft} --target {target} --engine transformers --fix-out {out}",
     source=ZLAB,
     engines=ENGINE,

@@ -175,8 +175,8 @@ def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
 @check(
     "S01",
     "info",
-    effect="vLLM cannot infer the method from the name, so the command must give it",
-    fix=f"{FIX_SERVE} # gives the method",
+    effect="vLLM cannot infer the method from the name, so the command must state it",
+    fix=f"{FIX_SERVE} # states the method",
     source="vLLM 0.33.0 config/speculative.py",
     engines=ENGINE,
 )
@@ -196,7 +196,7 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S02",
-    effect="the draft has never seen masks past the trained block; vLLM does not check",
+    effect="the draft has never seen masks past the trained block; vLLM does not report it",
     fix=f"{FIX_SERVE} # asks for block_size - 1",
     source="vllm-project/vllm#41834; vLLM 0.33.0 config/speculative.py",
     outcome="drops",
@@ -275,7 +275,7 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S07",
-    effect="whether masked positions attend to later positions differs from the config",
+    effect="vLLM serves some layers with another causality than the config states",
     fix=FIX_TO_VLLM,
     source="vLLM 0.24.0 to 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47745",
     outcome="drops",

@@ -21,7 +21,7 @@ FIX_VERIFIER = "dflash convert {draft} {out} --to speculators --target-name ORG/
 
 @check(
     "C04",
-    effect="vLLM takes its number of drafted tokens from here and drafts a block of an untrained length",
+    effect="vLLM reads the number of draft tokens from this key, and drafts a block of another length than in training",
     fix=FIX_COPY,
     source="vllm-project/vllm#39519; vllm-project/speculators#456",
     outcome="drops",

@@ -47,7 +47,7 @@ def layer_types_fit(subject: Subject) -> Iterator[Problem]:
     source=f"{QWEN3}; SGLang 0.5.23 and vLLM 0.33.0 raise",
 )
 def windows_take_effect(subject: Subject) -> Iterator[Problem]:
-    """If layers slide, sliding_window has a size and use_sliding_window is true."""
+    """If the draft has sliding layers, sliding_window is a positive integer and use_sliding_window is true."""
     if SLIDING not in subject.stated.layer_types:
         return
     body = subject.stated.body
@@ -104,7 +104,7 @@ def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
 @check(
     "C19",
     "warning",
-    effect="readers assume what the dialect says of such layers; SpecForge and Automodel train them as non-causal",
+    effect="readers take sliding layers as their dialect does; SpecForge and Automodel train them as non-causal",
     fix=FIX_CAUSALITY,
     source="z-lab/dflash model.py; sgl-project/SpecForge modeling/draft/dflash.py",
 )

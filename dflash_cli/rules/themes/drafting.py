@@ -18,7 +18,7 @@ TWO_VALUES = "readers differ in which of the two values they use"
 @check(
     "C03",
     effect="readers assume a block of 16 or 8, whatever the draft was trained with",
-    fix="write the block size used in training wherever readers look for it, then check it: dflash validate {draft}",
+    fix="write the block size used in training into config.json, then check it: dflash validate {draft}",
     source="jundot/omlx#2317; InternLM/lmdeploy#4991",
     stops_runtime=True,
 )
@@ -148,7 +148,7 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C35",
-    effect="vLLM refuses it for DFlash; served as DFlash, every prediction is off by one position",
+    effect="vLLM refuses such a draft; in an engine that serves it as DFlash, predictions are off by one position",
     fix=(
         "serve it with an engine that supports DSpark; if the flag is wrong, set it to false and run dflash "
         "validate {draft}"

@@ -161,7 +161,7 @@ def no_second_format(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N22",
-    effect="the layer multiplies by nothing, and no loader reports it",
+    effect="the layer computes with an empty tensor, and no loader reports it",
     fix=FIX_REEXPORT,
     source="ikawrakow/ik_llama.cpp#2043",
 )

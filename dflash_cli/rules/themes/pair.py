@@ -19,7 +19,7 @@ EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.we
 
 @check(
     "P01",
-    effect="the draft borrows the target's embedding and head, which have another width",
+    effect="the draft uses the target's embedding and head, which have another width",
     fix=FIX_OTHER_TARGET,
     source="vllm-project/vllm#48113",
 )
@@ -31,7 +31,7 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P02",
-    effect="vLLM maps ids through a map of zeros; older releases accept nothing",
+    effect="vLLM maps ids through a map of zeros; in older releases no draft token is accepted",
     fix=(
         "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
         "--target {target}"
@@ -73,7 +73,7 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
-    """If the target's tokenizer names a mask token, the draft uses the same."""
+    """If the target's tokenizer names a mask token, it is the mask token of the draft."""
     value = subject.stated.value("mask_token_id")
     named = read_json(subject.target_checkpoint, TOKENIZER_CONFIG).get("mask_token")
     content = as_object(named).get("content", named)
@@ -94,7 +94,7 @@ def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
 def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
     """The draft has the rope base of the target.
 
-    Some drafts differ on purpose.
+    Some drafts have another base on purpose.
     """
     if subject.target is None or subject.target.rope is None:
         return
@@ -193,7 +193,7 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "P13",
     "warning",
-    effect="engines count layers in every loop, so a tapped layer may mean another pass",
+    effect="engines count the layers of every pass, so they may capture a tapped layer in another pass",
     fix=FIX_RUN_LEVEL,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
 )
@@ -221,7 +221,7 @@ def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P15",
-    effect="readers look for ids past the embedding's end; vocab_size must count the padding",
+    effect="readers look up ids past the end of the embedding; vocab_size must include the padding",
     fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
     source="NVIDIA/Model-Optimizer#1621",
 )

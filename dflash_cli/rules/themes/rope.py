@@ -56,7 +56,7 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C24",
-    effect="readers stop, or assume a length when they stretch positions",
+    effect="readers stop, or assume the original length when they stretch positions",
     fix="write the value used in training, then check it: dflash validate {draft}",
     source="Avarok/atlas#78",
 )
@@ -90,7 +90,7 @@ def yarn_stretches(subject: Subject) -> Iterator[Problem]:
     "C26",
     "warning",
     effect="SGLang applies the setting, the reference code does not",
-    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if training used it",
+    fix="if training did not use it, remove it: dflash convert {draft} {out} --to sglang # or --to vllm",
     source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
     outcome="drops",
 )

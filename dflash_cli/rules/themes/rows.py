@@ -75,7 +75,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     "M07",
     "warning",
     level="weights",
-    effect="the map is right only if the draft's vocabulary is the first ids of the target's",
+    effect="the map is right only if the draft's vocabulary is the first part of the target's",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
     outcome="drops",
@@ -91,7 +91,7 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     "M08",
     "info",
     level="weights",
-    effect="one row of the head is wasted on a token that nobody wants",
+    effect="one row of the head is spent on a token that no text contains",
     fix="leave the mask token out when you export again, then check it: dflash validate {draft} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
@@ -106,7 +106,7 @@ def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
     "M09",
     "warning",
     level="weights",
-    effect="the draft never proposes the end of a text",
+    effect="the draft never proposes to end a text",
     fix="export again with the stop tokens, then check it: dflash validate {draft} --target {target} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
 )

@@ -43,7 +43,7 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
-    """Every tapped layer exists in a target of the depth that the draft states."""
+    """Every tapped layer is one of the num_target_layers layers that the draft states."""
     depth = subject.num_target_layers if subject.target is None else None  # P06 compares with a target that is given
     first = _first_layer(subject)
     for index, tap in enumerate(subject.stated.taps or ()):
@@ -57,7 +57,7 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C08",
-    effect="vLLM uses this list and other engines use the other, so they capture different layers",
+    effect="vLLM reads this list and other engines read target_layer_ids, so they capture different layers",
     fix=(
         "correct or delete the wrong list, then test the other: dflash validate {draft} --target {target} --level run"
     ),
@@ -65,7 +65,7 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
-    """eagle_aux_hidden_state_layer_ids, if stated, lists each tapped layer plus one, counted from 0."""
+    """If eagle_aux_hidden_state_layer_ids is stated, it lists each tapped layer, counted from 0, plus 1."""
     aux, taps = subject.stated.value(AUX_KEY), subject.stated.taps
     if aux is None or taps is None:
         return
@@ -83,9 +83,9 @@ def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
-    """A dialect that counts layers from 1 lists each tapped layer one higher than a dialect that counts from 0.
+    """A list of tapped layers that counts from 1 was not copied from a list that counts from 0.
 
-    The rule reports a list that looks copied unchanged from a dialect that counts from 0.
+    A dialect that counts layers from 1 lists each tapped layer one higher than a dialect that counts from 0.
     """
     taps = subject.stated.taps or []
     listed = [tap + 1 for tap in taps]
@@ -103,9 +103,9 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
-    """A dialect that counts layers from 0 lists each tapped layer one lower than a dialect that counts from 1.
+    """A list of tapped layers that counts from 0 was not copied from a list that counts from 1.
 
-    The rule reports a list that looks copied unchanged from a dialect that counts from 1.
+    A dialect that counts layers from 0 lists each tapped layer one lower than a dialect that counts from 1.
     """
     taps = subject.stated.taps or []
     shifted = [tap - 1 for tap in taps]
@@ -117,7 +117,7 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
 @check(
     "C10",
     "warning",
-    effect="transformers hands out that layer's output after the final norm, vLLM and SGLang before it",
+    effect="transformers captures that layer's output after the final norm, vLLM and SGLang before the norm",
     fix=f"{FIX_RUN_LEVEL} # measures the draft with the output before the norm",
     source="XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash; sgl-project/sglang#32204",
 )

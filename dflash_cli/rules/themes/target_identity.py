@@ -29,7 +29,7 @@ PUBLISHED = {
 @check(
     "P08",
     "warning",
-    effect="a draft accepts fewer tokens with another target, even one of the same shape",
+    effect="another target accepts fewer of the draft's tokens, even if it has the same shape",
     fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
     source="z-lab/dflash#149; AEON-7#6",
     is_about_training=True,
@@ -90,7 +90,7 @@ def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
 @check(
     "P09",
     "warning",
-    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here, and almost none is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
 )
@@ -115,7 +115,7 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
     "P31",
     "warning",
     level="weights",
-    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here, and almost none is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
     outcome="drops",
@@ -148,7 +148,7 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
     "P32",
     "warning",
     level="weights",
-    effect="if the draft was trained on the other target's hidden states, it accepts less with these",
+    effect="if the draft was trained on the other target's hidden states, fewer of its tokens are accepted here",
     fix=FIX_OTHER_TARGET,
     source="MiaAI-Lab#67 (revision drift)",
     outcome="drops",
@@ -156,7 +156,7 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
 def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
     """The target equals the target that conversion.json describes.
 
-    Compared are the names and shapes of its tensors, and some of its rows.
+    The rule compares the names and shapes of its tensors, and some of its rows.
     """
     if MANIFEST not in subject.files or subject.target_source is None:
         return

@@ -43,7 +43,7 @@ EXPLAINED = (
 
 @check(
     "N01",
-    effect="vLLM and SGLang load the rest and leave the missing tensors at random values",
+    effect="vLLM and SGLang load the other tensors and leave the missing ones at random values",
     fix=FIX_REEXPORT,
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights report no missing tensor",
     outcome="drops",
@@ -52,7 +52,7 @@ EXPLAINED = (
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """Every tensor that the config needs is present.
 
-    A draft has 3 tensors and 11 per layer; 15 per layer with attention bias, and one more with attention sinks.
+    A draft has 3 tensors, and 11 per layer. Attention biases add 4 per layer, and attention sinks add 1.
     """
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
@@ -67,7 +67,7 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N02",
-    effect="engines stop at the tensor, or ignore a part of the trained draft",
+    effect="engines stop at the tensor, or ignore it although the draft was trained with it",
     fix="remove the tensor if it is a leftover, else use an engine made for such drafts; then dflash validate {draft}",
     source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
     stops_runtime=True,
@@ -132,7 +132,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
     source="vllm-project/vllm#48113",
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
-    """fc.weight reads one target width for each tapped layer."""
+    """fc.weight has as many columns as the tapped layers have features together."""
     info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2:
         return
@@ -206,7 +206,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "N10",
     "warning",
-    effect="loaders that trust the config cast the weights",
+    effect="loaders that follow the config cast the weights to its dtype",
     fix=FIX_COPY,
     source="transformers from_pretrained dtype=auto",
 )
@@ -222,14 +222,14 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N11",
-    effect="readers take packed numbers for plain numbers",
+    effect="readers take packed numbers for plain floats",
     fix=f"{FIX_INSPECT} # lists the element types; serve the draft with the engine it was packed for",
     source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
 )
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     """Weights are plain floats, or quantization_config says how they are packed.
 
-    This tool does not read packed weights.
+    dflash does not read packed weights.
     """
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}

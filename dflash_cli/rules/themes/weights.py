@@ -187,7 +187,7 @@ def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
 def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
     """Matrices hold more distinct values than 8 bits can, and float32 matrices use their low bits.
 
-    A float32 file of bfloat16 values works as well as a file of half the size, so it is only a remark.
+    A float32 file of bfloat16 values works, but is twice as large as necessary, so that finding is only an info.
     """
     import torch
 
