@@ -27,7 +27,9 @@ def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
     """
     subject = open_subject(plan)
     if subject.target_source is None:
-        raise UsageError("--level run needs a target", id="run-without-target", hint="add --target TARGET")
+        raise UsageError(
+            "--level run needs a target", id="run-without-target", field="--target", hint="add --target TARGET"
+        )
     from dflash_runtime.models.target import find_target_runtime
 
     find_target_runtime(subject.target_source, settings.config.wanted_runtime)

@@ -164,7 +164,10 @@ def search_readings(
         raise UsageError(
             f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} to choose a reading",
             id="too-few-prompts",
+            field="--prompts",
             found=len(prompts),
+            expected=f"at least {MIN_PROMPTS}",
+            hint="add prompts, or leave out --prompts",
         )
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
     readings = _readings_of(runner, draft, target, budget)
@@ -275,7 +278,9 @@ def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tu
         raise UsageError(
             f"{len(failed)} of {len(outputs)} prompts failed, expected at least {MIN_PROMPTS} to succeed; {failed[0]}",
             id="too-few-prompts",
+            field="--prompts",
             found=len(answered),
+            expected=f"at least {MIN_PROMPTS}",
         )
     return answered, tuple(failed)
 

@@ -42,11 +42,11 @@ class JudgedPair:
         if subject.parsed is None and subject.parse_error is not None:
             if subject.stated.block_size is None and subject.plan.num_speculative_tokens is None:
                 raise UsageError(
-                    "block_size is missing, so the number of drafted tokens is not known",
+                    "block_size is missing, so the number of draft tokens is not known",
                     id="block-size-unknown",
                     path=subject.path,
                     field="block_size",
-                    hint="pass -k with the number of tokens that it was trained to draft",
+                    hint="add -k with the number of draft tokens in training",
                 ) from subject.parse_error
             raise subject.parse_error
         assert subject.parsed is not None
@@ -55,10 +55,11 @@ class JudgedPair:
         most = config.num_draft_tokens
         if asked is not None and asked > most:
             raise UsageError(
-                f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}",
+                f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
                 id="too-many-drafts",
                 field="-k",
                 found=asked,
+                expected=f"at most {most}",
             )
         flags = (item.serve_flag for item in self.report.findings)
         return ServedPair(

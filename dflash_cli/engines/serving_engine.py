@@ -227,14 +227,9 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     """
     engines = tuple(_parse(part.strip()) for part in (text or "").split(",") if part.strip())
     names = [engine.name for engine in engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(
-                f"--engine: {name} is given twice; name one release of each engine",
-                id="engine-twice",
-                field="--engine",
-                found=name,
-            )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise _refused("engine-twice", twice, f"{twice} is given twice; name one release of each engine")
     return engines
 
 
@@ -264,26 +259,19 @@ def _parse(text: str) -> ServingEngine:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(
-            f"--engine: unknown engine {name!r}{guess} (known: {known_engines()})",
-            id="unknown-engine",
-            field="--engine",
-            found=name,
-        )
+        raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name]
     if not release:
-        return engine(engine.releases[-1] if engine.releases else ())
-    if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release):
-        raise _unknown_release(name, release)
-    numbers = tuple(int(part) for part in release.split("."))
+        return engine(engine.ends()[-1])
+    is_number = re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release)
+    numbers = tuple(int(part) for part in release.split(".")) if is_number else ()
     if not any(numbers[: len(item)] == item for item in engine.releases):
-        raise _unknown_release(name, release)
+        raise _refused("unknown-release", text, f"unknown release {text} (known: {known_engines()})")
     return engine(numbers)
 
 
-def _unknown_release(name: str, release: str) -> UsageError:
-    text = f"--engine: unknown release {name}@{release} (known: {known_engines()})"
-    return UsageError(text, id="unknown-release", field="--engine", found=f"{name}@{release}")
+def _refused(id: str, found: str, why: str) -> UsageError:
+    return UsageError(f"--engine: {why}", id=id, field="--engine", found=found, expected=known_engines())
 
 
 def _span(releases: tuple[Release, ...]) -> str:
