@@ -61,7 +61,7 @@ def test_a_scaled_embedding_is_tried_both_ways() -> None:
 
 
 def test_every_factor_has_a_rule() -> None:
-    """Without a rule, a reading would explain a draft and nobody would be told."""
+    """Without a rule, no finding would report the reading that explains a draft."""
     target = open_target(fetch_directory(TINY, Role.TARGET))
     space = ReadingSpace(config=bundled_draft().config, target=target.config, rare_ids=(9,), text_len=100)
     factors = {reading.factor for family in alternatives.FAMILIES for reading in family(space)}

@@ -208,7 +208,7 @@ def test_a_mask_is_found_among_rarely_used_ids() -> None:
 
 
 def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise stays noise under every reading, so no reading is named."""
+    """An untrained draft proposes noise under every reading, so no reading is named."""
     shorten_search(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
