@@ -102,7 +102,7 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
 }
 """File -> model_type of transformers, values that replace the class's defaults in the decoder, and the quantization.
 
-Alpamayo does not have a class. Its layout is that of Qwen3-VL, on which it is built."""
+Alpamayo does not have a class. It is built on Qwen3-VL and has its layout."""
 
 AGREEING: dict[str, Json] = {
     "glm5_next": {"text_config": {"num_key_value_heads": WIDTHS["num_attention_heads"]}},

@@ -166,7 +166,7 @@ def rename(old: str, new: str) -> Change:
 
 
 def fuse(arrays: dict[str, Any]) -> None:
-    """Store the projections of queries, keys and values as one tensor, and those of gate and up as one tensor."""
+    """Store the projections of queries, keys and values as one tensor, and the projections of gate and up as one."""
     for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
         for name in [name for name in arrays if f".{parts[0]}." in name]:
             names = [name.replace(parts[0], part) for part in parts]
