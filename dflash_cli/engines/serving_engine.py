@@ -7,13 +7,13 @@ the dialect that is written for it. All other code asks the registry for engines
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from dflash_cli.formats.dialect import COMMON, Format
-from dflash_cli.rules.rule import Check, EngineNames, Outcome, Problem
+from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.config import DraftConfig, TargetFacts
@@ -135,22 +135,26 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
     return tuple(sorted(ENGINES.values(), key=lambda engine: engine.name))
 
 
-def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
-    """A function that returns the names of all engines for which `holds` is true, for `check(engines=...)`."""
-    return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
+@dataclass(frozen=True, slots=True)
+class EnginesWhere(Sequence[str]):
+    """The names of the engines for which `holds` is true. They are found when they are read, after all registered."""
+
+    holds: Callable[[type[ServingEngine]], bool]
+
+    def __getitem__(self, index: Any) -> Any:
+        return [engine.name for engine in all_engines() if self.holds(engine)][index]
+
+    def __len__(self) -> int:
+        return sum(map(self.holds, all_engines()))
 
 
-def engines_that_differ(*habits: Habit) -> EngineNames:
-    """As `engines_where`: the engines that do not serve one of the habits as meant, in the oldest or newest release."""
-
-    def names() -> tuple[str, ...]:
-        return tuple(
-            engine.name
-            for engine in all_engines()
-            if any(engine(release).outcome_of(habit) != "serves" for habit in habits for release in engine.ends())
+def engines_that_differ(*habits: Habit) -> EnginesWhere:
+    """The engines that do not serve one of the habits as meant, in the oldest or newest release."""
+    return EnginesWhere(
+        lambda engine: any(
+            engine(release).outcome_of(habit) != "serves" for habit in habits for release in engine.ends()
         )
-
-    return names
+    )
 
 
 def by_engine(*, stops: str = "", drops: str) -> Callable[[Callable[[Subject], Iterator[HabitProblem]]], Check]:

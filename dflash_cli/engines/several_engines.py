@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from dflash_cli.engines.serving_engine import (
+    EnginesWhere,
     Habit,
     HabitProblem,
     ServingEngine,
     all_engines,
     by_engine,
     engines_that_differ,
-    engines_where,
 )
 from dflash_cli.formats.dialect import COMMON, named_architectures
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
@@ -27,7 +27,7 @@ FIX_ROPE_STYLE = (
 )
 NOT_FOUND = "the engine finds no tensor under these names, and leaves the weights at random values"
 IGNORES_FILE = "the engine ignores the file, and uses the mask token's own row"
-LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
+LIKE_THE_REFERENCE = EnginesWhere(lambda engine: engine.follows_reference)
 
 
 @check(
@@ -35,7 +35,7 @@ LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
     effect="vLLM, SGLang and llama.cpp's converter do not know the architecture",
     fix=FIX_TO_COMMON,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
-    engines=engines_where(lambda engine: engine.finds_by_architecture),
+    engines=EnginesWhere(lambda engine: engine.finds_by_architecture),
     unnamed="warning",
 )
 def architecture_is_known(subject: Subject) -> Iterator[Problem]:
@@ -57,7 +57,7 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
     effect="SGLang, the z-lab reference code and speculators itself size fc.weight by hidden_size",
     fix=f"if the draft has its own embedding and head, serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    engines=engines_where(lambda engine: not engine.takes_other_widths),
+    engines=EnginesWhere(lambda engine: not engine.takes_other_widths),
     unnamed="warning",
 )
 def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
@@ -75,7 +75,7 @@ def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
     effect="the engine does not know the dialect and cannot load the draft",
     fix=FIX_TO_COMMON,
     source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py; llama.cpp conversion/qwen.py",
-    engines=engines_where(lambda engine: not engine.has_dialect_rule),
+    engines=EnginesWhere(lambda engine: not engine.has_dialect_rule),
 )
 def dialect_is_read(subject: Subject) -> Iterator[Problem]:
     """The draft is in a dialect that the engine reads.

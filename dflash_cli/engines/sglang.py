@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -27,6 +28,7 @@ from dflash_runtime.config import DraftConfig
 
 NAME = "sglang"
 ENGINE = (NAME,)
+check_sglang = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = ((0, 5, 23),)
 NEWEST = f"SGLang {release_text(RELEASES[-1])}"
 CODE = "SGLang 0.5.23 models/dflash.py"
@@ -99,13 +101,12 @@ class SglangEngine(ServingEngine):
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
 
 
-@check(
+@check_sglang(
     "S08",
     "warning",
     effect="SGLang drafts a block of another length than in training",
     fix=f"{FIX_SERVE} # asks for block_size",
     source=CODE,
-    engines=ENGINE,
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
@@ -116,50 +117,46 @@ def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_sglang(
     "S09",
     effect="SGLang finds no num_hidden_layers at the top level and stops",
     fix="dflash convert {draft} {out} --to sglang --target {target}",
     source="SGLang 0.5.23 speculative/dflash_utils.py",
-    engines=ENGINE,
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     """The draft is in the native dialect, the only dialect that SGLang reads."""
     yield from unknown_dialect(subject, SglangEngine)
 
 
-@check(
+@check_sglang(
     "S10",
     effect="SGLang ignores the draft's head and id map and proposes over the whole vocabulary",
     fix=FIX_VLLM,
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """A draft for SGLang proposes over the target's whole vocabulary."""
     yield from reduced_vocabulary(subject)
 
 
-@check(
+@check_sglang(
     "S11",
     effect="SGLang does not read the key, and takes causality from each layer's kind",
     fix="dflash validate {draft} --engine sglang --fix-out {out}",
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
     """Causality is stated in the top-level is_causal, where SGLang reads it."""
     yield from repairable_causality(NAME, subject)
 
 
-@check(
+@check_sglang(
     "S12",
     effect="SGLang never captures the last layer, so fc.weight gets fewer features than it reads",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 models/qwen3.py, llama.py; sgl-project/sglang#32204",
-    engines=ENGINE,
 )
 def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
     """The target's last layer is not tapped if SGLang cannot hand out its output."""
@@ -170,13 +167,12 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.at("target_layer_ids"), f"lists the last of {depth} layers of a {kind} target")
 
 
-@check(
+@check_sglang(
     "S21",
     effect="SGLang ignores the scale, so the block's embeddings have another scale than in training",
     fix=f"dflash eval-acceptance {{draft}} --target {{target}} # applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale is 1 or absent, because SGLang does not apply it.
@@ -186,13 +182,12 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     yield from stated_scales(subject, ("input_embedding_scale",))
 
 
-@check(
+@check_sglang(
     "S23",
     "warning",
     effect="SGLang quantises the draft like its target, unless an option turns that off",
     fix=f"{FIX_SERVE} # adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
-    engines=ENGINE,
     serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
@@ -201,12 +196,11 @@ def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
-@check(
+@check_sglang(
     "P07",
     effect="SGLang cannot capture this target's layers and stops",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 set_dflash_layers_to_capture",
-    engines=ENGINE,
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
     """SGLang's model of the target can hand out its layers to a draft."""

@@ -10,9 +10,9 @@ Flags of `check` state every other consequence of a rule. No code asks for a rul
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cache, partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol
 
@@ -142,22 +142,40 @@ class _Judged(Protocol):
 
 
 Check = Callable[[Any], Iterator[Problem]]
-EngineNames = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _no_check(subject: object) -> Iterator[Problem]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True)
 class Rule(Traits):
-    """A registered check; see `check` for its fields."""
+    """A check and its consequences. `@check(id, severity, ...)` registers a function as the check of a new rule.
+
+    A problem may replace effect, fix, severity, outcome and engines. For other fields see `Traits`.
+
+    fix        the command to try, in which `{draft}`, `{target}` and `{out}` stand for the user's names
+    source     the thread or code that the rule comes from
+    outcome    by default an engine stops at an error and serves the rest. `diagnose` names a warning that drops
+               acceptance if acceptance is low.
+    engines    the engines that the rule is about; empty if it is about every engine
+    unnamed    the severity if the rule is about engines and the user named none of them. With None it does not run.
+    """
 
     id: str
-    severity: Severity
-    run: Check
+    severity: Severity = "error"
+    _: KW_ONLY
     effect: str
     fix: str
     source: str
-    outcome: Outcome
-    about: EngineNames
-    unnamed: Severity | None
+    outcome: Outcome | None = None
+    engines: Sequence[str] = ()
+    unnamed: Severity | None = None
+    run: Check = _no_check
+
+    def __call__(self, function: Check) -> Check:
+        CHECKS.register(self.id)(replace(self, run=function))
+        return function
 
     @property
     def title(self) -> str:
@@ -178,14 +196,9 @@ class Rule(Traits):
         """The subject of the rules in the same file, in a word or two."""
         return self.module.rpartition(".")[2].replace("_", " ")
 
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """The engines that the rule is about; empty if it is about every engine."""
-        return self.about() if callable(self.about) else self.about
-
     def findings(self, subject: _Judged) -> list[Finding]:
         """At most MAX_FINDINGS findings of the rule, and one more that says that there are others."""
-        engines = self.engines
+        engines = tuple(self.engines)
         named = tuple(name for name in engines if subject.engine(name) is not None)
         severity = self.unnamed if engines and not named else self.severity
         if severity is None:
@@ -202,7 +215,7 @@ class Rule(Traits):
                 fix=fill(item.fix or self.fix, words),
                 source=self.source,
                 engines=item.engines or named or engines,
-                outcome=item.outcome or self.outcome,
+                outcome=item.outcome or self.outcome or ("stops" if self.severity == "error" else "serves"),
                 repair=item.repair,
                 correction=item.correction,
                 **traits,
@@ -217,55 +230,9 @@ class Rule(Traits):
 CHECKS: Registry[Rule] = Registry("check")
 
 
-def check(
-    rule_id: str,
-    severity: Severity = "error",
-    *,
-    effect: str,
-    fix: str,
-    source: str,
-    outcome: Outcome | None = None,
-    engines: EngineNames = (),
-    unnamed: Severity | None = None,
-    level: RuleLevel = "headers",
-    stage: Stage = "rest",
-    stops_runtime: bool = False,
-    serve_flag: str | None = None,
-    is_about_training: bool = False,
-) -> Callable[[Check], Check]:
-    """Register a function as the rule of that id. A problem may replace effect, fix, severity, outcome and engines.
-
-    fix        the command to try, in which `{draft}`, `{target}` and `{out}` stand for the user's names
-    source     the thread or code that the rule comes from
-    outcome    by default an engine stops at an error and serves the rest. `diagnose` names a warning that drops
-               acceptance if acceptance is low.
-    engines    the engines that the rule is about; empty if it is about every engine
-    unnamed    the severity if the rule is about engines and the user named none of them. With None it does not run.
-
-    For the others see `Traits`.
-    """
-
-    def decorate(function: Check) -> Check:
-        rule = Rule(
-            id=rule_id,
-            severity=severity,
-            run=function,
-            effect=effect,
-            fix=fix,
-            source=source,
-            outcome=outcome or ("stops" if severity == "error" else "serves"),
-            about=engines,
-            unnamed=unnamed,
-            level=level,
-            stage=stage,
-            stops_runtime=stops_runtime,
-            serve_flag=serve_flag,
-            is_about_training=is_about_training,
-        )
-        CHECKS.register(rule_id)(rule)
-        return function
-
-    return decorate
+check = Rule
+"""The name of `Rule` as a decorator."""
+check_weights = partial(check, level="weights")
 
 
 @cache

@@ -25,7 +25,7 @@ class RuleEntry:
     @classmethod
     def of(cls, rule: Rule) -> "RuleEntry":
         """The entry of a rule."""
-        return copy_fields(cls, rule, fix=fill(rule.fix, GENERIC_WORDS))
+        return copy_fields(cls, rule, engines=tuple(rule.engines), fix=fill(rule.fix, GENERIC_WORDS))
 
 
 @dataclass(frozen=True, slots=True)

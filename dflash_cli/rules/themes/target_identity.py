@@ -6,7 +6,7 @@ from typing import Any
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.documents import from_json
@@ -111,10 +111,9 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
             return
 
 
-@check(
+@check_weights(
     "P31",
     "warning",
-    level="weights",
     effect="if the draft was trained with its own tokenizer, ids mean other text here, and almost none is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
@@ -144,10 +143,9 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_weights(
     "P32",
     "warning",
-    level="weights",
     effect="if the draft was trained on the other target's hidden states, fewer of its tokens are accepted here",
     fix=FIX_OTHER_TARGET,
     source="MiaAI-Lab#67 (revision drift)",

@@ -23,8 +23,8 @@ from dflash_testing.paths import ROOT
 from dflash_testing.rule_cases.base import SLIDING, SPEC, Case, body, both, check, edit, nested, nothing, without
 from dflash_testing.rule_cases.collected import CASES
 
-REGISTERING = ("check", "reading_rule")
-"""The functions that register a rule by its id, their first argument."""
+REGISTERING = re.compile(r"check(_\w+)?|reading_rule")
+"""Names of functions that register a rule by its id, their first argument."""
 
 ENGINES = "vllm,sglang,transformers,llama.cpp"
 
@@ -51,7 +51,7 @@ def test_only_the_decorator_of_a_rule_names_its_id() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
-            and node.func.id in REGISTERING
+            and REGISTERING.fullmatch(node.func.id)
             and node.args
         }
         for node in ast.walk(tree):
