@@ -6,8 +6,7 @@ from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
-from dflash_cli.engines.pair_serving import judge_pair
-from dflash_cli.engines.serve_document import ServeCommandDocument, ServedEngine
+from dflash_cli.engines.pair_serving import ServeCommandDocument, ServedEngine, judge_pair
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console

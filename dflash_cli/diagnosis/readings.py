@@ -5,7 +5,7 @@ accepted. If a changed setting surely raises acceptance by much, the setting is 
 on the draft, so all readings are compared on the same text, prompt by prompt. `reading_screen` estimates every reading
 along the text of the first run, and the most promising readings are run.
 
-With so many readings, a reading could gain by chance. The first prompts therefore only choose a reading: the reading
+One of many readings could gain by chance. The first prompts therefore only choose a reading: the reading
 with the largest gain is tested on new prompts. The choice does not depend on the new prompts, so this is one test at
 5%, for any number of readings.
 """
@@ -286,7 +286,7 @@ def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tu
 
 
 def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
-    """(tokens, steps) of each output; (0, 0) if it failed. Of a longer block only `block_size` tokens count."""
+    """(tokens, steps) of each output; (0, 0) if it failed. Only the first `block_size` tokens of a block count."""
     lengths = [
         [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
         for output in outputs

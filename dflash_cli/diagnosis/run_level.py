@@ -28,7 +28,7 @@ FAR_TOO_LITTLE = 0.07
 """Share of the drafted tokens below which the draft is broken.
 
 Every sound draft we know accepts far more, whatever the text. The lowest published bar at temperature 0 is 12% (2.8 of
-16, SGLang's test on GSM8K). Measured are 25% and 34% (bundled drafts), 31% (speculators, Qwen3-8B) and 21 to 37%
+16, SGLang's test on GSM8K). Measurements gave 25% and 34% (bundled drafts), 31% (speculators, Qwen3-8B) and 21 to 37%
 (vllm#43445, blocks of 16). Drafts that are read wrongly or were never trained accept 0 to 6%.
 """
 

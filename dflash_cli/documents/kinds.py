@@ -56,7 +56,7 @@ KINDS: Mapping[str, Kind] = {
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
     "report": _printed("report", "publishing.report_format:ReportDocument"),
-    "serve-command": _printed("serve-command", "engines.serve_document:ServeCommandDocument"),
+    "serve-command": _printed("serve-command", "engines.pair_serving:ServeCommandDocument"),
     "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
     "validate": _printed("validate", "rules.report:ValidateDocument", "diagnosis.run_report:RunValidateDocument"),
     "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferDocument"),

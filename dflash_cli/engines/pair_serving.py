@@ -2,18 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair, served_name
 from dflash_cli.checkpoints.references import Location, find_checkpoint
-from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
+from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
+from dflash_runtime.documents import INLINE
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 Refusal = UnsupportedError | CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """The commands of one engine."""
+
+    engine: str
+    command: Annotated[ServeCommand, INLINE]
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommandDocument:
+    """Result of `dflash serve-command`."""
+
+    KIND: ClassVar[str] = "serve-command"
+
+    serve_commands: tuple[ServedEngine, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,10 +253,7 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
 @check_vllm(
     "S05",
     effect="vLLM ignores the scale for DFlash; only its DFlash 2 model reads it",
-    fix=(
-        "dflash serve-command {draft} --target {target} --engine sglang # unless the scale is input_embedding_scale "
-        "(see S21)"
-    ),
+    fix="dflash serve-command {draft} --target {target} --engine sglang # for other scales than input_embedding_scale",
     source="vLLM 0.33.0 qwen3_dflash2.py",
     outcome="drops",
 )

@@ -110,10 +110,7 @@ def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "C31",
     effect="vLLM stops with a KeyError",
-    fix=(
-        "save the draft again with speculators 0.9, or convert a native export --to speculators; then dflash "
-        "validate {draft}"
-    ),
+    fix="save the draft again with speculators 0.9, or convert a native export: dflash convert NATIVE --to speculators",
     source=VLLM_BASE,
 )
 def has_speculators_keys(subject: Subject) -> Iterator[Problem]:

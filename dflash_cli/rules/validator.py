@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.rule import LEVELS, SEVERITIES, Finding, Level, Rule, rules_of
+from dflash_cli.rules.rule import LEVELS, SEVERITIES, Finding, Level, Rule, Stage, rules_of
 from dflash_cli.rules.subject import CONFIG_FILE, Subject, ValidationPlan, open_subject
 from dflash_cli.rules.verdict import judge
 
@@ -46,23 +46,21 @@ def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
 
     Without a config only the rules on files run, and for a checkpoint of another kind only those on identity.
     """
-    on_files = [rule for rule in rules_of("headers") if rule.stage == "files"]
+    on_files, on_identity = _rules_of("headers", "files"), _rules_of("headers", "identity")
     findings = apply_rules(on_files, subject)
     if subject.config_error is not None:
         return findings, len(on_files)
-    on_identity = [rule for rule in rules_of("headers") if rule.stage == "identity"]
     found = apply_rules(on_identity, subject)
     num_rules = len(on_files) + len(on_identity)
     if found:
         return found, num_rules
     levels = [level for level in LEVELS[: LEVELS.index(last) + 1] if level == "headers" or subject.tensors is not None]
-    chosen = [rule for level in levels for rule in _rules_of(level)]
+    chosen = [rule for level in levels for rule in _rules_of(level, "rest", "unexplained")]
     return findings + apply_rules(chosen, subject), num_rules + len(chosen)
 
 
-def _rules_of(level: Level) -> list[Rule]:
-    """The rules of one level that run after the rules on files and identity."""
-    return [rule for rule in rules_of(level) if rule.stage in ("rest", "unexplained")]
+def _rules_of(level: Level, *stages: Stage) -> list[Rule]:
+    return [rule for rule in rules_of(level) if rule.stage in stages]
 
 
 def apply_rules(rules: Sequence[Rule], subject: Subject) -> list[Finding]:

@@ -85,7 +85,7 @@ def mask_token_is_an_id(subject: Subject) -> Iterator[Problem]:
 @check(
     "C13",
     effect=TWO_VALUES,
-    fix="delete the wrong value, then test the other: dflash validate {draft} --target {target} --level run",
+    fix=f"delete the wrong value, then test the other: {FIX_RUN_LEVEL}",
     source=ENGINE_CODE,
     outcome="drops",
 )
@@ -149,10 +149,7 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
 @check(
     "C35",
     effect="vLLM refuses such a draft; in an engine that serves it as DFlash, predictions are off by one position",
-    fix=(
-        "serve it with an engine that supports DSpark; if the flag is wrong, set it to false and run dflash "
-        "validate {draft}"
-    ),
+    fix="serve it with an engine that supports DSpark; if the flag is wrong, set it to false: dflash validate {draft}",
     source="vllm-project/vllm#54154",
 )
 def anchor_is_not_sampled(subject: Subject) -> Iterator[Problem]:

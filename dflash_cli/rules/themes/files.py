@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
@@ -82,10 +82,7 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
 @check(
     "C00",
     effect="no other dflash command can read the draft, so dflash can neither convert nor run it",
-    fix=(
-        "if the key in the message is wrong, correct it and run dflash validate {draft}; if it is right, this version "
-        "of dflash cannot read the draft"
-    ),
+    fix="if the key is wrong, correct it: dflash validate {draft}; if it is right, this dflash cannot read the draft",
     source="dflash_cli/formats",
     stage="unexplained",
 )
@@ -101,7 +98,7 @@ def config_can_be_read(subject: Subject) -> Iterator[Problem]:
     "N20",
     "info",
     effect="tools that trust this number show or reserve a wrong size",
-    fix="dflash validate {draft} --fix-out {out}",
+    fix=FIX_COPY,
     source="huggingface/transformers sharded checkpoints",
 )
 def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
@@ -118,7 +115,7 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
     "N21",
     "warning",
     effect="readers that load every *.safetensors file load other tensors than readers of the index",
-    fix="delete the file if it is a leftover, or write a copy without it: dflash validate {draft} --fix-out {out}",
+    fix=f"delete the file if it is a leftover, or write a copy without it: {FIX_COPY}",
     source="z-lab/dflash model_mlx.py loads every safetensors file",
 )
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
@@ -133,7 +130,7 @@ def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
     "S20",
     "info",
     effect="the download contains files that no engine reads",
-    fix="leave the file out when you publish, or write a copy without it: dflash validate {draft} --fix-out {out}",
+    fix=f"leave the file out when you publish, or write a copy without it: {FIX_COPY}",
     source="NVIDIA-NeMo/Automodel epoch_*_step_* directories",
 )
 def no_training_state(subject: Subject) -> Iterator[Problem]:
@@ -147,10 +144,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
     "S16",
     "info",
     effect="readers of GGUF and of safetensors may find two different drafts under one name",
-    fix=(
-        "publish the GGUF file in a repository of its own, or write a copy without it: dflash validate {draft} "
-        "--fix-out {out}"
-    ),
+    fix=f"publish the GGUF file in a repository of its own, or write a copy without it: {FIX_COPY}",
     source="ggml-org/llama.cpp#25116",
 )
 def no_second_format(subject: Subject) -> Iterator[Problem]:

@@ -32,10 +32,7 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 @check(
     "P02",
     effect="vLLM maps ids through a map of zeros; in older releases no draft token is accepted",
-    fix=(
-        "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
-        "--target {target}"
-    ),
+    fix="if only the padding differs, write the target's vocab_size: dflash validate {draft} --target {target}",
     source="vllm-project/vllm#46435",
     outcome="drops",
     stops_runtime=True,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
-from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.shapes import different
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import rope_parameters
@@ -14,10 +14,7 @@ from dflash_runtime.json_values import as_object, is_number
 @check(
     "C22",
     effect="vLLM assumes 1000000, SGLang and transformers assume 10000",
-    fix=(
-        "write the rope_theta used in training; if it is unknown, write the target's and run dflash validate "
-        "{draft} --target {target} --level run"
-    ),
+    fix=f"write the rope_theta used in training; if it is unknown, try the target's: {FIX_RUN_LEVEL}",
     source="vLLM 0.33.0 qwen3_dflash.py; transformers modeling_rope_utils.py",
     outcome="drops",
 )
@@ -37,9 +34,7 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
 @check(
     "C23",
     effect="vLLM stops; other readers use one of the two values",
-    fix=(
-        "correct or delete the wrong value, then test the other: dflash validate {draft} --target {target} --level run"
-    ),
+    fix=f"correct or delete the wrong value, then test the other: {FIX_RUN_LEVEL}",
     source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
 )
 def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft
 from dflash_cli.checkpoints.row_matches import find_misplaced
 from dflash_cli.checkpoints.target_copies import find_difference
-from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
@@ -120,10 +120,7 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
     "M10",
     "warning",
     effect="the draft was trained for another target, or its head was trained further",
-    fix=(
-        "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO --level "
-        "weights"
-    ),
+    fix=f"{FIX_OTHER_TARGET} --level weights",
     source="speculators keeps head and embedding frozen from 0.5 to 0.9; sgl-project/SpecForge#800",
 )
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
@@ -173,7 +170,7 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
 
 
 def _changed_copies(subject: Subject) -> list[tuple[str, DraftCheckpoint, TargetSource, str]]:
-    """The copies that differ from the target's rows, and where. Compared once, because that reads all rows."""
+    """The copies that differ from the target's rows, and the difference. All rows are read, but only once."""
     if "changed_copies" not in subject.known:
         compared = [(*copy, find_difference(copy[1], copy[0], copy[2])) for copy in _copies(subject)]
         subject.known["changed_copies"] = [item for item in compared if item[-1] is not None]
@@ -198,7 +195,7 @@ def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSour
 
 
 def _is_map_broken(subject: Subject) -> bool:
-    """Whether a map is called for and missing, or does not say of every row of the head which id it stands for."""
+    """Whether the id map is missing although needed, has another length than the head, or breaks another rule."""
     offsets, reduced = _offsets(subject), subject.parsed is not None and subject.parsed.config.has_reduced_vocab
     head = (subject.tensors or {}).get(HEAD)
     if reduced and head is not None and (offsets is None or len(offsets) != head.shape[0]):
@@ -208,7 +205,7 @@ def _is_map_broken(subject: Subject) -> bool:
 
 
 def _has_weights(target: TargetSource) -> bool:
-    """Whether the target's weights can be read. Of a target on the hub, often only headers or a config are here."""
+    """Whether the target's weights can be read. Of a target on the hub, often only headers or the config are local."""
     try:
         return all(info.file.is_file() for info in target.checkpoint.tensors.values())
     except CheckpointError:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.fields import AUX_KEY, guess_taps
-from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import is_int
 
@@ -13,10 +13,7 @@ TAPS = "target_layer_ids"
 @check(
     "C05",
     effect="engines guess the tapped layers, and guess wrong for most published drafts",
-    fix=(
-        "write the layers the draft was trained on into config.json, then test them: dflash validate {draft} "
-        "--target {target} --level run"
-    ),
+    fix=f"write the layers the draft was trained on into config.json, then test them: {FIX_RUN_LEVEL}",
     source="sgl-project/sglang#37475; z-lab/dflash#156, #157",
 )
 def taps_are_stated(subject: Subject) -> Iterator[Problem]:
@@ -36,10 +33,7 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 @check(
     "C06",
     effect="engines stop, or never capture the layer's output",
-    fix=(
-        "correct the list of tapped layers, or check the draft against its own target: dflash validate {draft} "
-        "--target ORG/REPO"
-    ),
+    fix=f"correct the list of tapped layers, or {FIX_OTHER_TARGET}",
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
@@ -58,9 +52,7 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
 @check(
     "C08",
     effect="vLLM reads this list and other engines read target_layer_ids, so they capture different layers",
-    fix=(
-        "correct or delete the wrong list, then test the other: dflash validate {draft} --target {target} --level run"
-    ),
+    fix=f"correct or delete the wrong list, then test the other: {FIX_RUN_LEVEL}",
     source="vllm-project/vllm#40727",
     outcome="drops",
 )
