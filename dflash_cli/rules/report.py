@@ -8,6 +8,7 @@ from dflash_cli.rules.rule import Finding, Level, Severity
 from dflash_cli.rules.verdict import Verdict
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.documents import INLINE, computed_key
+from dflash_runtime.phrases import plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -19,7 +20,8 @@ class Findings(Shown):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        return [f"{self.num_errors} errors, {self.num_warnings} warnings, {self.num_rules} rules checked"]
+        errors, warnings = plural(self.num_errors, "error"), plural(self.num_warnings, "warning")
+        return [f"{errors}, {warnings}, {self.num_rules} rules checked"]
 
     def shown_tables(self) -> dict[str, Table]:
         rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]

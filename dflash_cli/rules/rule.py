@@ -11,14 +11,14 @@ Flags of `check` state every other consequence of a rule. No code asks for a rul
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol
 
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.subject import NamedEngine
-from dflash_runtime.documents import HIDDEN
+from dflash_runtime.documents import HIDDEN, copy_fields
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -103,7 +103,7 @@ class Finding(Traits):
     fix: str = ""
     source: str = ""
     engines: tuple[str, ...] = ()
-    outcome: Annotated[Outcome, "what engines make of it"] = "serves"
+    outcome: Annotated[Outcome, "how engines serve the draft"] = "serves"
     repair: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
     correction: Annotated[str, HIDDEN] = ""
 
@@ -114,7 +114,7 @@ class Finding(Traits):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault that a rule yields. The rule's own value stands in for an empty field.
+    """A fault that a rule yields. An empty field takes the rule's value.
 
     engines      the engines it concerns, if not every engine of the rule
     repair       dotted config key -> the only right value, or REMOVED
@@ -203,22 +203,22 @@ class Rule(Traits):
         severity = self.unnamed if engines and not named else self.severity
         if severity is None:
             return []
-        words, traits = subject.command_words, {item.name: getattr(self, item.name) for item in fields(Traits)}
+        words = subject.command_words
+        by_severity = "stops" if self.severity == "error" else "serves"
         problems = list(islice(_grouped(self.run(subject)), MAX_FINDINGS + 1))
         found = [
-            Finding(
-                self.id,
-                item.severity or severity,
-                item.location,
-                item.message,
+            copy_fields(
+                Finding,
+                self,
+                severity=item.severity or severity,
+                location=item.location,
+                message=item.message,
                 effect=item.effect or self.effect,
                 fix=fill(item.fix or self.fix, words),
-                source=self.source,
                 engines=item.engines or named or engines,
-                outcome=item.outcome or self.outcome or ("stops" if self.severity == "error" else "serves"),
+                outcome=item.outcome or self.outcome or by_severity,
                 repair=item.repair,
                 correction=item.correction,
-                **traits,
             )
             for item in problems[:MAX_FINDINGS]
         ]
