@@ -23,7 +23,7 @@ def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
     Raises:
         UsageError: the target is missing.
         CheckpointNotFound, CheckpointError: the draft or the target is absent, or the target cannot be read.
-        UnsupportedError: this tool does not run the target.
+        UnsupportedError: dflash does not run the target.
     """
     subject = open_subject(plan)
     if subject.target_source is None:

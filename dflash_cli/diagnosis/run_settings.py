@@ -15,7 +15,7 @@ NUM_MADE_UP = 32
 
 
 Observe = Callable[[str, int, int], None]
-"""Called with the name of the reading that starts, how many readings are done, and how many there are."""
+"""Callback with the name of the reading that starts, the number of finished readings, and the number of readings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class SglangEngine(ServingEngine):
         return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """--speculative-num-draft-tokens is block_size, the anchor included."""
+        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor."""
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
         options = {

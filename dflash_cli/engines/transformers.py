@@ -56,9 +56,9 @@ class Transformers(ServingEngine):
         return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """A program. It does not call the package's script, which has the name of this tool."""
+        """A program. It does not call the script of z-lab's package, which is also named dflash."""
         lines = (
-            "# pip install 'dflash[local]' in an environment of its own: it is z-lab's package",
+            "# pip install 'dflash[local]' in a new environment: this is z-lab's package",
             "from dflash.model import DFlashDraftModel, dflash_generate",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"target = AutoModelForCausalLM.from_pretrained({pair.target!r}, dtype='auto', device_map='auto')",

@@ -109,7 +109,7 @@ class VllmEngine(ServingEngine):
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """The value of dflash_config.causal once vLLM has read the config (`update_dflash` writes it)."""
+        """The value of dflash_config.causal after vLLM has read the config. `update_dflash` writes it."""
         is_speculators = isinstance(subject.format, SpeculatorsFormat)
         nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:
@@ -117,7 +117,7 @@ class VllmEngine(ServingEngine):
         return subject.config.get(NON_CAUSAL_FLAG) is False if is_speculators else nested
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """num_speculative_tokens is block_size - 1."""
+        """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
         speculative: Json = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
         if revision:

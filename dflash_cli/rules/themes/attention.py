@@ -88,7 +88,7 @@ def windows_are_in_layer_types(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
-    """Every key that states causality says the same."""
+    """All keys that state causality agree."""
     stated = subject.stated.causality
     values = {key: look_up(subject.config, key) for key in stated}
     for key, causal in stated.items():

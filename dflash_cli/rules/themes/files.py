@@ -119,7 +119,7 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
     source="z-lab/dflash model_mlx.py loads every safetensors file",
 )
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
-    """The weights are read from every safetensors file in the directory."""
+    """Readers of the index use every safetensors file in the directory."""
     used = {info.file.name for info in (subject.tensors or {}).values()}
     for name in sorted(item for item in subject.files if item.endswith(".safetensors") and not item.startswith(".")):
         if used and name not in used and "mask_embedding" not in name:

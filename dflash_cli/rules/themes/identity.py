@@ -1,4 +1,4 @@
-"""Rules on what the checkpoint is and how it names itself."""
+"""Rules on the kind of the checkpoint and on the settings that every draft states."""
 
 from collections.abc import Iterator
 

@@ -104,7 +104,7 @@ def rope_is_whole(subject: Subject) -> Iterator[Problem]:
     source="transformers modeling_rope_utils.py ROPE_INIT_FUNCTIONS",
 )
 def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
-    """The rope type is one that transformers defines."""
+    """transformers defines the rope type."""
     for key in ("rope_type", "type"):
         for location, value in _values(subject, key).items():
             if not isinstance(value, str) or value not in ROPE_KINDS:

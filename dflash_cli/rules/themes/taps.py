@@ -124,7 +124,7 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
 
 
 def _first_layer(subject: Subject) -> int:
-    """The number that the dialect gives to the output of the target's first layer."""
+    """The number of the target's first layer in the dialect, 0 or 1."""
     first: list[int] = subject.stated.spelled(TAPS, [0])
     return first[0]
 
@@ -136,6 +136,6 @@ def _guess(subject: Subject) -> list[int] | None:
 
 
 def _usual_taps(subject: Subject, num_taps: int) -> list[list[int]]:
-    """The usual tapped layers, counted from 0: of a draft with as many layers, and of a draft with as many taps."""
+    """The usual lists of tapped layers, counted from 0, by the draft's number of layers and by its number of taps."""
     depth, guess = subject.num_target_layers, _guess(subject)
     return [guess, guess_taps(depth, num_taps)] if guess is not None and depth is not None else []

@@ -37,7 +37,7 @@ EXPLAINED = (
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
     (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks that the config does not state"),
     (r".*mlp\.(experts|shared_expert|gate)\.", "experts; a DFlash draft has none"),
-    (r".*mask_(hidden|embedding)", "a learned mask embedding; this tool does not serve it"),
+    (r".*mask_(hidden|embedding)", "a learned mask embedding, which dflash does not apply"),
 )
 
 
