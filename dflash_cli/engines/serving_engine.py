@@ -137,7 +137,7 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
 
 @dataclass(frozen=True, slots=True)
 class EnginesWhere(Sequence[str]):
-    """The names of the engines for which `holds` is true. They are computed at each reading, because engines register later."""
+    """The names of the engines for which `holds` is true, computed at each reading because engines register later."""
 
     holds: Callable[[type[ServingEngine]], bool]
 

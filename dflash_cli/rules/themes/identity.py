@@ -21,7 +21,7 @@ BODY_REQUIRED = (
 )
 QWEN3_HEAD_DIM = 128
 READ_BY_ENGINES = ("attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale", "has_embed_tokens")
-"""Keys that vLLM or SGLang follows, although DFlash does not compute what they ask for."""
+"""Keys for computations outside DFlash that vLLM or SGLang applies."""
 
 
 @check(
