@@ -21,6 +21,7 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
+from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
@@ -54,11 +55,10 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 
     A draft has 3 tensors, and 11 per layer. Attention biases add 4 per layer, and attention sinks add 1.
     """
-    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+    dims = _checked_sizes(subject)
+    if dims is None or common_prefix(subject) is not None or fused_names(subject):
         return
-    if common_prefix(subject) is not None or fused_names(subject):
-        return
-    missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
+    missing, _, _ = compare_tensors(body_shapes(dims), _shapes(subject))
     if missing:
         has_no_norms = all(HEAD_NORM.search(name) for name in missing)
         why = "; DFlash normalises queries and keys" if has_no_norms else ""
@@ -74,26 +74,20 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     """Every tensor belongs to a DFlash draft."""
-    if (
-        subject.dims is None
-        or subject.tensors is None
-        or _states_packing(subject)
-        or common_prefix(subject) is not None
-    ):
+    dims = _checked_sizes(subject)
+    if dims is None or common_prefix(subject) is not None:
         return
-    _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
-    layers = subject.dims.num_layers
-    beyond = [name for name in unexpected if any(index >= layers for index in layer_indices([name]))]
+    _, unexpected, _ = compare_tensors(owned_shapes(dims), _shapes(subject))
+    beyond = [name for name in unexpected if any(index >= dims.num_layers for index in layer_indices([name]))]
     biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
     for name in unexpected:
         if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
-    dims = subject.dims
     if not subject.format.keeps_head and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
-            if name in subject.tensors:
+            if name in (subject.tensors or {}):
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"
                 yield Problem(
                     f"{WEIGHTS}:{name}",
@@ -113,14 +107,14 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
     """Every tensor has the shape that the config gives it."""
-    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+    dims = _checked_sizes(subject)
+    if dims is None:
         return
-    expected = body_shapes(subject.dims)
+    expected = body_shapes(dims)
     if subject.stated.taps is None:
         del expected["fc.weight"]
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
-        dims = subject.dims
         why = f" = {dims.num_taps} tapped layers x {dims.feature_size}" if name == "fc.weight" else ""
         yield Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
 
@@ -249,6 +243,11 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
 def _states_packing(subject: Subject) -> bool:
     """Whether the draft says that its weights are quantised. The rules then do not check its tensors."""
     return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
+
+
+def _checked_sizes(subject: Subject) -> DraftConfig | None:
+    """The sizes to check tensors by; None if they or the headers are not known, or the weights are quantised."""
+    return None if subject.tensors is None or _states_packing(subject) else subject.dims
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
