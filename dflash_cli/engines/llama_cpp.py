@@ -21,6 +21,7 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
@@ -37,6 +38,7 @@ class LlamaCpp(ServingEngine):
     """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True

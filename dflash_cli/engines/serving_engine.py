@@ -13,7 +13,6 @@ from functools import cache, wraps
 from typing import Any, ClassVar, Literal
 
 from dflash_cli.formats.dialect import COMMON, Format
-from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
@@ -75,7 +74,7 @@ class ServedPair:
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers; empty for an engine without releases.
 
-    reads                  the classes of the dialects that it loads; by default only the native dialect
+    reads                  the classes of the dialects that it loads
     dialect                the name of the dialect to write a draft in for it
     serves_as_is           names of dialects that it serves without a rewritten config
     habits                 habit of exporters -> the outcome, if it does not serve the habit as meant
@@ -88,7 +87,7 @@ class ServingEngine:
     """
 
     name: ClassVar[str]
-    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    reads: ClassVar[tuple[type[Format], ...]]
     habits: ClassVar[Mapping[Habit, Outcome]] = {}
     releases: ClassVar[tuple[Release, ...]] = ()
     dialect: ClassVar[str] = COMMON

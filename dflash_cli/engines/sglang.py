@@ -18,8 +18,9 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.formats.dialect import FORMATS, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
@@ -60,6 +61,7 @@ class SglangEngine(ServingEngine):
     """SGLang. It reads only the native dialect."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     has_dialect_rule: ClassVar[bool] = True
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME

@@ -17,6 +17,7 @@ from dflash_cli.engines.serving_engine import (
     repairable_causality,
     stated_once,
 )
+from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
@@ -32,6 +33,7 @@ class Transformers(ServingEngine):
     """z-lab's package on a release of transformers."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
