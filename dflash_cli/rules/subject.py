@@ -148,7 +148,7 @@ class Subject:
 
     @property
     def is_served(self) -> bool:
-        """Whether the config can be read and asks for nothing that DFlash does not compute."""
+        """Whether the config can be read and asks only for computations of DFlash."""
         return self.parsed is not None and not self.parsed.unserved and self.stated.block_size is not None
 
     @property

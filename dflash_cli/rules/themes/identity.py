@@ -62,7 +62,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="engines ignore the head that belongs to this projector, and do not warn",
-    fix="serve it with an engine made for that head; if the draft has none, delete the key: dflash validate {draft}",
+    fix="serve it with an engine made for that head; if no head exists, delete the key: dflash validate {draft}",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
