@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis.pair_validation import validate_running
-from dflash_cli.diagnosis.run_settings import RunSettings
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.config import EngineConfig
 
 NUM_PROMPTS, NUM_TOKENS = 12, 48

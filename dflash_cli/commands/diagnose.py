@@ -15,9 +15,8 @@ from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedErr
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
-    from dflash_cli.diagnosis.likeliest_cause import Diagnosis
-    from dflash_cli.diagnosis.pair_validation import RunReport
-    from dflash_cli.diagnosis.run_document import DiagnoseDocument
+    from dflash_cli.diagnosis.likeliest_cause import DiagnoseDocument, Diagnosis
+    from dflash_cli.diagnosis.run_report import RunReport
 
 FOUND = 3
 
@@ -41,16 +40,9 @@ class Diagnosed(Shown):
 
     @property
     def document(self) -> "DiagnoseDocument":
-        from dflash_cli.diagnosis.run_document import DiagnoseDocument
+        from dflash_cli.diagnosis.likeliest_cause import DiagnoseDocument
 
-        cause = self.cause
-        return DiagnoseDocument(
-            has_cause=cause.has_cause,
-            sentence=cause.sentence,
-            next=cause.next_step,
-            rule=cause.rule,
-            report=self.report.run_entry,
-        )
+        return DiagnoseDocument(self.cause, self.report)
 
     def summary(self) -> list[str]:
         return [self.cause.sentence]
@@ -69,7 +61,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.diagnosis.likeliest_cause import diagnose_report
     from dflash_cli.diagnosis.pair_validation import run_validation
-    from dflash_cli.rules.validator import ValidationPlan
+    from dflash_cli.rules.subject import ValidationPlan
 
     pair = complete_pair(request.draft, request.target, find=fetch_directory)
     location, target_location = pair.draft_location, pair.find_target(fetch_directory)

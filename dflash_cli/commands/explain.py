@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
-from dflash_cli.rules.report_document import ExplainDocument, RuleEntry, RuleListDocument
 from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
+from dflash_cli.rules.rule_document import ExplainDocument, RuleEntry, RuleListDocument
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb

@@ -6,11 +6,9 @@ from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
-from dflash_cli.engines.pair_serving import judge_pair
-from dflash_cli.engines.serve_document import ServeCommandDocument, ServedEngine
+from dflash_cli.engines.pair_serving import ServeCommandDocument, ServedEngine, judge_pair
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.report_document import VerdictEntry
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
@@ -56,7 +54,7 @@ class ServeCommands:
     @property
     def document(self) -> ServeCommandDocument:
         """The document of `dflash serve-command --json`."""
-        verdicts = {verdict.engine.name: VerdictEntry.of(verdict) for verdict in self.report.verdicts}
+        verdicts = {verdict.name: verdict for verdict in self.report.verdicts}
         return ServeCommandDocument(
             tuple(ServedEngine(str(engine), item, verdicts[engine.name]) for engine, item in self.commands.items())
         )

@@ -17,7 +17,8 @@ from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
@@ -203,7 +204,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     against = f" against {report.target}" if report.target is not None else " without a target"
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
-        f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
+        f"{report.draft}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
         f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:
@@ -240,12 +241,12 @@ def _say(text: str, indent: str) -> None:
 
 def _print_search(search: "ReadingSearch") -> None:
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
-    for item in search.results[:SHOWN_READINGS]:
+    for item in search.readings[:SHOWN_READINGS]:
         interval = item.interval
         span = "" if item.num_prompts else "estimated"
         if interval is not None:
             span = f"{interval.low:+.2f} to {interval.high:+.2f} ({item.num_prompts} new prompts)"
-        rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
+        rows.append((item.reading, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
     console.table(("draft run with", "tokens", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:

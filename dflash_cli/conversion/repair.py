@@ -17,9 +17,9 @@ from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.formats.fields import with_keys
-from dflash_cli.rules.report import Report
-from dflash_cli.rules.report_document import RepairEntry
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.report import RepairEntry, Report
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 

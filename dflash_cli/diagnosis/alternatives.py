@@ -7,6 +7,7 @@ level that reports it, and its `cause` names the fault if the reading explains t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
+from typing import Any
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.weight_rewrites import Rewrite
@@ -78,15 +79,10 @@ def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
 def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
     """Taps one and two layers earlier and later. A tap at an end stays, unless two taps would become the same layer."""
     taps, depth = space.config.target_layer_ids, space.target.num_layers
-    for offset, count, name in (
-        (-1, "one", "earlier"),
-        (1, "one", "later"),
-        (-2, "two", "earlier"),
-        (2, "two", "later"),
-    ):
+    for offset, count in ((-1, "one"), (1, "one"), (-2, "two"), (2, "two")):
         moved = tuple(min(max(tap + offset, 0), depth - 1) for tap in taps)
         if len(set(moved)) == len(set(taps)):
-            late = "late" if offset < 0 else "early"
+            name, late = ("earlier", "late") if offset < 0 else ("later", "early")
             yield _with_taps(space, moved, f"tapped layers {count} {name}", f"the tapped layers are {count} too {late}")
     for index, tap in enumerate(taps):
         for moved_tap in (tap - 1, tap + 1):
@@ -111,7 +107,7 @@ def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _with_taps(space: ReadingSpace, taps: tuple[int, ...], name: str, cause: str) -> AlternativeReading:
-    return AlternativeReading("taps", f"{name} {list(taps)}", replace(space.config, target_layer_ids=taps), cause)
+    return _changed(space, "taps", f"{name} {list(taps)}", cause, target_layer_ids=taps)
 
 
 def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -121,9 +117,8 @@ def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
         "no layer causal": (False,) * config.num_layers,
         "sliding layers causal, full layers not": tuple(window is not None for window in config.windows),
     }
-    cause = "the causality within a block differs from training"
     for name, causal in readings.items():
-        yield AlternativeReading("causality", name, replace(config, causal=causal), cause)
+        yield _changed(space, "causality", name, "the causality within a block differs from training", causal=causal)
 
 
 def _anchor(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -141,27 +136,17 @@ def _anchor(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    config, own = space.config, space.config.rope
-    target = space.target.rope
+    own, target = space.config.rope, space.target.rope
     if (target.kind, target.params) != (own.kind, own.params):
-        yield AlternativeReading(
-            "rope",
-            f"the target's rope ({target.kind}, base {target.theta:.12g})",
-            replace(config, rope=target),
-            "the draft was trained with the target's rope",
-        )
+        name = f"the target's rope ({target.kind}, base {target.theta:.12g})"
+        yield _changed(space, "rope", name, "the draft was trained with the target's rope", rope=target)
     if own.kind != "default":
-        yield AlternativeReading(
-            "rope",
-            f"no rope scaling, base {own.theta:.12g}",
-            replace(config, rope=RopeConfig(theta=own.theta)),
-            "the draft was trained without the rope scaling that the config states",
-        )
+        name, plain = f"no rope scaling, base {own.theta:.12g}", RopeConfig(theta=own.theta)
+        cause = "the draft was trained without the rope scaling that the config states"
+        yield _changed(space, "rope", name, cause, rope=plain)
     for theta in dict.fromkeys((target.theta, *THETAS)):
-        cause = "the rope base differs from training"
-        yield AlternativeReading(
-            "rope", f"rope base {theta:.12g}", replace(config, rope=replace(own, theta=theta)), cause
-        )
+        rope = replace(own, theta=theta)
+        yield _changed(space, "rope", f"rope base {theta:.12g}", "the rope base differs from training", rope=rope)
 
 
 def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -169,37 +154,34 @@ def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
     rare = {token: f"mask {token}, a rarely used id" for token in space.rare_ids if token not in named}
     for token, name in (named | rare).items():
         if 0 <= token < space.config.vocab_size:
-            config = replace(space.config, mask_token_id=token)
-            cause = "the mask token differs from training"
-            yield AlternativeReading("mask", name, config, cause, is_guess=token in rare)
+            reading = _changed(space, "mask", name, "the mask token differs from training", mask_token_id=token)
+            yield replace(reading, is_guess=token in rare)
 
 
 def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
     """No window, a window on every layer, and windows of other widths."""
-    config = space.config
-    stated = {window for window in config.windows if window is not None}
+    own, num_layers = space.config.windows, space.config.num_layers
+    stated = {window for window in own if window is not None}
     cause = "the draft was trained with another attention window"
     if stated:
-        without = replace(config, windows=(None,) * config.num_layers)
-        yield AlternativeReading("window", "no attention window", without, "the draft was trained without a window")
+        without = (None,) * num_layers
+        yield _changed(
+            space, "window", "no attention window", "the draft was trained without a window", windows=without
+        )
     for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
         if width >= space.text_len:
             continue
-        everywhere = replace(config, windows=(width,) * config.num_layers)
-        yield AlternativeReading("window", f"a window of {width} on every layer", everywhere, cause)
-        if stated and None in config.windows:
-            there = tuple(None if window is None else width for window in config.windows)
-            yield AlternativeReading("window", f"a window of {width}", replace(config, windows=there), cause)
+        yield _changed(space, "window", f"a window of {width} on every layer", cause, windows=(width,) * num_layers)
+        if stated and None in own:
+            there = tuple(None if window is None else width for window in own)
+            yield _changed(space, "window", f"a window of {width}", cause, windows=there)
 
 
 def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    own = space.config.block_size
+    own, cause = space.config.block_size, "the draft was trained with another block size"
     for block in sorted({*BLOCKS, own - 1, own + 1, own // 2, own * 2}):
         if 2 <= block <= 2 * own:
-            config = replace(space.config, block_size=block)
-            yield AlternativeReading(
-                "block", f"blocks of {block}", config, "the draft was trained with another block size"
-            )
+            yield _changed(space, "block", f"blocks of {block}", cause, block_size=block)
 
 
 def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -207,46 +189,35 @@ def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
     factor, config = space.target.embedding_scale, space.config
     if factor == 1.0 or config.has_own_width:
         return
+    raw = {"has_target_scale": False, "input_embedding_scale": 1.0}
     if config.has_target_scale or config.input_embedding_scale != 1.0:
-        raw = replace(config, has_target_scale=False, input_embedding_scale=1.0)
-        yield AlternativeReading("embedding", "raw embeddings", raw, "the draft was trained on raw embeddings")
+        yield _changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
     if not config.has_target_scale:
-        scaled = replace(config, has_target_scale=True, input_embedding_scale=1.0)
-        name, cause = f"embeddings times {factor:.4g}", "the draft was trained on embeddings scaled as the target's"
-        yield AlternativeReading("embedding", name, scaled, cause)
+        cause = "the draft was trained on embeddings scaled as the target's"
+        yield _changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
 
 
-def _norms(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    yield _rewritten(space, "norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold offsets from 1")
-    yield _rewritten(
-        space, "norm weights read as w - 1", rewrites.shift_norms(-1.0), "1 was added to the weights of norms"
-    )
-    yield _rewritten(
-        space, "q_norm and k_norm exchanged", rewrites.swap_names("q_norm", "k_norm"), "q_norm and k_norm are exchanged"
-    )
-    yield _rewritten(
-        space,
-        "each layer's two norms exchanged",
-        rewrites.swap_names(*rewrites.LAYER_NORMS),
-        "input_layernorm and post_attention_layernorm are exchanged",
-    )
-
-
-def _projections(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    yield _rewritten(space, "gate and up exchanged", rewrites.swap_gate_up, "gate_proj and up_proj are exchanged")
-    yield _rewritten(space, "keys and values exchanged", rewrites.swap_keys_values, "k_proj and v_proj are exchanged")
+def _norms_and_projections(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    norms = "input_layernorm and post_attention_layernorm"
+    for name, rewrite, cause in (
+        ("norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold offsets from 1"),
+        ("norm weights read as w - 1", rewrites.shift_norms(-1.0), "1 was added to the weights of norms"),
+        ("q_norm and k_norm exchanged", rewrites.swap_names("q_norm", "k_norm"), "q_norm and k_norm are exchanged"),
+        ("each layer's two norms exchanged", rewrites.swap_names(*rewrites.LAYER_NORMS), f"{norms} are exchanged"),
+        ("gate and up exchanged", rewrites.swap_gate_up, "gate_proj and up_proj are exchanged"),
+        ("keys and values exchanged", rewrites.swap_keys_values, "k_proj and v_proj are exchanged"),
+    ):
+        yield _rewritten(space, name, rewrite, cause)
 
 
 def _rope_layouts(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    if space.config.head_dim % 2:
+        return
     for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
         for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
-            if space.config.head_dim % 2 == 0:
-                yield _rewritten(
-                    space,
-                    f"rope over {layout}{suffix}",
-                    rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms),
-                    "the rows of q_proj and k_proj are in another layout of rope",
-                )
+            rewrite = rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms)
+            cause = "the rows of q_proj and k_proj are in another layout of rope"
+            yield _rewritten(space, f"rope over {layout}{suffix}", rewrite, cause)
 
 
 def _layer_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -256,6 +227,11 @@ def _layer_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
     for other in sorted(orders - {order}):
         cause = "the draft's layers are in another order"
         yield _rewritten(space, f"layers in the order {list(other)}", rewrites.order_layers(other), cause)
+
+
+def _changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:
+    """A reading with other values of some fields of the config."""
+    return AlternativeReading(factor, name, replace(space.config, **fields), cause)
 
 
 def _rewritten(space: ReadingSpace, name: str, rewrite: Rewrite, cause: str) -> AlternativeReading:
@@ -272,8 +248,7 @@ FAMILIES = (
     _windows,
     _blocks,
     _embedding_scales,
-    _norms,
-    _projections,
+    _norms_and_projections,
     _rope_layouts,
     _layer_orders,
 )

@@ -2,21 +2,33 @@
 
 import shlex
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from dflash_cli.diagnosis.pair_validation import RunReport
 from dflash_cli.diagnosis.readings import ReadingResult
+from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.generation.announcements import is_low_length
 from dflash_cli.rules.rule import Finding
+from dflash_runtime.documents import INLINE
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """A sentence that names the cause, if it was found, and the next step. `rule` is the id of the rule behind it."""
 
-    sentence: str
     has_cause: bool
-    next_step: str
+    sentence: str
+    next: str
     rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnoseDocument:
+    """Result of `dflash diagnose`."""
+
+    KIND: ClassVar[str] = "diagnose"
+
+    cause: Annotated[Diagnosis, INLINE]
+    report: RunReport
 
 
 def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
@@ -46,25 +58,26 @@ def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> D
     assert interval is not None
     step = f"{correction} and run {again} again"
     sentence = (
-        f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
+        f"{best.alternative.cause}: with {best.reading} a step commits {best.acceptance_len:.2f} tokens instead of "
         f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
-    return Diagnosis(sentence, True, step, found.id if found is not None else None)
+    return Diagnosis(True, sentence, step, found.id if found is not None else None)
 
 
 def _from_finding(finding: Finding) -> Diagnosis:
     effect = f", so {finding.effect}" if finding.effect else ""
     step = finding.fix or f"dflash explain {finding.id}"
-    return Diagnosis(f"{finding.location}: {finding.message}{effect}; next: {step}", True, step, finding.id)
+    return Diagnosis(True, f"{finding.location}: {finding.message}{effect}; next: {step}", step, finding.id)
 
 
 def _nothing(report: RunReport, low: bool, step: str) -> Diagnosis:
     search = report.search
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
-        return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
-    found = f"nothing found: every rule holds, and no other of {search.num_readings} readings explains the "
-    found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
-    if low:
-        found += "; the draft itself is weak on these prompts"
-    return Diagnosis(f"{found}; next: {step}", False, step)
+        return Diagnosis(False, f"nothing found, but {reason}; next: {step}", step)
+    found = (
+        f"nothing found: every rule holds, and none of {search.num_readings} other readings accepts clearly more than "
+        f"the {search.acceptance_len:.2f} tokens per step of the config as it is"
+    )
+    weak = "; the draft itself is weak on these prompts" if low else ""
+    return Diagnosis(False, f"{found}{weak}; next: {step}", step)

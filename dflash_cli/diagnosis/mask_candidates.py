@@ -1,18 +1,16 @@
 """Ids that may be the mask of a draft, from the tokens that the target's files name."""
 
-from collections.abc import Iterator
-from typing import Any
-
+from dflash_cli.rules.themes.target_identity import TOKENIZER_FILE, read_json, special_tokens
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.json_values import is_int
+from dflash_runtime.json_values import as_object, is_int
 
 MAX_SPECIALS = 16
 
 
 def find_specials(target: TargetSource) -> dict[int, str]:
     """Id -> name of the target's tokens that a trainer may have used as the mask, mask-like names first."""
-    tokenizer = target.checkpoint.read_optional_json("tokenizer_config.json") or {}
-    contents = dict(_added_tokens(tokenizer.get("added_tokens_decoder"), target))
+    contents = _added_tokens(target.checkpoint)
     found = {token: text for token, text in contents.items() if "mask" in text.lower()}
     config = target.checkpoint.config
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
@@ -25,14 +23,10 @@ def find_specials(target: TargetSource) -> dict[int, str]:
     return dict(list(found.items())[:MAX_SPECIALS])
 
 
-def _added_tokens(entries: Any, target: TargetSource) -> Iterator[tuple[int, str]]:
-    """(id, text) of special tokens, from tokenizer_config.json or else from tokenizer.json."""
-    if isinstance(entries, dict):
-        for key, entry in entries.items():
-            if key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
-                yield int(key), entry["content"]
-        return
-    listed = (target.checkpoint.read_optional_json("tokenizer.json") or {}).get("added_tokens")
-    for entry in listed if isinstance(listed, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str):
-            yield entry["id"], entry["content"]
+def _added_tokens(checkpoint: Checkpoint) -> dict[int, str]:
+    """Id -> text of special tokens, from tokenizer_config.json or else from tokenizer.json."""
+    stated = {int(key): text for key, text in special_tokens(checkpoint).items() if key.isdigit()}
+    listed = read_json(checkpoint, TOKENIZER_FILE).get("added_tokens") if not stated else None
+    entries = [as_object(entry) for entry in listed] if isinstance(listed, list) else []
+    found = stated or {entry["id"]: entry.get("content") for entry in entries if is_int(entry.get("id"))}
+    return {token: text for token, text in found.items() if isinstance(text, str)}

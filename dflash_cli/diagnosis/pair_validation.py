@@ -1,52 +1,35 @@
 """The run level of validation: rules on headers and weights, then runs of the pair under several readings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
-from dflash_cli.diagnosis.run_document import RunReportEntry, RunValidateDocument, SearchEntry
-from dflash_cli.diagnosis.run_level import run_subject
+from dflash_cli.diagnosis.run_level import RunSubject
+from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
-from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, rules_of
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, open_requested, report_of
-from dflash_runtime.documents import fields_of
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
+from dflash_cli.rules.validator import apply_rules, find_up_to, report_of
+from dflash_runtime.documents import copy_fields
 from dflash_runtime.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RunReport(Report):
-    """A report of the run level. If errors stop the pair from running, `search` is None and `notes` name the rules."""
-
-    search: ReadingSearch | None = None
-
-    @property
-    def document(self) -> RunValidateDocument:
-        return RunValidateDocument(report=self.run_entry, passed=not self.fails())
-
-    @property
-    def run_entry(self) -> RunReportEntry:
-        """The report as a part of a document."""
-        search = SearchEntry.of(self.search) if self.search is not None else None
-        return RunReportEntry(**fields_of(self.entry) | {"search": search})
-
-
-def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:
+def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
     """Apply the rules on headers and weights, run the pair, and apply the rules on its acceptance.
 
     Raises:
         UsageError: the target is missing.
         CheckpointNotFound, CheckpointError: the draft or the target is absent, or the target cannot be read.
-        UnsupportedError: this tool does not run the target.
+        UnsupportedError: dflash does not run the target.
     """
-    subject = open_requested(request)
+    subject = open_subject(plan)
     if subject.target_source is None:
-        raise UsageError("--level run needs a target", id="run-without-target", hint="add --target TARGET")
+        raise UsageError(
+            "--level run needs a target", id="run-without-target", field="--target", hint="add --target TARGET"
+        )
     from dflash_runtime.models.target import find_target_runtime
 
     find_target_runtime(subject.target_source, settings.config.wanted_runtime)
@@ -56,11 +39,10 @@ def validate_running(request: ValidationPlan, settings: RunSettings) -> RunRepor
         search = _search(subject, settings)
         notes = (*(f"left out: {reason}" for reason in search.left_out), *search.warnings)
         rules = rules_of("run")
-        findings = findings + apply_rules(rules, run_subject(subject, search))
+        findings = findings + apply_rules(rules, copy_fields(RunSubject, subject, search=search))
         num_rules += len(rules)
-    report = report_of(subject, request, findings, num_rules)
-    values = {item.name: getattr(report, item.name) for item in fields(report)}
-    return RunReport(**{**values, "level": "run", "notes": notes}, search=search)
+    report = report_of(subject, findings, num_rules)
+    return copy_fields(RunReport, report, level="run", notes=notes, search=search)
 
 
 def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport:

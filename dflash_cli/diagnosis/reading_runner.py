@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_screen import ReadingScreen
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair

@@ -20,7 +20,7 @@ from dflash_runtime.scheduling.request import RequestOutput
 class ReadingScreen:
     """Texts to draft along: prompts with the target's greedy continuations.
 
-    `num_drafts` is the K of the draft's own config. Of a longer block no more tokens count, because otherwise a longer
+    `num_drafts` is the K of the draft's own config. In a longer block only the first K tokens count. Otherwise a longer
     block would always be better.
     """
 

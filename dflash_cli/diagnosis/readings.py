@@ -5,14 +5,14 @@ accepted. If a changed setting surely raises acceptance by much, the setting is 
 on the draft, so all readings are compared on the same text, prompt by prompt. `reading_screen` estimates every reading
 along the text of the first run, and the most promising readings are run.
 
-With so many readings, a reading could gain by chance. The first prompts therefore only choose a reading: the reading
+One of many readings could gain by chance. The first prompts therefore only choose a reading: the reading
 with the largest gain is tested on new prompts. The choice does not depend on the new prompts, so this is one test at
 5%, for any number of readings.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import (
@@ -25,9 +25,10 @@ from dflash_cli.acceptance.intervals.statistics import (
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
+from dflash_cli.diagnosis.run_settings import Observe, SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -77,11 +78,26 @@ class ReadingResult:
     was tested on new prompts has an interval, and its lengths are from these prompts.
     """
 
-    reading: AlternativeReading
+    alternative: Annotated[AlternativeReading, HIDDEN]
     acceptance_len: float
     difference: float
-    interval: Interval | None = None
+    interval: Annotated[Interval | None, "of the difference, on new prompts"] = None
     num_prompts: int = 0
+
+    @property
+    @computed_key
+    def factor(self) -> str:
+        return self.alternative.factor
+
+    @property
+    @computed_key
+    def reading(self) -> str:
+        return self.alternative.name
+
+    @property
+    @computed_key
+    def is_estimate(self) -> bool:
+        return not self.num_prompts
 
     @property
     def own_len(self) -> float:
@@ -91,11 +107,12 @@ class ReadingResult:
     @property
     def matters(self) -> bool:
         """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
-        floor = max(self.reading.min_len, MIN_BLOCK_SHARE * self.reading.config.block_size)
+        floor = max(self.alternative.min_len, MIN_BLOCK_SHARE * self.alternative.config.block_size)
         is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
         return self.acceptance_len >= floor and is_large
 
     @property
+    @computed_key
     def explains(self) -> bool:
         """Whether the reading explains low acceptance: it matters, and surely gains on new prompts."""
         return self.matters and self.interval is not None and self.interval.low > 0
@@ -103,27 +120,27 @@ class ReadingResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
-    """The config's own reading and its alternatives on the same prompts. `results` lists readings that were run first.
+    """The config's own reading and its alternatives on the same prompts. `readings` lists readings that were run first.
 
-    num_readings    all readings that were tried, including poor guesses, which `results` omits
+    num_readings    all readings that were tried, including poor guesses, which `readings` omits
     left_out        the prompts that failed, with the reasons
     warnings        the warnings of the pair
     """
 
     num_prompts: int
     num_tokens: int
-    acceptance_len: float
-    results: tuple[ReadingResult, ...]
+    acceptance_len: Annotated[float, "with the config as it is"]
+    readings: tuple[ReadingResult, ...]
     num_readings: int = 0
     left_out: tuple[str, ...] = ()
     target_runtime: str = "native"
-    target_quantization: str | None = None
-    warnings: tuple[str, ...] = ()
+    target_quantization: Annotated[str | None, "how the target's weights are packed"] = None
+    warnings: Annotated[tuple[str, ...], HIDDEN] = ()
 
     @property
     def explanation(self) -> ReadingResult | None:
         """The reading that explains the draft, if one does."""
-        return next((item for item in self.results if item.explains), None)
+        return next((item for item in self.readings if item.explains), None)
 
 
 def search_readings(
@@ -147,7 +164,10 @@ def search_readings(
         raise UsageError(
             f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} to choose a reading",
             id="too-few-prompts",
+            field="--prompts",
             found=len(prompts),
+            expected=f"at least {MIN_PROMPTS}",
+            hint="add prompts, or leave out --prompts",
         )
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
     readings = _readings_of(runner, draft, target, budget)
@@ -165,16 +185,16 @@ def search_readings(
     chosen = [item for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
     results = []
     for item in chosen:
-        observe(item.reading.name, total, total)
-        results.append(compare(item.reading, base, _run(runner, item.reading, prompts, own)))
+        observe(item.reading, total, total)
+        results.append(compare(item.alternative, base, _run(runner, item.alternative, prompts, own)))
     results.sort(key=lambda item: -item.difference)
     best = find_best(results)
     new = _new_prompts(runner, outputs, budget, is_given=is_given) if best is not None else []
     if best is not None and len(new) >= MIN_UNITS:
-        observe(f"{best.reading.name}, tested on {len(new)} new prompts", total, total)
-        own_counts, counts = _run(runner, own, new, own), _run(runner, best.reading, new, own)
+        observe(f"{best.reading}, tested on {len(new)} new prompts", total, total)
+        own_counts, counts = _run(runner, own, new, own), _run(runner, best.alternative, new, own)
         results = [
-            confirm(best.reading, own_counts, counts, budget),
+            confirm(best.alternative, own_counts, counts, budget),
             *(item for item in results if item is not best),
         ]
     length = pooled_acceptance_len(base)
@@ -184,7 +204,7 @@ def search_readings(
         num_prompts=len(base),
         num_tokens=budget.max_new_tokens * len(base),
         acceptance_len=length,
-        results=(*results, *estimated),
+        readings=(*results, *estimated),
         num_readings=len(readings),
         left_out=left_out,
         target_runtime=runner.target_runtime,
@@ -220,13 +240,13 @@ def _screen(screening: Screening, readings: Sequence[AlternativeReading], observ
     if guesses:
         observe("rarely used ids as the mask", 0, total)
         estimates = sorted([screening.estimate(item, VERY_FEW_ANCHORS) for item in guesses], key=gain)
-        tried += [item.reading for item in estimates[:MAX_GUESSES]]
+        tried += [item.alternative for item in estimates[:MAX_GUESSES]]
     found = []
     for index, reading in enumerate(tried, start=1 + len(readings) - len(tried)):
         observe(reading.name, index, total)
         found.append(screening.estimate(reading, FEW_ANCHORS))
     found.sort(key=gain)
-    again = [screening.estimate(item.reading, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
+    again = [screening.estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
     return [*sorted(again, key=gain), *found[len(again) :]]
 
 
@@ -258,13 +278,15 @@ def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tu
         raise UsageError(
             f"{len(failed)} of {len(outputs)} prompts failed, expected at least {MIN_PROMPTS} to succeed; {failed[0]}",
             id="too-few-prompts",
+            field="--prompts",
             found=len(answered),
+            expected=f"at least {MIN_PROMPTS}",
         )
     return answered, tuple(failed)
 
 
 def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
-    """(tokens, steps) of each output; (0, 0) if it failed. Of a longer block only `block_size` tokens count."""
+    """(tokens, steps) of each output; (0, 0) if it failed. Only the first `block_size` tokens of a block count."""
     lengths = [
         [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
         for output in outputs

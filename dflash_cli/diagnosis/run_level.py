@@ -5,7 +5,7 @@ prompts. Each rule is about the readings that change one factor.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.formats.dialect import COMMON
@@ -24,16 +24,11 @@ class RunSubject(Subject):
     search: "ReadingSearch"
 
 
-def run_subject(subject: Subject, search: "ReadingSearch") -> RunSubject:
-    """The draft as the rules of this level see it."""
-    return RunSubject(**{item.name: getattr(subject, item.name) for item in fields(subject)}, search=search)
-
-
 FAR_TOO_LITTLE = 0.07
 """Share of the drafted tokens below which the draft is broken.
 
 Every sound draft we know accepts far more, whatever the text. The lowest published bar at temperature 0 is 12% (2.8 of
-16, SGLang's test on GSM8K). Measured are 25% and 34% (bundled drafts), 31% (speculators, Qwen3-8B) and 21 to 37%
+16, SGLang's test on GSM8K). Measurements gave 25% and 34% (bundled drafts), 31% (speculators, Qwen3-8B) and 21 to 37%
 (vllm#43445, blocks of 16). Drafts that are read wrongly or were never trained accept 0 to 6%.
 """
 
@@ -44,7 +39,7 @@ TOO_LITTLE = 0.12
 @check(
     "R06",
     level="run",
-    effect="drafting costs time and saves hardly a step",
+    effect="drafting costs time and saves few steps",
     fix=(
         "export the draft again from the training run, or compare with its published figure: dflash eval-acceptance "
         "{draft} --target {target} --prompts FILE.jsonl"
@@ -53,10 +48,10 @@ TOO_LITTLE = 0.12
     outcome="drops",
 )
 def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
-    """The target accepts as much of each block as for a sound draft, or another reading explains why it does not.
+    """The target accepts at least 12% of the drafted tokens, or another reading explains why it accepts fewer.
 
-    An error below 7% of the drafted tokens, a warning below 12%. At temperature 0, 21 to 37% are accepted of sound
-    drafts, and up to 6% of drafts that are read wrongly or were never trained.
+    The finding is a warning below 12% and an error below 7%. At temperature 0, targets accept 21 to 37% of the drafted
+    tokens of sound drafts. They accept up to 6% if a draft is read wrongly or was never trained.
     """
     search, block = subject.search, subject.parsed.config.block_size if subject.parsed is not None else None
     if search.explanation is not None or block is None:
@@ -67,7 +62,7 @@ def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
         yield Problem(
             CONFIG_FILE,
             f"{search.acceptance_len:.2f} tokens per step of at most {block}, {share:.0%} of the drafted tokens, over "
-            f"{search.num_prompts} prompts; no other of {search.num_readings} readings explains it",
+            f"{search.num_prompts} prompts; none of {search.num_readings} other readings explains it",
             severity=severity,
         )
 
@@ -94,14 +89,14 @@ def reading_rule(
 
     def run(subject: RunSubject) -> Iterator[Problem]:
         search, best = subject.search, subject.search.explanation
-        if best is None or best.reading.factor != factor:
+        if best is None or best.factor != factor:
             return
         interval = best.interval
         assert interval is not None
-        correction = _set(subject, field, getattr(best.reading.config, field)) if field else ""
+        correction = _set(subject, field, getattr(best.alternative.config, field)) if field else ""
         yield Problem(
             subject.at(field) if at is None else at(subject),
-            f"with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
+            f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
             f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
             f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings",
             fix=fix or _fix(correction or step),
@@ -126,7 +121,7 @@ def _set(subject: Subject, field: str, value: Any) -> str:
 reading_rule(
     "R01",
     "taps",
-    "No other tapped layers, and no other order of them, explain why the draft accepts little.",
+    "No other tapped layers, and no other order of them, explain why few draft tokens are accepted.",
     field="target_layer_ids",
     effect="features probably come from other layers than in training, or in another order",
     source="vllm-project/vllm#40727",
@@ -134,9 +129,9 @@ reading_rule(
 reading_rule(
     "R02",
     "causality",
-    "No other causality explains why the draft accepts little.",
+    "No other causality explains why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("causal"),
-    effect="whether masked positions attend to later ones probably differs from training",
+    effect="the causality within a block probably differs from training",
     fix=(
         f"if the numbers convince you: dflash convert {{draft}} {{out}} --to {COMMON} --causality causal # or "
         f"non-causal, layer-types"
@@ -146,9 +141,9 @@ reading_rule(
 reading_rule(
     "R03",
     "mask",
-    """No other mask token explains why the draft accepts little.
+    """No other mask token explains why few draft tokens are accepted.
 
-    Tried are special tokens, the id after them, and ids with unused rows in the target's embedding.
+    The run tries special tokens, the id after them, and ids with unused rows in the target's embedding.
     """,
     field="mask_token_id",
     effect="masked positions probably get another embedding than in training",
@@ -157,7 +152,7 @@ reading_rule(
 reading_rule(
     "R04",
     "rope",
-    "No other rope base or scaling explains why the draft accepts little.",
+    "No other rope base or scaling explains why few draft tokens are accepted.",
     at=lambda subject: subject.body_at("rope_theta"),
     effect="positions are probably rotated by other angles than in training",
     step="correct the rope parameters",
@@ -166,16 +161,16 @@ reading_rule(
 reading_rule(
     "R05",
     "anchor",
-    "Predictions from the anchor on do not explain why the draft accepts little.",
+    "Predictions from the anchor on do not explain why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("sample_from_anchor"),
-    effect="every prediction is probably off by one position; engines serve such a draft as DSpark, if at all",
+    effect="every prediction is probably off by one position; engines can serve such a draft only as DSpark",
     fix=f"serve it with an engine that supports DSpark, or export it as DFlash and run {FIX_RUN_LEVEL}",
     source="vllm-project/vllm#54154; sgl-project/sglang#40203 (1.06, then 2.76)",
 )
 reading_rule(
     "R07",
     "window",
-    """No other attention window explains why the draft accepts little.
+    """No other attention window explains why few draft tokens are accepted.
 
     Windows wider than the texts of the run are not tried, because they change nothing there.
     """,
@@ -187,9 +182,9 @@ reading_rule(
 reading_rule(
     "R08",
     "block",
-    """No other block size explains why the draft accepts little.
+    """No other block size explains why few draft tokens are accepted.
 
-    Of a longer block, only as many tokens count as the stated block has.
+    Of a longer block only the first tokens count, up to the length of the stated block.
     """,
     field="block_size",
     effect="a block probably has more or fewer masks than in training",
@@ -198,20 +193,20 @@ reading_rule(
 reading_rule(
     "R09",
     "weights",
-    """No exchange or rewriting of tensors explains why the draft accepts little.
+    """No exchange or rewriting of tensors explains why few draft tokens are accepted.
 
-    Tried are norms that hold w - 1 or 1 + w, exchanged norms, exchanged projections, both layouts of rope, and other
-    orders of the layers.
+    The run tries norms that hold w - 1 or 1 + w, exchanged norms, exchanged projections, both layouts of rope, and
+    other orders of the layers.
     """,
     at=lambda subject: WEIGHTS,
-    effect="programs that load the file probably take some tensors for others",
+    effect="readers probably use some tensors for another purpose than in training",
     step="export the draft again with the right tensors",
     source="huggingface/transformers Gemma norms (1 + w); rope layouts of Llama exporters",
 )
 reading_rule(
     "R10",
     "embedding",
-    "No other scale of the target's embedding explains why the draft accepts little.",
+    "No other scale of the target's embedding explains why few draft tokens are accepted.",
     at=lambda subject: subject.expected_at("input_embedding_scale"),
     effect="the draft probably gets embeddings of another scale than in training",
     step="state input_embedding_scale",

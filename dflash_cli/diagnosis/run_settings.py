@@ -1,11 +1,10 @@
-"""Settings of the run level. They read prompts and load the tokenizer only when a pair is run."""
+"""Settings of the run level. Prompts are read, and the tokenizer is loaded, only when a pair is run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
 from dflash_runtime.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -13,6 +12,31 @@ if TYPE_CHECKING:
 
 MAX_NUM_REQUESTS = 32
 NUM_MADE_UP = 32
+
+
+Observe = Callable[[str, int, int], None]
+"""Callback with the name of the reading that starts, the number of finished readings, and the number of readings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchBudget:
+    """How much to run.
+
+    num_prompts       prompts that choose a reading
+    max_new_tokens    tokens that each prompt is continued by
+    start_len         random ids at the start of a prompt, if the user gives no prompts
+    lead_len          sampled tokens after the start of a prompt
+    num_resamples     resamples of the interval
+    factors           the settings to change (`AlternativeReading.factor`); None changes every one
+    """
+
+    num_prompts: int = 32
+    max_new_tokens: int = 96
+    start_len: int = 8
+    lead_len: int = 48
+    num_resamples: int = 4000
+    seed: int = 0
+    factors: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,14 +44,14 @@ KINDS: Mapping[str, Kind] = {
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
     "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
     "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
-    "diagnose": _printed("diagnose", "diagnosis.run_document:DiagnoseDocument"),
+    "diagnose": _printed("diagnose", "diagnosis.likeliest_cause:DiagnoseDocument"),
     "dump": Kind(
         "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
         ("acceptance.dumps.own_dump:DumpManifest",),
     ),
     "env": _printed("env", "terminal.environment:Environment"),
     "eval-acceptance": _printed("eval-acceptance", "acceptance.acceptance_report:Evaluation"),
-    "explain": _printed("explain", "rules.report_document:ExplainDocument", "rules.report_document:RuleListDocument"),
+    "explain": _printed("explain", "rules.rule_document:ExplainDocument", "rules.rule_document:RuleListDocument"),
     "export": _printed("export", "publishing.exports.export_format:ExportDocument"),
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
     "handoff": Kind("handoff.json in the folder of a hand-off", ("dflash_runtime.kv_transfer.handoff:HandoffHeader",)),
@@ -61,11 +61,9 @@ KINDS: Mapping[str, Kind] = {
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
     "report": _printed("report", "publishing.report_format:ReportDocument"),
-    "serve-command": _printed("serve-command", "engines.serve_document:ServeCommandDocument"),
+    "serve-command": _printed("serve-command", "engines.pair_serving:ServeCommandDocument"),
     "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
-    "validate": _printed(
-        "validate", "rules.report_document:ValidateDocument", "diagnosis.run_document:RunValidateDocument"
-    ),
+    "validate": _printed("validate", "rules.report:ValidateDocument", "diagnosis.run_report:RunValidateDocument"),
     "validate-handoff": _printed("validate-handoff", "handoff.two_servers.transfer_report:TransferReport"),
 }
 

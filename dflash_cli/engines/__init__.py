@@ -1,1 +1,1 @@
-"""Serving engines, one file each: what is known of them and nothing else."""
+"""Serving engines, one file each. Only that file depends on the engine."""

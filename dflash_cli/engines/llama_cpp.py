@@ -6,6 +6,7 @@ llama.cpp has build numbers instead of releases. The rules follow its converter 
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from dflash_cli.engines.serving_engine import (
     ServedPair,
     ServingEngine,
     problem_of_causality,
+    words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
@@ -27,7 +29,7 @@ from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import as_object
 
 NAME = "llama.cpp"
-ENGINE = (NAME,)
+check_llama_cpp = partial(check, engines=(NAME,))
 CONVERTER = "ggml-org/llama.cpp conversion/qwen.py, src/models/dflash.cpp"
 
 
@@ -69,27 +71,24 @@ class LlamaCpp(ServingEngine):
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
         serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", "draft-dflash"]
-        serve += ["--spec-draft-n-max", str(pair.num_draft_tokens)]
-        if pair.context_limit is not None:
-            serve += ["-c", str(pair.context_limit)]
+        serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 
 
-@check("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
+@check_llama_cpp("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER)
 def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
     """attention_bias is false, because llama.cpp creates no bias tensors for DFlash."""
     if subject.stated.body.get("attention_bias") is True:
         yield Problem(subject.body_at("attention_bias"), "true, expected false")
 
 
-@check(
+@check_llama_cpp(
     "S25",
     effect="llama.cpp has one causality flag for all layers",
     fix=FIX_VLLM,
     source=CONVERTER,
     outcome="drops",
-    engines=ENGINE,
 )
 def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
     """All layers share one causality, and it is stated."""
@@ -99,13 +98,12 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
         yield replace(problem, location=subject.body_at("layer_types")) if is_mixed else problem
 
 
-@check(
+@check_llama_cpp(
     "S26",
     "warning",
     effect="converters of July 2026 and earlier always write a block size of 16",
     fix="dflash validate {draft} --engine llama.cpp --fix-out {out}",
     source=CONVERTER,
-    engines=ENGINE,
 )
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     """block_size is at the top level, where llama.cpp's converter reads it."""
@@ -115,13 +113,12 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.expected_at("block_size"), message)
 
 
-@check(
+@check_llama_cpp(
     "S27",
-    effect="llama.cpp embeds the block unscaled",
+    effect="llama.cpp ignores the scale, so the block's embeddings have another scale than in training",
     fix="dflash eval-acceptance {draft} --target {target} # applies it; llama.cpp and vLLM do not",
     source="ggml-org/llama.cpp src/models/dflash.cpp",
     outcome="drops",
-    engines=ENGINE,
 )
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale is 1 or absent, because llama.cpp does not apply it."""

@@ -2,18 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair, served_name
 from dflash_cli.checkpoints.references import Location, find_checkpoint
-from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
+from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationPlan, open_requested, validate_subject
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
+from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
+from dflash_runtime.documents import INLINE
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 Refusal = UnsupportedError | CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """The commands of one engine."""
+
+    engine: str
+    command: Annotated[ServeCommand, INLINE]
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommandDocument:
+    """Result of `dflash serve-command`."""
+
+    KIND: ClassVar[str] = "serve-command"
+
+    serve_commands: tuple[ServedEngine, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,25 +60,26 @@ class JudgedPair:
         """
         subject = self.subject
         if subject.parsed is None and subject.parse_error is not None:
-            if subject.stated.block_size is None and subject.num_speculative_tokens is None:
+            if subject.stated.block_size is None and subject.plan.num_speculative_tokens is None:
                 raise UsageError(
-                    "block_size is missing, so the number of drafted tokens is not known",
+                    "block_size is missing, so the number of draft tokens is not known",
                     id="block-size-unknown",
                     path=subject.path,
                     field="block_size",
-                    hint="pass -k with the number of tokens that it was trained to draft",
+                    hint="add -k with the number of draft tokens in training",
                 ) from subject.parse_error
             raise subject.parse_error
         assert subject.parsed is not None
         assert subject.target is not None
-        config, asked = subject.parsed.config, subject.num_speculative_tokens
+        config, asked = subject.parsed.config, subject.plan.num_speculative_tokens
         most = config.num_draft_tokens
         if asked is not None and asked > most:
             raise UsageError(
-                f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}",
+                f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
                 id="too-many-drafts",
                 field="-k",
                 found=asked,
+                expected=f"at most {most}",
             )
         flags = (item.serve_flag for item in self.report.findings)
         return ServedPair(
@@ -83,7 +104,7 @@ def judge_pair(
     assert location is not None
     assert pair.draft is not None
     assert pair.target is not None
-    request = ValidationPlan(
+    plan = ValidationPlan(
         draft=location,
         draft_reference=pair.draft,
         target=target_location,
@@ -91,14 +112,14 @@ def judge_pair(
         engines=tuple(engines),
         num_speculative_tokens=num_speculative_tokens,
     )
-    subject = open_requested(request)
-    report = validate_subject(subject, request)
+    subject = open_subject(plan)
+    report = validate_subject(subject)
     return JudgedPair(
         subject=subject,
         report=report,
         target_name=served_name(pair.target, target_location),
         locations=(location, target_location),
-        refusals={verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts},
+        refusals={verdict.name: _refusal(verdict, report) for verdict in report.verdicts},
     )
 
 
@@ -129,7 +150,7 @@ def find_serve_commands(
 
 def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
     """The reason why the engine does not serve the pair: unsupported by the engine, or a faulty draft; else None."""
-    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
+    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.name)]
     stopping = [item for item in errors if item.outcome == "stops"]
     if not stopping:
         return None

@@ -7,13 +7,13 @@ the dialect that is written for it. All other code asks the registry for engines
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar, Literal
 
 from dflash_cli.formats.dialect import COMMON, Format
-from dflash_cli.rules.rule import EngineNames, Outcome, Problem
+from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.config import DraftConfig, TargetFacts
@@ -28,6 +28,8 @@ Habit = Literal[
     "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
 """Habits of exporters that engines treat differently. The rule that reports a habit explains it."""
+
+HabitProblem = tuple[Habit, Problem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,49 +135,61 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
     return tuple(sorted(ENGINES.values(), key=lambda engine: engine.name))
 
 
-def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
-    """A function that returns the names of all engines for which `holds` is true, for `check(engines=...)`."""
-    return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
+@dataclass(frozen=True, slots=True)
+class EnginesWhere(Sequence[str]):
+    """The names of the engines for which `holds` is true, computed at each reading because engines register later."""
+
+    holds: Callable[[type[ServingEngine]], bool]
+
+    def __getitem__(self, index: Any) -> Any:
+        return [engine.name for engine in all_engines() if self.holds(engine)][index]
+
+    def __len__(self) -> int:
+        return sum(map(self.holds, all_engines()))
 
 
-def engines_that_differ(*habits: Habit) -> EngineNames:
-    """As `engines_where`: the engines that do not serve one of the habits as meant, in the oldest or newest release."""
-
-    def names() -> tuple[str, ...]:
-        return tuple(
-            engine.name
-            for engine in all_engines()
-            if any(engine(release).outcome_of(habit) != "serves" for habit in habits for release in engine.ends())
+def engines_that_differ(*habits: Habit) -> EnginesWhere:
+    """The engines that do not serve one of the habits as meant, in the oldest or newest release."""
+    return EnginesWhere(
+        lambda engine: any(
+            engine(release).outcome_of(habit) != "serves" for habit in habits for release in engine.ends()
         )
+    )
 
-    return names
 
+def by_engine(*, stops: str = "", drops: str) -> Callable[[Callable[[Subject], Iterator[HabitProblem]]], Check]:
+    """Turn a function that yields habits with their problems into the function of a rule.
 
-def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
-    """Problems about the engines that do not serve a habit as meant.
-
-    Errors about the engines that the user named. If the user named none, warnings about every engine.
+    A finding is about the engines that do not serve the habit as meant. It is an error if the user named the engine. If
+    the user named no engine, it is a warning about every such engine. `stops` and `drops` are the effects on an engine
+    that stops, and on an engine with lower acceptance.
     """
-    named = [engine for engine in subject.engines if isinstance(engine, ServingEngine)]
+
+    def decorate(function: Callable[[Subject], Iterator[HabitProblem]]) -> Check:
+        @wraps(function)
+        def run(subject: Subject) -> Iterator[Problem]:
+            for habit, problem in function(subject):
+                yield from _by_outcome(habit, subject, problem, {"stops": stops or drops, "drops": drops})
+
+        return run
+
+    return decorate
+
+
+def _by_outcome(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
+    """The problem once for the engines that stop, and once for the engines with lower acceptance."""
+    named = [engine for engine in subject.plan.engines if isinstance(engine, ServingEngine)]
     asked = named or [engine(engine.ends()[-1]) for engine in all_engines()]
-    outcomes: tuple[Outcome, ...] = ("stops", "drops")
-    for outcome in outcomes:
+    for outcome, effect in effects.items():
         about = tuple(engine.name for engine in asked if engine.outcome_of(habit) == outcome)
         if about:
             yield replace(
                 problem,
-                effect=effects[outcome],
+                effect=problem.effect or effect,
                 outcome=outcome if named else "serves",
                 severity="error" if named else "warning",
                 engines=about,
             )
-
-
-def one_stated_causality(subject: Subject) -> dict[str, Any]:
-    """The repair of a draft that states one causality for all layers, under a key that an engine does not read."""
-    trained = subject.trained_causality or ()
-    is_one = subject.stated.states_causality and len(set(trained)) == 1
-    return subject.stated.change("causal", trained[0]) if is_one else {}
 
 
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
@@ -196,6 +210,19 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
     )
 
 
+def repairable_causality(name: str, subject: Subject) -> Iterator[Problem]:
+    """`problem_of_causality`. The repair states the one causality of all layers under the key that the engine reads."""
+    problem, trained = problem_of_causality(name, subject), subject.trained_causality or ()
+    is_one = subject.stated.states_causality and len(set(trained)) == 1
+    if problem is not None:
+        yield replace(problem, repair=subject.stated.change("causal", trained[0]) if is_one else {})
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The words of a command for the options that have a value: `--revision main`."""
+    return [word for option, value in options.items() if value for word in (option, str(value))]
+
+
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     """The engines of a text such as `vllm@0.33,sglang`.
 
@@ -204,14 +231,9 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     """
     engines = tuple(_parse(part.strip()) for part in (text or "").split(",") if part.strip())
     names = [engine.name for engine in engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(
-                f"--engine: {name} is given twice; name one release of each engine",
-                id="engine-twice",
-                field="--engine",
-                found=name,
-            )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise _refused("engine-twice", twice, f"{twice} is given twice; name one release of each engine")
     return engines
 
 
@@ -241,26 +263,19 @@ def _parse(text: str) -> ServingEngine:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(
-            f"--engine: unknown engine {name!r}{guess} (known: {known_engines()})",
-            id="unknown-engine",
-            field="--engine",
-            found=name,
-        )
+        raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name]
     if not release:
-        return engine(engine.releases[-1] if engine.releases else ())
-    if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release):
-        raise _unknown_release(name, release)
-    numbers = tuple(int(part) for part in release.split("."))
+        return engine(engine.ends()[-1])
+    is_number = re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release)
+    numbers = tuple(int(part) for part in release.split(".")) if is_number else ()
     if not any(numbers[: len(item)] == item for item in engine.releases):
-        raise _unknown_release(name, release)
+        raise _refused("unknown-release", text, f"unknown release {text} (known: {known_engines()})")
     return engine(numbers)
 
 
-def _unknown_release(name: str, release: str) -> UsageError:
-    text = f"--engine: unknown release {name}@{release} (known: {known_engines()})"
-    return UsageError(text, id="unknown-release", field="--engine", found=f"{name}@{release}")
+def _refused(id: str, found: str, why: str) -> UsageError:
+    return UsageError(f"--engine: {why}", id=id, field="--engine", found=found, expected=known_engines())
 
 
 def _span(releases: tuple[Release, ...]) -> str:

@@ -1,19 +1,21 @@
-"""Rules about engines that share a trait, and about habits of exporters that engines treat differently."""
+"""Rules about several engines at once, and about habits of exporters that engines treat differently."""
 
 from collections.abc import Iterator
 
 from dflash_cli.engines.serving_engine import (
+    EnginesWhere,
     Habit,
+    HabitProblem,
     ServingEngine,
     all_engines,
+    by_engine,
     engines_that_differ,
-    engines_where,
-    problems_of,
 )
 from dflash_cli.formats.dialect import COMMON, named_architectures
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.themes.attention import WINDOW_KEY
 from dflash_cli.rules.themes.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.files import INDEX_FILE
 
@@ -23,22 +25,23 @@ FIX_ROPE_STYLE = (
     "serve it with vLLM, from a copy that states is_neox_style, the key it reads: dflash convert {draft} {out} "
     "--to vllm --target {target}"
 )
-NOT_FOUND = "it finds no tensor under these names, and leaves random values"
-LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
+NOT_FOUND = "the engine finds no tensor under these names, and leaves the weights at random values"
+IGNORES_FILE = "the engine ignores the file, and uses the mask token's own row"
+LIKE_THE_REFERENCE = EnginesWhere(lambda engine: engine.follows_reference)
 
 
 @check(
     "C36",
-    effect="vLLM, SGLang and llama.cpp's converter do not know this name",
+    effect="vLLM, SGLang and llama.cpp's converter do not know the architecture",
     fix=FIX_TO_COMMON,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
-    engines=engines_where(lambda engine: engine.finds_by_architecture),
+    engines=EnginesWhere(lambda engine: engine.finds_by_architecture),
     unnamed="warning",
 )
 def architecture_is_known(subject: Subject) -> Iterator[Problem]:
     """architectures names DFlashDraftModel, the only name that engines register.
 
-    Automodel writes Qwen3DFlashDraftModel. A config that was saved through another class has that class's name.
+    Automodel writes Qwen3DFlashDraftModel. A config saved through another class has the name of that class.
     """
     named, expected = named_architectures(subject.config), subject.format.architecture
     if expected is not None and expected not in named:
@@ -54,7 +57,7 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
     effect="SGLang, the z-lab reference code and speculators itself size fc.weight by hidden_size",
     fix=f"if the draft has its own embedding and head, serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    engines=engines_where(lambda engine: not engine.takes_other_widths),
+    engines=EnginesWhere(lambda engine: not engine.takes_other_widths),
     unnamed="warning",
 )
 def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
@@ -72,7 +75,7 @@ def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
     effect="the engine does not know the dialect and cannot load the draft",
     fix=FIX_TO_COMMON,
     source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py; llama.cpp conversion/qwen.py",
-    engines=engines_where(lambda engine: not engine.has_dialect_rule),
+    engines=EnginesWhere(lambda engine: not engine.has_dialect_rule),
 )
 def dialect_is_read(subject: Subject) -> Iterator[Problem]:
     """The draft is in a dialect that the engine reads.
@@ -103,18 +106,17 @@ def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
     engines=engines_that_differ("model-prefix", "other-prefix"),
     unnamed="warning",
 )
-def names_are_flat(subject: Subject) -> Iterator[Problem]:
+@by_engine(stops="the engine puts its own prefix before every name, finds no tensor, and stops", drops=NOT_FOUND)
+def names_are_flat(subject: Subject) -> Iterator[HabitProblem]:
     """Tensor names start without a prefix, because vLLM puts `model.` before every name.
 
-    SGLang and transformers remove `model.`; every other prefix is unknown to every engine.
+    SGLang and transformers remove `model.`. No engine knows another prefix.
     """
     prefix = common_prefix(subject)
-    if prefix is None:
-        return
-    problem = Problem(WEIGHTS, f"names start with {prefix!r}", fix=FIX_REEXPORT if prefix == "encoder." else "")
-    stops = f"it adds its own prefix to every name, does not find {prefix}*, and stops"
-    habit: Habit = "model-prefix" if prefix == "model." else "other-prefix"
-    yield from problems_of(habit, subject, problem, {"stops": stops, "drops": NOT_FOUND})
+    if prefix is not None:
+        fix = FIX_REEXPORT if prefix == "encoder." else ""
+        habit: Habit = "model-prefix" if prefix == "model." else "other-prefix"
+        yield habit, Problem(WEIGHTS, f"names start with {prefix!r}, expected no prefix", fix=fix)
 
 
 @check(
@@ -125,16 +127,16 @@ def names_are_flat(subject: Subject) -> Iterator[Problem]:
     engines=engines_that_differ("fused-projections"),
     unnamed="warning",
 )
-def projections_are_apart(subject: Subject) -> Iterator[Problem]:
+@by_engine(stops="the engine does not know fused projections, and stops", drops=NOT_FOUND)
+def projections_are_apart(subject: Subject) -> Iterator[HabitProblem]:
     """Projections are stored one by one, as in every dialect of DFlash.
 
     vLLM and SGLang fuse them in memory, and also load fused projections.
     """
     names = fused_names(subject)
     if names:
-        problem = Problem(f"{WEIGHTS}:{names[0]}", f"fused projections: {len(names)}, expected separate ones")
-        stops = "it does not know fused projections, and stops"
-        yield from problems_of("fused-projections", subject, problem, {"stops": stops, "drops": NOT_FOUND})
+        message = f"fused projections: {len(names)}, expected separate ones"
+        yield "fused-projections", Problem(f"{WEIGHTS}:{names[0]}", message)
 
 
 @check(
@@ -145,13 +147,13 @@ def projections_are_apart(subject: Subject) -> Iterator[Problem]:
     engines=engines_that_differ("encoder-names"),
     unnamed="warning",
 )
-def tensors_have_their_usual_names(subject: Subject) -> Iterator[Problem]:
+@by_engine(stops="the engine does not know the name, and stops", drops=NOT_FOUND)
+def tensors_have_their_usual_names(subject: Subject) -> Iterator[HabitProblem]:
     """fc and hidden_norm have these names, not encoder.fc and encoder.output_norm_enc."""
     names = [name for name in subject.tensors or () if name.startswith(ALIASES)]
     if names and common_prefix(subject) is None:
-        problem = Problem(f"{WEIGHTS}:{names[0]}", f"{len(names)} tensors under another name than usual")
-        stops = "it does not know the name, and stops"
-        yield from problems_of("encoder-names", subject, problem, {"stops": stops, "drops": NOT_FOUND})
+        message = f"{len(names)} tensors under other names than fc and hidden_norm"
+        yield "encoder-names", Problem(f"{WEIGHTS}:{names[0]}", message)
 
 
 @check(
@@ -159,45 +161,45 @@ def tensors_have_their_usual_names(subject: Subject) -> Iterator[Problem]:
     effect="engines that sort the tapped layers do not sort the columns of fc.weight, so features are mixed up",
     fix=NORMALISE,
     source="vLLM 0.33.0 models/interfaces.py; SGLang 0.5.23 models/qwen3.py; z-lab/dflash model.py",
-    engines=engines_that_differ("unsorted-taps"),
+    engines=engines_that_differ("unsorted-taps", "repeated-taps"),
     unnamed="warning",
 )
-def taps_ascend(subject: Subject) -> Iterator[Problem]:
+@by_engine(
+    stops="the engine captures each layer once, so fc.weight gets fewer features than it has columns",
+    drops="the engine passes features in the order of the layers, but the columns of fc.weight are in the listed order",
+)
+def taps_ascend(subject: Subject) -> Iterator[HabitProblem]:
     """Tapped layers are listed in ascending order without repeats.
 
-    The reference code concatenates the features as listed. vLLM sorts the layers and drops repeats, and SGLang captures
+    The reference code concatenates the features as listed. vLLM sorts the layers and drops repeats. SGLang captures
     each layer when it runs. --normalise-taps sorts the list together with the columns of fc.weight, so the draft
     computes the same.
     """
-    taps = subject.stated.taps or []
+    taps, location = subject.stated.taps or [], subject.at("target_layer_ids")
     stated = subject.stated.value("target_layer_ids")
-    sorting = "it passes features in order of the layers, but the columns of fc.weight are in the listed order"
-    missing = "it captures each layer once, so fc.weight gets fewer features than it has columns"
     if len(set(taps)) != len(taps):
         fix = f"{NORMALISE} --allow-lossy # adds up the columns of repeated layers, which rounds"
-        problem = Problem(subject.at("target_layer_ids"), f"{stated} repeats a layer", fix=fix)
-        yield from problems_of("repeated-taps", subject, problem, {"stops": missing, "drops": sorting})
+        yield "repeated-taps", Problem(location, f"{stated} repeats a layer", fix=fix)
     elif taps != sorted(taps):
-        problem = Problem(subject.at("target_layer_ids"), f"{stated} is not in ascending order")
-        yield from problems_of("unsorted-taps", subject, problem, {"stops": missing, "drops": sorting})
+        yield "unsorted-taps", Problem(location, f"{stated} is not in ascending order")
 
 
 @check(
     "C41",
-    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs; this tool and the reference code rotate halves",
+    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs; dflash and the reference code rotate halves",
     fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
-def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
+@by_engine(drops="the engine ignores the key, and rotates halves")
+def rope_rotates_halves(subject: Subject) -> Iterator[HabitProblem]:
     """Rope rotates halves, as in NeoX.
 
     No engine reports a mismatch. vLLM from 0.29 on and SGLang follow the key. vLLM 0.28 rotates like its target.
-    Earlier releases of vLLM, transformers, llama.cpp and this tool rotate halves.
+    Earlier releases of vLLM, transformers, llama.cpp and dflash rotate halves.
     """
-    drops = "it ignores the key, and rotates halves"
     keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
     for key, habit in keys.items():
         for item in subject.stated.statements(key):
@@ -205,30 +207,29 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
                 is_nested = not _is_outermost(subject, item.key)
                 fix = FIX_ROPE_STYLE if is_nested or key == "rope_is_neox_style" else ""
                 problem = Problem(subject.location(item.key), "false: the draft rotates interleaved pairs", fix=fix)
-                found: Habit = "nested-style" if is_nested else habit
-                yield from problems_of(found, subject, problem, {"stops": drops, "drops": drops})
+                yield "nested-style" if is_nested else habit, problem
 
 
 @check(
     "C44",
-    effect="SGLang adds one to every norm weight and other readers do not, so some of them serve another model",
+    effect="SGLang adds 1 to every norm weight and other readers do not, so some of them serve another model",
     fix="export the draft again with plain norms, then check it: dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
     engines=engines_that_differ("gemma-norms", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
-def norms_are_plain(subject: Subject) -> Iterator[Problem]:
-    """Norms multiply by their weight, not by one plus their weight.
+@by_engine(drops="the engine multiplies by the weight alone, but the config asks for 1 plus the weight")
+def norms_are_plain(subject: Subject) -> Iterator[HabitProblem]:
+    """Norms multiply by their weight, not by 1 plus their weight.
 
-    If use_gemma_norm is true, SGLang adds one. vLLM, this tool and the z-lab reference code ignore the key.
+    If use_gemma_norm is true, SGLang adds 1. vLLM, dflash and the z-lab reference code ignore the key.
     """
     for item in subject.stated.statements("use_gemma_norm"):
         if item.value is True:
-            habit: Habit = "gemma-norms" if _is_outermost(subject, item.key) else "nested-style"
-            problem = Problem(subject.location(item.key), "true; only SGLang reads the key, and only at the top level")
-            drops = "it multiplies by the weight alone, but the config asks for one plus the weight"
-            yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
+            message = "true; only SGLang reads the key, and only at the top level"
+            problem = Problem(subject.location(item.key), message)
+            yield "gemma-norms" if _is_outermost(subject, item.key) else "nested-style", problem
 
 
 @check(
@@ -238,12 +239,11 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     source="z-lab 0.1.0, run; SGLang 0.5.23 models/dflash.py; llama.cpp conversion/qwen.py; vllm-project/vllm#46104",
     engines=engines_that_differ("use-swa"),
 )
-def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
+@by_engine(drops="the engine ignores the key, and attends to the whole context")
+def windows_are_where_engines_look(subject: Subject) -> Iterator[HabitProblem]:
     """Windows are stated in layer_types, which every engine reads, and not only in use_swa."""
-    drops = "it ignores the key, and attends to the whole context"
     for key in subject.stated.window_keys:
-        problem = Problem(subject.location(key), "true, expected the sliding layers in layer_types")
-        yield from problems_of("use-swa", subject, problem, {"stops": drops, "drops": drops})
+        yield "use-swa", Problem(subject.location(key), WINDOW_KEY)
 
 
 @check(
@@ -254,23 +254,20 @@ def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
     engines=engines_that_differ("mask-pickle", "mask-safetensors"),
     unnamed="warning",
 )
-def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
+@by_engine(stops="the engine loads every safetensors file, does not know this tensor, and stops", drops=IGNORES_FILE)
+def no_mask_embedding(subject: Subject) -> Iterator[HabitProblem]:
     """The mask embedding is the mask token's row, not a learned tensor in a file.
 
     vLLM from 0.25 on and SGLang read mask_embedding.pt. No engine reads mask_embedding.safetensors, and vLLM loads it
     as weights of the draft unless an index excludes it.
     """
-    drops = "it ignores the file, and uses the mask token's own row"
     if "mask_embedding.pt" in subject.files:
-        problem = Problem("mask_embedding.pt", "a learned mask embedding in a pickle file")
-        yield from problems_of("mask-pickle", subject, problem, {"stops": drops, "drops": drops})
+        yield "mask-pickle", Problem("mask_embedding.pt", "a learned mask embedding in a pickle file")
     if "mask_embedding.safetensors" in subject.files:
         fix = "serve the draft with its mask_embedding.pt, in vLLM or SGLang; then check it: dflash validate {draft}"
-        problem = Problem("mask_embedding.safetensors", "a learned mask embedding that no engine reads", fix=fix)
-        stops = "it loads every safetensors file, does not know this tensor, and stops"
-        if INDEX_FILE in subject.files:
-            stops = drops
-        yield from problems_of("mask-safetensors", subject, problem, {"stops": stops, "drops": drops})
+        effect = IGNORES_FILE if INDEX_FILE in subject.files else ""
+        message = "a learned mask embedding that no engine reads"
+        yield "mask-safetensors", Problem("mask_embedding.safetensors", message, effect, fix)
 
 
 def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator[Problem]:

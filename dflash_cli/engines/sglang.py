@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -12,10 +12,10 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
-    one_stated_causality,
-    problem_of_causality,
     release_text,
+    repairable_causality,
     stated_once,
+    words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
 from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
@@ -28,6 +28,7 @@ from dflash_runtime.config import DraftConfig
 
 NAME = "sglang"
 ENGINE = (NAME,)
+check_sglang = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = ((0, 5, 23),)
 NEWEST = f"SGLang {release_text(RELEASES[-1])}"
 CODE = "SGLang 0.5.23 models/dflash.py"
@@ -82,88 +83,80 @@ class SglangEngine(ServingEngine):
         return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """--speculative-num-draft-tokens is block_size, the anchor included."""
+        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor."""
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
-        words = ["python3", "-m", "sglang.launch_server", "--model-path", target]
-        if target_revision:
-            words += ["--revision", target_revision]
-        words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
-        if revision:
-            words += ["--speculative-draft-model-revision", revision]
-        words += ["--speculative-num-draft-tokens", str(pair.num_draft_tokens + 1)]
-        if pair.context_limit is not None:
-            words += ["--context-length", str(pair.context_limit)]
-        if BFLOAT16 in pair.flags:
-            words += ["--dtype", "bfloat16"]
-        if PLAIN_DRAFT in pair.flags:
-            words += ["--speculative-draft-model-quantization", "unquant"]
+        options = {
+            "--model-path": target,
+            "--revision": target_revision,
+            "--speculative-algorithm": "DFLASH",
+            "--speculative-draft-model-path": draft,
+            "--speculative-draft-model-revision": revision,
+            "--speculative-num-draft-tokens": pair.num_draft_tokens + 1,
+            "--context-length": pair.context_limit,
+            "--dtype": BFLOAT16 in pair.flags and "bfloat16",
+            "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",
+        }
+        words = ["python3", "-m", "sglang.launch_server", *words_of(options)]
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
 
 
-@check(
+@check_sglang(
     "S08",
     "warning",
-    effect="SGLang drafts a block of another length than was trained",
+    effect="SGLang drafts a block of another length than in training",
     fix=f"{FIX_SERVE} # asks for block_size",
     source=CODE,
-    engines=ENGINE,
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
-    asked, block = subject.num_speculative_tokens, subject.stated.block_size
+    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
     if asked is not None and block is not None and asked != block - 1:
         yield Problem(
             subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
         )
 
 
-@check(
+@check_sglang(
     "S09",
     effect="SGLang finds no num_hidden_layers at the top level and stops",
     fix="dflash convert {draft} {out} --to sglang --target {target}",
     source="SGLang 0.5.23 speculative/dflash_utils.py",
-    engines=ENGINE,
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     """The draft is in the native dialect, the only dialect that SGLang reads."""
     yield from unknown_dialect(subject, SglangEngine)
 
 
-@check(
+@check_sglang(
     "S10",
     effect="SGLang ignores the draft's head and id map and proposes over the whole vocabulary",
     fix=FIX_VLLM,
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """A draft for SGLang proposes over the target's whole vocabulary."""
     yield from reduced_vocabulary(subject)
 
 
-@check(
+@check_sglang(
     "S11",
     effect="SGLang does not read the key, and takes causality from each layer's kind",
     fix="dflash validate {draft} --engine sglang --fix-out {out}",
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
     """Causality is stated in the top-level is_causal, where SGLang reads it."""
-    problem = problem_of_causality(NAME, subject)
-    if problem is not None:
-        yield replace(problem, repair=one_stated_causality(subject))
+    yield from repairable_causality(NAME, subject)
 
 
-@check(
+@check_sglang(
     "S12",
     effect="SGLang never captures the last layer, so fc.weight gets fewer features than it reads",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 models/qwen3.py, llama.py; sgl-project/sglang#32204",
-    engines=ENGINE,
 )
 def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
     """The target's last layer is not tapped if SGLang cannot hand out its output."""
@@ -174,13 +167,12 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.at("target_layer_ids"), f"lists the last of {depth} layers of a {kind} target")
 
 
-@check(
+@check_sglang(
     "S21",
     effect="SGLang ignores the scale, so the block's embeddings have another scale than in training",
     fix=f"dflash eval-acceptance {{draft}} --target {{target}} # applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
-    engines=ENGINE,
 )
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale is 1 or absent, because SGLang does not apply it.
@@ -190,27 +182,25 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     yield from stated_scales(subject, ("input_embedding_scale",))
 
 
-@check(
+@check_sglang(
     "S23",
     "warning",
-    effect="SGLang packs the draft like its target unless it is told not to",
+    effect="SGLang quantises the draft like its target, unless an option turns that off",
     fix=f"{FIX_SERVE} # adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
-    engines=ENGINE,
     serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
-    """The draft stays plain although its target is packed."""
+    """A draft with plain weights is not quantised like its target."""
     if subject.target is not None and subject.target.quantization is not None:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
-@check(
+@check_sglang(
     "P07",
     effect="SGLang cannot capture this target's layers and stops",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 set_dflash_layers_to_capture",
-    engines=ENGINE,
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
     """SGLang's model of the target can hand out its layers to a draft."""

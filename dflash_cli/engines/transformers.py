@@ -4,7 +4,7 @@ z-lab's package does not include a server, so a short program runs the draft.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -14,8 +14,7 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
-    one_stated_causality,
-    problem_of_causality,
+    repairable_causality,
     stated_once,
 )
 from dflash_cli.formats.dialect import Format
@@ -25,7 +24,7 @@ from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 
 NAME = "transformers"
-ENGINE = (NAME,)
+check_transformers = partial(check, engines=(NAME,))
 ZLAB = "z-lab/dflash model.py, 0.1.0 and April 2026"
 
 
@@ -57,9 +56,9 @@ class Transformers(ServingEngine):
         return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """A program. It does not call the package's script, which has the name of this tool."""
+        """A program. It does not call the script of z-lab's package, which is also named dflash."""
         lines = (
-            "# pip install 'dflash[local]' in an environment of its own: it is z-lab's package",
+            "# pip install 'dflash[local]' in a new environment: this is z-lab's package",
             "from dflash.model import DFlashDraftModel, dflash_generate",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"target = AutoModelForCausalLM.from_pretrained({pair.target!r}, dtype='auto', device_map='auto')",
@@ -73,13 +72,12 @@ class Transformers(ServingEngine):
         return ServeCommand(lines, pair.num_draft_tokens)
 
 
-@check(
+@check_transformers(
     "S13",
     "warning",
-    effect="z-lab's code of April 2026 reads them only there and stops",
+    effect="z-lab's code of April 2026 looks for the key only there, and stops",
     fix="dflash validate {draft} --target {target} --engine transformers --fix-out {out}",
     source=ZLAB,
-    engines=ENGINE,
 )
 def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
     """block_size and num_target_layers are at the top level, where z-lab's code of April 2026 reads them."""
@@ -90,12 +88,11 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
             yield Problem(subject.location(key), "missing at the top level")
 
 
-@check(
+@check_transformers(
     "S30",
     effect="z-lab's code crops keys and values only, so rejected tokens stay in the state and change the text",
     fix="dflash serve-command {draft} --target {target} --engine sglang # keeps the state after every verified token",
     source="z-lab/dflash#172; huggingface/transformers#49036; sgl-project/sglang#28010",
-    engines=ENGINE,
 )
 def reference_keeps_no_rejected_tokens(subject: Subject) -> Iterator[Problem]:
     """Every layer of the target keeps keys and values, not a state, because z-lab's code does not roll back states."""
@@ -108,28 +105,24 @@ def reference_keeps_no_rejected_tokens(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_transformers(
     "S24",
     effect="z-lab's code reads only the top-level is_causal and the kind of each layer",
     fix="dflash validate {draft} --engine transformers --fix-out {out}",
     source="z-lab/dflash 0.1.0 model.py",
     outcome="drops",
-    engines=ENGINE,
 )
 def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     """z-lab's code serves every layer with the causality that the config states."""
-    problem = problem_of_causality(NAME, subject)
-    if problem is not None:
-        yield replace(problem, repair=one_stated_causality(subject))
+    yield from repairable_causality(NAME, subject)
 
 
-@check(
+@check_transformers(
     "S31",
     effect="z-lab's code ignores attention sinks",
     fix="dflash serve-command {draft} --target {target} --engine vllm # vLLM and SGLang compute them",
     source="z-lab/dflash 0.1.0 model.py; vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
-    engines=ENGINE,
 )
 def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
     """The draft works without attention sinks, because z-lab's code does not compute them."""

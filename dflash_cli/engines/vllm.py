@@ -7,6 +7,7 @@ transformers_utils/configs/speculators/algos.py, v1/spec_decode/dflash.py and v1
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -19,6 +20,7 @@ from dflash_cli.engines.serving_engine import (
     problem_of_causality,
     release_text,
     stated_once,
+    words_of,
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
@@ -40,6 +42,7 @@ from dflash_runtime.notices import Notice
 
 NAME = "vllm"
 ENGINE = (NAME,)
+check_vllm = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
 NEWEST = f"vLLM {release_text(RELEASES[-1])}"
 READS_WINDOWS: Release = (0, 25)
@@ -106,7 +109,7 @@ class VllmEngine(ServingEngine):
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """The value of dflash_config.causal once vLLM has read the config (`update_dflash` writes it)."""
+        """The value of dflash_config.causal after vLLM has read the config. `update_dflash` writes it."""
         is_speculators = isinstance(subject.format, SpeculatorsFormat)
         nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:
@@ -114,7 +117,7 @@ class VllmEngine(ServingEngine):
         return subject.config.get(NON_CAUSAL_FLAG) is False if is_speculators else nested
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """num_speculative_tokens is block_size - 1."""
+        """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
         speculative: Json = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
         if revision:
@@ -124,25 +127,23 @@ class VllmEngine(ServingEngine):
             speculative["num_speculative_tokens"] = max(number for *_, number in pair.schedule)
             speculative["num_speculative_tokens_per_batch_size"] = [list(item) for item in pair.schedule]
         target, _, target_revision = pair.target.partition("@")
-        words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
-        if target_revision:
-            words += ["--revision", target_revision]
-        if pair.context_limit is not None:
-            words += ["--max-model-len", str(pair.context_limit)]
-        if BFLOAT16 in pair.flags:
-            words += ["--dtype", "bfloat16"]
-        if PLAIN_KV_CACHE in pair.flags:
-            words += ["--kv-cache-dtype", "bfloat16"]
+        options = {
+            "--speculative-config": json.dumps(speculative),
+            "--revision": target_revision,
+            "--max-model-len": pair.context_limit,
+            "--dtype": BFLOAT16 in pair.flags and "bfloat16",
+            "--kv-cache-dtype": PLAIN_KV_CACHE in pair.flags and "bfloat16",
+        }
+        words = ["vllm", "serve", target, *words_of(options)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
 
 
-@check(
+@check_vllm(
     "C27",
     effect="vLLM stops",
     fix="if the training used silu, write it and run dflash validate {draft}; else use an engine with this activation",
     source="vLLM 0.33.0 qwen3_dflash.py",
-    engines=ENGINE,
     unnamed="warning",
 )
 def activation_is_silu(subject: Subject) -> Iterator[Problem]:
@@ -152,12 +153,11 @@ def activation_is_silu(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.body_at("hidden_act"), f"found {value!r}, expected 'silu'")
 
 
-@check(
+@check_vllm(
     "M02",
     effect="vLLM does not know d2t and stops",
     fix=f"{FIX_COPY} # drops the map if it maps every id to itself",
     source="vLLM 0.33.0 models/utils.py",
-    engines=ENGINE,
     unnamed="warning",
 )
 def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
@@ -172,13 +172,12 @@ def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_vllm(
     "S01",
     "info",
-    effect="vLLM cannot infer the method from the name, so the command must give it",
-    fix=f"{FIX_SERVE} # gives the method",
+    effect="vLLM cannot infer the method from the name, so the command must state it",
+    fix=f"{FIX_SERVE} # states the method",
     source="vLLM 0.33.0 config/speculative.py",
-    engines=ENGINE,
 )
 def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     """The draft's name contains dflash, and neither eagle- nor eagle3.
@@ -194,13 +193,12 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
         yield Problem(CONFIG_FILE, "the draft's name contains eagle, so vLLM infers that method")
 
 
-@check(
+@check_vllm(
     "S02",
-    effect="the draft has never seen masks past the trained block; vLLM does not check",
+    effect="the draft has never seen masks past the trained block; vLLM does not report it",
     fix=f"{FIX_SERVE} # asks for block_size - 1",
     source="vllm-project/vllm#41834; vLLM 0.33.0 config/speculative.py",
     outcome="drops",
-    engines=ENGINE,
 )
 def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--num-speculative-tokens is block_size - 1 on vLLM.
@@ -208,7 +206,7 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     A larger number drafts more tokens than in training. A smaller number shortens the block, and in a non-causal block
     every row depends on the number of rows after it.
     """
-    asked, block = subject.num_speculative_tokens, subject.stated.block_size
+    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
     if asked is None or block is None or asked == block - 1:
         return
     location = subject.expected_at("block_size")
@@ -222,13 +220,12 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-@check(
+@check_vllm(
     "S03",
     "warning",
     effect="only vLLM's V2 model runner serves sliding and full layers together",
     fix=f"{FIX_SERVE} # selects that runner",
     source="vLLM 0.33.0 qwen3_dflash.py",
-    engines=ENGINE,
     serve_flag=V2_RUNNER,
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
@@ -240,12 +237,11 @@ def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.body_at("layer_types"), "found both sliding and full layers")
 
 
-@check(
+@check_vllm(
     "S04",
     effect="vLLM stops with an assertion",
     fix="export the draft without this tensor, then check it: dflash validate {draft} --engine vllm",
     source="vLLM 0.33.0 qwen3_dflash.py load_weights",
-    engines=ENGINE,
 )
 def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
     """Tensor names do not contain mask_hidden."""
@@ -254,16 +250,12 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:{name}", "vLLM asserts that no tensor has such a name")
 
 
-@check(
+@check_vllm(
     "S05",
     effect="vLLM ignores the scale for DFlash; only its DFlash 2 model reads it",
-    fix=(
-        "dflash serve-command {draft} --target {target} --engine sglang # unless the scale is input_embedding_scale "
-        "(see S21)"
-    ),
+    fix="dflash serve-command {draft} --target {target} --engine sglang # for other scales than input_embedding_scale",
     source="vLLM 0.33.0 qwen3_dflash2.py",
     outcome="drops",
-    engines=ENGINE,
 )
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """Scales are absent or change nothing, because vLLM's DFlash model ignores them.
@@ -273,13 +265,12 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     yield from stated_scales(subject)
 
 
-@check(
+@check_vllm(
     "S07",
-    effect="whether masked positions attend to later positions differs from the config",
+    effect="vLLM serves some layers with another causality than the config states",
     fix=FIX_TO_VLLM,
     source="vLLM 0.24.0 to 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47745",
     outcome="drops",
-    engines=ENGINE,
 )
 def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
     """vLLM serves every layer with the causality that the config states.
@@ -298,13 +289,12 @@ def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
         yield problem
 
 
-@check(
+@check_vllm(
     "S22",
     "warning",
     effect="attention backends for a quantised KV cache may not support non-causal attention",
     fix=f"{FIX_SERVE} # adds --kv-cache-dtype bfloat16",
     source="vllm-project/vllm#41559, #53979",
-    engines=ENGINE,
     serve_flag=PLAIN_KV_CACHE,
 )
 def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
@@ -317,13 +307,12 @@ def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target asks for a quantised KV cache")
 
 
-@check(
+@check_vllm(
     "S28",
     effect="this release of vLLM attends to the whole context on every layer",
     fix=FIX_NEWER,
     source="vLLM 0.24.0 and 0.25.0 qwen3_dflash.py; vllm-project/vllm#46104, #47745",
     outcome="drops",
-    engines=ENGINE,
 )
 def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
     """The release of vLLM serves sliding layers, also together with full layers.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.engines.vllm import ENGINE, FIX_TO_VLLM, NAME, READS_KINDS
+from dflash_cli.engines.vllm import FIX_TO_VLLM, NAME, READS_KINDS, check_vllm
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.fields import REMOVED
 from dflash_cli.formats.speculators import SpeculatorsFormat
@@ -19,13 +19,12 @@ METHODS = "speculators_config.proposal_methods"
 FIX_VERIFIER = "dflash convert {draft} {out} --to speculators --target-name ORG/REPO"
 
 
-@check(
+@check_vllm(
     "C04",
-    effect="vLLM takes its number of drafted tokens from here and drafts a block of an untrained length",
+    effect="vLLM reads the number of draft tokens from this key, and drafts a block of another length than in training",
     fix=FIX_COPY,
     source="vllm-project/vllm#39519; vllm-project/speculators#456",
     outcome="drops",
-    engines=ENGINE,
     unnamed="warning",
 )
 def drafts_one_less_than_the_block(subject: Subject) -> Iterator[Problem]:
@@ -43,13 +42,12 @@ def drafts_one_less_than_the_block(subject: Subject) -> Iterator[Problem]:
             )
 
 
-@check(
+@check_vllm(
     "C20",
     effect="vLLM from 0.26 on makes every layer causal; full layers of this dialect are non-causal",
     fix=FIX_COPY,
     source="vllm-project/vllm#56692, open in 0.33.0; #47745 brought it, in 0.26.0",
     outcome="drops",
-    engines=ENGINE,
     unnamed="warning",
 )
 def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
@@ -69,13 +67,12 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_vllm(
     "C21",
     effect="vLLM from 0.26 on makes the full-attention layers causal too",
     fix=FIX_TO_VLLM,
     source="vLLM 0.33.0 transformers_utils/configs/speculators/algos.py",
     outcome="drops",
-    engines=ENGINE,
     unnamed="warning",
 )
 def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
@@ -90,12 +87,11 @@ def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_vllm(
     "C30",
     effect="vLLM does not recognise the file as a speculators config",
     fix=FIX_COPY,
     source="vLLM 0.33.0 transformers_utils/config.py",
-    engines=ENGINE,
     unnamed="warning",
 )
 def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
@@ -114,10 +110,7 @@ def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "C31",
     effect="vLLM stops with a KeyError",
-    fix=(
-        "save the draft again with speculators 0.9, or convert a native export --to speculators; then dflash "
-        "validate {draft}"
-    ),
+    fix="save the draft again with speculators 0.9, or convert a native export: dflash convert NATIVE --to speculators",
     source=VLLM_BASE,
 )
 def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
@@ -162,12 +155,11 @@ def has_one_proposal_method(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_vllm(
     "C34",
     effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
     fix=FIX_VERIFIER,
     source="vLLM 0.33.0 transformers_utils/config.py refuses a path",
-    engines=ENGINE,
     unnamed="warning",
 )
 def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:

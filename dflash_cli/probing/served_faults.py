@@ -16,7 +16,8 @@ def known_faults(draft: str | None, target: str | None, server: "InferenceServer
     # Help pages import this module too, and must stay fast.
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
-    from dflash_cli.rules.validator import ValidationPlan, validate_draft
+    from dflash_cli.rules.subject import ValidationPlan
+    from dflash_cli.rules.validator import validate_draft
 
     facts = server.describe()
     pair = complete_pair(draft, target, find=fetch_directory)

@@ -1,31 +1,27 @@
-"""The result of a validation."""
+"""The result of a validation, and its JSON document."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from dflash_cli.rules.report_document import ReportEntry, ValidateDocument, VerdictEntry
 from dflash_cli.rules.rule import Finding, Level, Severity
-from dflash_cli.rules.subject import NamedEngine
 from dflash_cli.rules.verdict import Verdict
 from dflash_cli.terminal.shown import Shown, Table
+from dflash_runtime.documents import INLINE, computed_key
+from dflash_runtime.phrases import plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report(Shown):
-    """Findings, worst first. `num_rules` counts the rules that ran, and `notes` say which checks could not run."""
+class Findings(Shown):
+    """Findings, worst first. `notes` say which checks could not run."""
 
-    path: Path
-    dialect: str | None
-    target: str | None
-    engines: tuple[NamedEngine, ...]
-    level: Level
+    num_rules: Annotated[int, "rules that were checked"]
     findings: tuple[Finding, ...]
-    num_rules: int
-    verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
+        errors, warnings = plural(self.num_errors, "error"), plural(self.num_warnings, "warning")
+        return [f"{errors}, {warnings}, {self.num_rules} rules checked"]
 
     def shown_tables(self) -> dict[str, Table]:
         rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
@@ -34,27 +30,59 @@ class Report(Shown):
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
 
+    @property
+    @computed_key
+    def num_errors(self) -> int:
+        return self.count("error")
+
+    @property
+    @computed_key
+    def num_warnings(self) -> int:
+        return self.count("warning")
+
     def fails(self, *, strict: bool = False) -> bool:
         """Whether there is an error, or with `strict` a warning."""
-        return bool(self.count("error") or (strict and self.count("warning")))
+        return bool(self.num_errors or (strict and self.num_warnings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Findings):
+    """Every finding about a draft, worst first."""
+
+    draft: str
+    dialect: str | None
+    target: str | None
+    engines: tuple[str, ...]
+    level: Level
+    verdicts: tuple[Verdict, ...] = ()
+    search: None = None
 
     @property
-    def entry(self) -> ReportEntry:
-        """The report as a part of a document."""
-        return ReportEntry(
-            draft=str(self.path),
-            dialect=self.dialect,
-            target=self.target,
-            engines=tuple(map(str, self.engines)),
-            level=self.level,
-            num_rules=self.num_rules,
-            num_errors=self.count("error"),
-            num_warnings=self.count("warning"),
-            findings=self.findings,
-            verdicts=tuple(map(VerdictEntry.of, self.verdicts)),
-            notes=self.notes,
-        )
+    def path(self) -> Path:
+        """The directory of the draft."""
+        return Path(self.draft)
 
     @property
-    def document(self) -> ValidateDocument:
-        return ValidateDocument(report=self.entry, passed=not self.fails())
+    def document(self) -> "ValidateDocument":
+        return ValidateDocument(report=self, passed=not self.fails())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairEntry:
+    """A corrected copy of the draft."""
+
+    destination: str
+    dialect: str
+    fixed: Annotated[tuple[str, ...], "ids of rules that the copy no longer breaks"]
+    left: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateDocument:
+    """Result of `dflash validate`."""
+
+    KIND: ClassVar[str] = "validate"
+
+    report: Annotated[Report, INLINE]
+    passed: bool
+    repaired: Annotated[RepairEntry | None, "the copy of --fix-out; null if nothing was written"] = None

@@ -10,15 +10,15 @@ Flags of `check` state every other consequence of a rule. No code asks for a rul
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache, partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol
 
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.subject import NamedEngine
-from dflash_runtime.documents import HIDDEN
+from dflash_runtime.documents import HIDDEN, copy_fields
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -103,7 +103,7 @@ class Finding(Traits):
     fix: str = ""
     source: str = ""
     engines: tuple[str, ...] = ()
-    outcome: Annotated[Outcome, "what engines make of it"] = "serves"
+    outcome: Annotated[Outcome, "how engines serve the draft"] = "serves"
     repair: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
     correction: Annotated[str, HIDDEN] = ""
 
@@ -114,7 +114,7 @@ class Finding(Traits):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault that a rule yields. The rule's own value stands in for an empty field.
+    """A fault that a rule yields. An empty field takes the rule's value.
 
     engines      the engines it concerns, if not every engine of the rule
     repair       dotted config key -> the only right value, or REMOVED
@@ -142,22 +142,40 @@ class _Judged(Protocol):
 
 
 Check = Callable[[Any], Iterator[Problem]]
-EngineNames = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _no_check(subject: object) -> Iterator[Problem]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True)
 class Rule(Traits):
-    """A registered check; see `check` for its fields."""
+    """A check and its consequences. `@check(id, severity, ...)` registers a function as the check of a new rule.
+
+    A problem may replace effect, fix, severity, outcome and engines. For other fields see `Traits`.
+
+    fix        the command to try, in which `{draft}`, `{target}` and `{out}` stand for the user's names
+    source     the thread or code that the rule comes from
+    outcome    by default an engine stops at an error and serves the rest. `diagnose` names a warning that drops
+               acceptance if acceptance is low.
+    engines    the engines that the rule is about; empty if it is about every engine
+    unnamed    the severity if the rule is about engines and the user named none of them. With None it does not run.
+    """
 
     id: str
-    severity: Severity
-    run: Check
+    severity: Severity = "error"
+    _: KW_ONLY
     effect: str
     fix: str
     source: str
-    outcome: Outcome
-    about: EngineNames
-    unnamed: Severity | None
+    outcome: Outcome | None = None
+    engines: Sequence[str] = ()
+    unnamed: Severity | None = None
+    run: Check = _no_check
+
+    def __call__(self, function: Check) -> Check:
+        CHECKS.register(self.id)(replace(self, run=function))
+        return function
 
     @property
     def title(self) -> str:
@@ -178,34 +196,29 @@ class Rule(Traits):
         """The subject of the rules in the same file, in a word or two."""
         return self.module.rpartition(".")[2].replace("_", " ")
 
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """The engines that the rule is about; empty if it is about every engine."""
-        return self.about() if callable(self.about) else self.about
-
     def findings(self, subject: _Judged) -> list[Finding]:
         """At most MAX_FINDINGS findings of the rule, and one more that says that there are others."""
-        engines = self.engines
+        engines = tuple(self.engines)
         named = tuple(name for name in engines if subject.engine(name) is not None)
         severity = self.unnamed if engines and not named else self.severity
         if severity is None:
             return []
-        words, traits = subject.command_words, {item.name: getattr(self, item.name) for item in fields(Traits)}
+        words = subject.command_words
+        by_severity = "stops" if self.severity == "error" else "serves"
         problems = list(islice(_grouped(self.run(subject)), MAX_FINDINGS + 1))
         found = [
-            Finding(
-                self.id,
-                item.severity or severity,
-                item.location,
-                item.message,
+            copy_fields(
+                Finding,
+                self,
+                severity=item.severity or severity,
+                location=item.location,
+                message=item.message,
                 effect=item.effect or self.effect,
                 fix=fill(item.fix or self.fix, words),
-                source=self.source,
                 engines=item.engines or named or engines,
-                outcome=item.outcome or self.outcome,
+                outcome=item.outcome or self.outcome or by_severity,
                 repair=item.repair,
                 correction=item.correction,
-                **traits,
             )
             for item in problems[:MAX_FINDINGS]
         ]
@@ -217,55 +230,9 @@ class Rule(Traits):
 CHECKS: Registry[Rule] = Registry("check")
 
 
-def check(
-    rule_id: str,
-    severity: Severity = "error",
-    *,
-    effect: str,
-    fix: str,
-    source: str,
-    outcome: Outcome | None = None,
-    engines: EngineNames = (),
-    unnamed: Severity | None = None,
-    level: RuleLevel = "headers",
-    stage: Stage = "rest",
-    stops_runtime: bool = False,
-    serve_flag: str | None = None,
-    is_about_training: bool = False,
-) -> Callable[[Check], Check]:
-    """Register a function as the rule of that id. A problem may replace effect, fix, severity, outcome and engines.
-
-    fix        the command to try, in which `{draft}`, `{target}` and `{out}` stand for the user's names
-    source     the thread or code that the rule comes from
-    outcome    by default an engine stops at an error and serves the rest. `diagnose` names a warning that drops
-               acceptance if acceptance is low.
-    engines    the engines that the rule is about; empty if it is about every engine
-    unnamed    the severity if the rule is about engines and the user named none of them. With None it does not run.
-
-    For the others see `Traits`.
-    """
-
-    def decorate(function: Check) -> Check:
-        rule = Rule(
-            id=rule_id,
-            severity=severity,
-            run=function,
-            effect=effect,
-            fix=fix,
-            source=source,
-            outcome=outcome or ("stops" if severity == "error" else "serves"),
-            about=engines,
-            unnamed=unnamed,
-            level=level,
-            stage=stage,
-            stops_runtime=stops_runtime,
-            serve_flag=serve_flag,
-            is_about_training=is_about_training,
-        )
-        CHECKS.register(rule_id)(rule)
-        return function
-
-    return decorate
+check = Rule
+"""The name of `Rule` as a decorator."""
+check_weights = partial(check, level="weights")
 
 
 @cache

@@ -1,11 +1,12 @@
 """The subject of rules: a draft as far as it can be read, its target, and the engines that the user named."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
@@ -50,6 +51,20 @@ class NamedEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationPlan:
+    """A draft to check, with a target and engines. References are the words that the user typed."""
+
+    draft: "Location"
+    draft_reference: str | None = None
+    target: "Location | None" = None
+    target_reference: str | None = None
+    engines: Sequence[NamedEngine] = ()
+    level: Literal["headers", "weights", "run"] = "headers"
+    ignored: Collection[str] = ()
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A draft, its target and the named engines. A broken draft lacks parts, and an error says why:
 
@@ -59,11 +74,10 @@ class Subject:
     dims        None if the config does not state the sizes of the draft
     tensors     None if the headers cannot be read (`weights_error`)
 
-    `draft_reference` and `target_reference` are the words that the user typed. In `known`, rules keep results that
-    other rules need too.
+    In `known`, rules keep results that other rules need too.
     """
 
-    path: Path
+    plan: ValidationPlan
     config: Mapping[str, Any]
     checkpoint: Checkpoint | None = None
     files: frozenset[str] = frozenset()
@@ -75,20 +89,26 @@ class Subject:
     dims: DraftConfig | None = None
     tensors: Mapping[str, TensorInfo] | None = None
     target_source: TargetSource | None = None
-    target_reference: str | None = None
-    draft_reference: str | None = None
-    engines: Sequence[NamedEngine] = ()
-    num_speculative_tokens: int | None = None
     known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def path(self) -> Path:
+        """The directory of the draft."""
+        draft = self.plan.draft
+        return draft if isinstance(draft, Path) else draft.path
 
     @property
     def target(self) -> TargetFacts | None:
         return self.target_source.facts if self.target_source is not None else None
 
     @property
+    def target_checkpoint(self) -> Checkpoint | None:
+        return self.target_source.checkpoint if self.target_source is not None else None
+
+    @property
     def target_json(self) -> Mapping[str, Any]:
         """The target's config.json; empty without a target."""
-        return self.target_source.checkpoint.config if self.target_source is not None else {}
+        return self.target_checkpoint.config if self.target_checkpoint is not None else {}
 
     @property
     def format(self) -> Format:
@@ -128,7 +148,7 @@ class Subject:
 
     @property
     def is_served(self) -> bool:
-        """Whether the config can be read and asks for nothing that DFlash does not compute."""
+        """Whether the config can be read and asks only for computations of DFlash."""
         return self.parsed is not None and not self.parsed.unserved and self.stated.block_size is not None
 
     @property
@@ -152,65 +172,57 @@ class Subject:
 
     def engine(self, name: str) -> NamedEngine | None:
         """The engine of that name, if the user asked for it."""
-        return next((engine for engine in self.engines if engine.name == name), None)
+        return next((engine for engine in self.plan.engines if engine.name == name), None)
 
     @property
     def served_name(self) -> str:
         """The name that an engine loads the draft by: the reference, or the directory if no engine can resolve it."""
-        return served_name(self.draft_reference or str(self.path), self.path)
+        return served_name(self._draft_reference, self.path)
 
     @property
     def command_words(self) -> dict[str, str]:
         """The words for `{draft}`, `{target}` and `{out}` in a command, quoted for the shell."""
-        draft = self.draft_reference or str(self.path)
+        draft, target = self._draft_reference, self.plan.target_reference
         stem = PurePath(draft.partition("@")[0]).name.replace(":", "-") or "draft"
         return {
             "draft": shlex.quote(draft),
-            "target": shlex.quote(self.target_reference) if self.target_reference else "TARGET",
+            "target": shlex.quote(target) if target else "TARGET",
             "out": shlex.quote(f"{stem}-fixed"),
         }
 
+    @property
+    def _draft_reference(self) -> str:
+        return self.plan.draft_reference or str(self.path)
 
-def open_subject(
-    draft: "Location",
-    *,
-    draft_reference: str | None = None,
-    target: TargetSource | None = None,
-    target_reference: str | None = None,
-    engines: Sequence[NamedEngine] = (),
-    num_speculative_tokens: int | None = None,
-) -> Subject:
+
+def open_subject(plan: ValidationPlan) -> Subject:
     """Read as much of a draft as possible. The subject keeps the errors that stopped the rest.
 
     Raises:
-        CheckpointNotFound: the draft is absent.
+        CheckpointNotFound: the draft or the target is absent.
+        CheckpointError, UnsupportedError: the target cannot be read.
     """
-    given: dict[str, Any] = {
-        "path": draft if isinstance(draft, Path) else draft.path,
-        "files": list_files(draft),
-        "target_source": target,
-        "target_reference": target_reference,
-        "draft_reference": draft_reference,
-        "engines": tuple(engines),
-        "num_speculative_tokens": num_speculative_tokens,
-    }
+    target = open_target(open_checkpoint(plan.target)) if plan.target is not None else None
+    files = list_files(plan.draft)
     try:
-        checkpoint = open_checkpoint(draft)
+        checkpoint = open_checkpoint(plan.draft)
     except CheckpointError as error:
-        return Subject(config={}, config_error=error, **given)
+        return Subject(plan=plan, config={}, files=files, config_error=error, target_source=target)
     tensors, weights_error = _read_headers(checkpoint)
-    detection, parsed, parse_error = _parse(checkpoint, frozenset(tensors or ()), num_speculative_tokens)
+    detection, parsed, parse_error = _parse(checkpoint, frozenset(tensors or ()), plan.num_speculative_tokens)
     stated = StatedConfig(detection.format if detection is not None else UNRECOGNISED, checkpoint.config)
     return Subject(
+        plan=plan,
         config=checkpoint.config,
         checkpoint=checkpoint,
+        files=files,
         tensors=tensors,
         weights_error=weights_error,
         detection=detection,
         parsed=parsed,
         parse_error=parse_error,
         dims=parsed.config if parsed is not None else _guess_sizes(stated),
-        **given,
+        target_source=target,
     )
 
 

@@ -2,30 +2,34 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import NamedEngine, Subject
+from dflash_runtime.documents import HIDDEN, computed_key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How one engine serves the draft.
 
+    engine      the engine with its release, such as `vllm 0.33`; `name` is the engine alone
     outcome     the worst outcome of the findings; "unknown" for a draft of another kind, which the engine may serve
     reasons     the ids of the rules with that outcome
-    causal      causality of each layer as the engine serves it; None if it is not known for the release
     trained     causality of each layer as the config is read; None if it cannot be read
     is_stated   whether the config states the causality
     """
 
-    engine: NamedEngine
+    engine: str
     outcome: str
-    reasons: tuple[str, ...]
-    causal: tuple[bool, ...] | None
-    trained: tuple[bool, ...] | None
-    is_stated: bool = True
+    reasons: Annotated[tuple[str, ...], "ids of rules"]
+    causal: Annotated[tuple[bool, ...] | None, "causality of each layer as served; null if it is not known"] = None
+    name: Annotated[str, HIDDEN] = ""
+    trained: Annotated[tuple[bool, ...] | None, HIDDEN] = None
+    is_stated: Annotated[bool, HIDDEN] = True
 
     @property
+    @computed_key
     def text(self) -> str:
         """`vllm 0.33: loads, runs 5 of 5 layers causally (trained with 0 of 5 causal) -> acceptance drops (C20)`."""
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
@@ -49,15 +53,21 @@ class Verdict:
 
 def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
     """One verdict for each named engine."""
-    return tuple(_judge(subject, findings, engine) for engine in subject.engines)
+    return tuple(_judge(subject, findings, engine) for engine in subject.plan.engines)
 
 
 def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:
     about = [item for item in findings if item.severity == "error" and item.concerns(engine.name)]
     identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
     if identity:
-        return Verdict(engine, "unknown", identity, None, None)
+        return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
-    reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
-    served, trained = engine.served_causality(subject), subject.trained_causality
-    return Verdict(engine, outcome, reasons, served, trained, subject.stated.states_causality)
+    return Verdict(
+        engine=str(engine),
+        name=engine.name,
+        outcome=outcome,
+        reasons=tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome)),
+        causal=engine.served_causality(subject),
+        trained=subject.trained_causality,
+        is_stated=subject.stated.states_causality,
+    )

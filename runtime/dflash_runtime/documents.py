@@ -77,6 +77,13 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
+def copy_fields(kind: type[Read], source: Any, **others: Any) -> Read:
+    """An object of class `kind`. Fields without a value in `others` are attributes of `source`."""
+    found: Any = kind
+    shared = {field.name: getattr(source, field.name) for field in fields(found) if field.name not in others}
+    return kind(**shared, **others)
+
+
 def to_json(value: Any) -> Any:
     """The JSON value of a document, or of anything that a document holds.
 

@@ -9,7 +9,8 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.formats.dialect import writable_formats
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
 

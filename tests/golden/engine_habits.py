@@ -1,11 +1,12 @@
-"""Record what engines' own code makes of exporters' habits, for tests/cli/engines/test_verdicts.py.
+"""Record how engines' own code reads the habits of exporters, for tests/cli/engines/test_verdicts.py.
 
-Runs in the environment of engine_readings.py, whose readers it uses, with transformers 5.23.0:
+Uses the readers of engine_readings.py. Run it in the same environment, with transformers 5.23.0:
 
     export PYTHONPATH=.:runtime:kernels:tests/helpers:tests/golden
     zlab/bin/python tests/golden/engine_habits.py engines tests/golden/engine_habits.json
 
-z-lab's loader runs whole. Of vLLM and SGLang what reads configs runs; their loading of weights was read.
+z-lab's loader runs whole. Of vLLM and SGLang, only the code that reads configs runs. The outcomes of loading weights
+come from reading their code.
 """
 
 import argparse
@@ -25,7 +26,7 @@ KEPT = ("taps", "windows", "causal", "missing", "unexpected")
 
 
 def read(reader: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """What a reader takes from a directory, or the name of the error it stops with."""
+    """Return the values that a reader reads from a directory, or the name of its error."""
     try:
         found = reader(path)
         return {

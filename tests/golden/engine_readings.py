@@ -1,7 +1,7 @@
-"""Record what engines themselves read from what this project writes, for tests/behaviour/test_engine_readings.py.
+"""Record how engines' own code reads converted configs, for tests/behaviour/test_engine_readings.py.
 
-Runs in an environment of its own, with z-lab's package and with the unpacked wheels of the engines beside it; of those
-only source files are looked at, nothing of them is installed:
+Run it in a new environment with z-lab's package. The engines are not installed: the script reads source files of their
+unpacked wheels.
 
     python -m venv zlab
     zlab/bin/pip install torch==2.13.0 transformers==5.15.0 tqdm numpy safetensors regex
@@ -11,8 +11,8 @@ only source files are looked at, nothing of them is installed:
     export PYTHONPATH=.:runtime:kernels:tests
     zlab/bin/python tests/golden/engine_readings.py engines tests/golden/engine_readings.json
 
-An engine's functions and classes are cut out of its source by name and run as they are, since importing the modules
-they stand in would need compiled kernels. Which ones: see `READERS`. z-lab's loader runs whole.
+The script cuts an engine's functions and classes out of its source by name and runs them unchanged, because importing
+their modules needs compiled kernels. `READERS` lists them. z-lab's loader runs whole.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from dflash_testing import dialects
 
 Reading = dict[str, Any]
 VLLM_RELEASES = ("0.24.0", "0.25.0", "0.26.0", "0.28.0", "0.33.0")
-"""The first of each way to read causality and windows, and the newest."""
+"""The first release with each way to read causality and windows, and the newest release."""
 
 
 def cut(file: Path, names: Sequence[str], **known: Any) -> SimpleNamespace:
-    """Top-level definitions of a source file by name, run with nothing but `known` around them."""
+    """Run the named top-level definitions of a source file. They see only the names in `known`."""
     wanted = set(names)
     body = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if defined_name(node) in wanted]
     future = ast.parse("from __future__ import annotations").body
@@ -56,7 +56,7 @@ def cut(file: Path, names: Sequence[str], **known: Any) -> SimpleNamespace:
 
 
 def defined_name(node: ast.stmt) -> str | None:
-    """The name that a top-level statement defines."""
+    """Return the name that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -101,7 +101,7 @@ class Vllm:
         return {**self.describe(self.speculators.from_pretrained(path)), "serving": serving}
 
     def describe(self, config: Any) -> Reading:
-        """What the model and the runner take from the config. Before 0.26 one flag of the runner is for all layers."""
+        """Return the values that model and runner read. Before 0.26, one flag of the runner is for all layers."""
         spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
         reading = {
             "architectures": config.architectures,
@@ -163,7 +163,7 @@ class Sglang:
 
 
 class Zlab:
-    """z-lab's loader, weights and all."""
+    """z-lab's loader, which also loads weights."""
 
     def native(self, path: Path) -> Reading:
         config = Qwen3Config.from_pretrained(path)
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def record(name: str, to: str, readers: dict[str, Callable[[Path], Reading]]) -> list[Reading]:
-    """What each reader of a dialect makes of a case; nothing where the case cannot be stated in it."""
+    """Return the reading of each reader of a dialect. The result is empty if the dialect cannot state the case."""
     from dflash_runtime.errors import LossyConversion
 
     with tempfile.TemporaryDirectory() as directory:
@@ -230,7 +230,7 @@ def record(name: str, to: str, readers: dict[str, Callable[[Path], Reading]]) ->
 
 
 def attempt(read: Callable[[Path], Reading], path: Path) -> Reading:
-    """A reading, or that the engine refuses such a draft."""
+    """Return a reading, or a note that the engine refuses the draft."""
     try:
         return read(path)
     except NotImplementedError:

@@ -1,15 +1,15 @@
-"""Record draft logits of speculators itself on what this project converts, for tests/cli/conversion/test_logits.py.
+"""Record draft logits of speculators on converted drafts, for tests/cli/conversion/test_logits.py.
 
-Runs in an environment of its own:
+Run it in a new environment:
 
     python -m venv spec
     spec/bin/pip install torch==2.13.0 transformers==5.19.0 numpy safetensors huggingface-hub
     spec/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
-    spec/bin/pip install pydantic pydantic-settings          # and what else its import asks for
+    spec/bin/pip install pydantic pydantic-settings          # and the packages that its import needs
     export PYTHONPATH=.:runtime:kernels:tests
     spec/bin/python tests/golden/speculators_logits.py tests/golden/speculators_logits.json
 
-The pairs are the random ones of `support`, made anew from their seeds, so nothing but numbers is stored. Features come
+The pairs are the random pairs of `support`, made again from their seeds, so the file holds only numbers. Features come
 from a real forward of the target: speculators' id e is entry e of transformers' hidden states, which is the output of
 layer e - 1. Everything is float32 on the CPU. Windows are wider than the context, because speculators measures a
 window from the anchor and engines from each row.
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def record(directory: Path, name: str) -> list[list[float]]:
-    """Draft logits [N - 1, V] of one case, after the prompt and its anchor."""
+    """Return draft logits [N - 1, V] of one case, after the prompt and its anchor."""
     source, target = support.make_logit_case(directory / name, name)
     request = ConversionSpec(
         to="speculators", target=open_target(target), target_reference=str(target), verifier=str(target)

@@ -1,11 +1,11 @@
-"""Write the configs of targets that tests/behaviour/test_targets.py reads, small: keys and layers are real, widths not.
+"""Write small configs of targets for tests/behaviour/test_targets.py. Keys and layers are real, widths are smaller.
 
-Runs with transformers 5.23.0, whose config classes lay the keys out as the families publish them:
+Run it with transformers 5.23.0. Its config classes have the keys of the published configs:
 
     python tests/golden/target_configs.py tests/data/targets
 
-Configs in BY_HAND are those of families that this release has no class for, and layouts that were published before a
-class was: they are written from what their model cards and engines' readers name.
+BY_HAND has configs of families without a class in this release, and layouts that are older than their class. They are
+written by hand from model cards and from the code of engines that read them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WIDTHS: Json = {
     "bos_token_id": 0,
     "pad_token_id": 0,
 }
-"""What is made small, wherever a config states a number for it."""
+"""Key -> its small value, for every config that states a number under the key."""
 
 FP8: Json = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INT4: Json = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
@@ -100,9 +100,9 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
     "qwen3_5_moe_fp8": ("qwen3_5_moe", {"num_hidden_layers": 60}, FP8),
     "qwen4_exp": ("qwen4_exp", {}, {}),
 }
-"""File -> model_type of transformers, what its decoder states instead of the class's defaults, and how it is packed.
+"""File -> model_type of transformers, values that replace the class's defaults in the decoder, and the quantization.
 
-Alpamayo has no class; it is laid out like the Qwen3-VL that it is built on."""
+Alpamayo does not have a class. It is built on Qwen3-VL and has its layout."""
 
 AGREEING: dict[str, Json] = {
     "glm5_next": {"text_config": {"num_key_value_heads": WIDTHS["num_attention_heads"]}},
@@ -110,7 +110,7 @@ AGREEING: dict[str, Json] = {
     "muse_spark": {"audio_config": {"out_hidden_size": WIDTHS["hidden_size"]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
 }
-"""What classes want to agree with a size that was made small, or with one of an encoder, by model_type."""
+"""model_type -> values that must agree with a smaller size, or with a size of an encoder."""
 
 SIZES: Json = {
     **{key: WIDTHS[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")},
@@ -227,7 +227,7 @@ BY_HAND: dict[str, Json] = {
 
 
 def by_class(model_type: str, changes: Json, packing: Json) -> Json:
-    """What a config class writes, made small."""
+    """Return the keys that a config class writes, with small values."""
     made = CONFIG_MAPPING[model_type]()
     config = json.loads(made.to_json_string())
     if changes:
@@ -243,7 +243,7 @@ def by_class(model_type: str, changes: Json, packing: Json) -> Json:
 
 
 def shrunk(value: Any, key: str = "") -> Any:
-    """The same keys with small widths; encoders of images and sound are left out."""
+    """Return the same keys with small widths, without encoders of images and sound."""
     if isinstance(value, dict):
         kept = {name: inner for name, inner in value.items() if not name.startswith("transformers")}
         is_encoder = any(word in key for word in ("vision_config", "audio_config"))
@@ -252,7 +252,7 @@ def shrunk(value: Any, key: str = "") -> Any:
 
 
 def all_configs() -> dict[str, Json]:
-    """Every config by the name of its file."""
+    """Return every config by the name of its file."""
     return {name: by_class(*made) for name, made in CLASSES.items()} | BY_HAND
 
 

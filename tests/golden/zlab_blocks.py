@@ -1,11 +1,11 @@
 """Record single draft blocks of z-lab's model at chosen context lengths, for tests/behaviour/test_zlab_blocks.py.
 
-Runs in the environment that tests/golden/zlab_traces.py describes:
+Run it in the environment of tests/golden/zlab_traces.py:
 
     zlab/bin/python tests/golden/zlab_blocks.py TARGET DRAFT --output BLOCKS.json
 
-The text is a fixed arithmetic sequence of token ids, so that nothing but the pair is needed to repeat it. For every
-drafted row the five best ids and their logits are kept.
+The text is a fixed arithmetic sequence of token ids, so only the pair is needed to repeat the run. The file has the
+five best ids of every drafted row, and their logits.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONTEXTS = (1, 15, 16, 17, 1000)
 
 
 def main() -> None:
-    """One block for every reading and context length."""
+    """Record one block for every reading and context length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("draft", type=Path)
@@ -41,7 +41,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def block(draft: Any, target: Any, context_len: int) -> dict[str, Any]:
-    """Logits of the block after `context_len` tokens of the text: the five best of each row."""
+    """Return the five best logits of each row of the block after `context_len` tokens of the text."""
     tokens = text(context_len + 1, target.config.vocab_size)
     output = target(torch.tensor([tokens[:-1]]), output_hidden_states=True)
     features = zlab.extract_context_feature(output.hidden_states, draft.target_layer_ids)
@@ -58,7 +58,7 @@ def block(draft: Any, target: Any, context_len: int) -> dict[str, Any]:
 
 
 def text(length: int, vocab_size: int) -> list[int]:
-    """Token ids that only depend on their place; special ids at the low end are left out."""
+    """Return token ids that depend only on their position. They exclude the low ids, which are special tokens."""
     return [5 + (place * 7919 + place * place * 31) % (vocab_size - 5) for place in range(length)]
 
 

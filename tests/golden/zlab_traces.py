@@ -1,14 +1,14 @@
 """Record acceptance traces of z-lab's reference loop, for tests/behaviour/test_zlab_traces.py and for any other pair.
 
-Runs in an environment of its own, since PyPI's `dflash` shares a script name with this project:
+Run it in a new environment, because PyPI's `dflash` has a script of the same name as this project:
 
     python -m venv zlab
     zlab/bin/pip install torch==2.13.0 transformers==5.15.0 tqdm
     zlab/bin/pip install --no-deps dflash==0.1.0
     zlab/bin/python tests/golden/zlab_traces.py TARGET DRAFT --prompts FILE.jsonl --output TRACES.json
 
-Prompts are rows of `prompt_token_ids`. Everything is float32 on the CPU and greedy. The smallest gap between the two
-best logits is kept for target and draft: a difference in output where the gap is of the size of rounding is no fault.
+Prompts are rows of `prompt_token_ids`. Everything is float32 on the CPU and greedy. A trace includes the smallest gap
+between the two best logits of target and draft. If the gap is as small as rounding, another output is not a fault.
 """
 
 import argparse
@@ -30,7 +30,7 @@ READINGS: dict[str, dict[str, Any]] = {
     "sliding": {"window": WINDOW, "is_causal": False},
     "sliding causal": {"window": WINDOW, "is_causal": None},
 }
-"""How the same weights are read: what is changed in the draft's config."""
+"""Reading of the weights -> the keys that it changes in the draft's config."""
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def load_draft(path: Path, changes: dict[str, Any]) -> Any:
-    """z-lab's model of a native checkpoint, its config read as `changes` say."""
+    """Return z-lab's model of a native checkpoint, with `changes` in its config."""
     config = Qwen3Config.from_pretrained(path)
     if "is_causal" in changes:
         config.is_causal = changes["is_causal"]
@@ -69,7 +69,7 @@ def load_draft(path: Path, changes: dict[str, Any]) -> Any:
 
 
 def trace(draft: Any, target: Any, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-    """One prompt through the reference loop, without stop tokens."""
+    """Trace one prompt through the reference loop, without stop tokens."""
     gaps: list[float] = []
     compute_logits = type(draft).compute_logits
 
@@ -95,13 +95,13 @@ def trace(draft: Any, target: Any, prompt: list[int], max_new_tokens: int) -> di
 
 
 def smallest_gap(logits: torch.Tensor) -> float:
-    """Distance between the two best logits, at the row where it is smallest: [T, V] -> scalar."""
+    """Logits [T, V] -> the smallest distance, over all rows, between a row's two best logits."""
     best = logits.float().topk(2, dim=-1).values
     return float((best[:, 0] - best[:, 1]).min())
 
 
 def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What made these traces."""
+    """Return the versions and settings that made these traces."""
     return {
         "loop": f"dflash {version('dflash')} (PyPI), dflash.model.dflash_generate",
         "torch": torch.__version__,
@@ -116,7 +116,7 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """Hash of a checkpoint's weights."""
+    """Return the hash of a checkpoint's weights."""
     return hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
 
 

@@ -12,9 +12,9 @@ from dflash_cli.handoff.two_servers.launch import read_launch
 from dflash_cli.handoff.two_servers.server import ServedDraft, Server, ServerEntry
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
-from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
-from dflash_cli.rules.subject import Subject, open_subject
-from dflash_cli.terminal.shown import Shown, Table
+from dflash_cli.rules.report import Findings
+from dflash_cli.rules.rule import SEVERITIES, Finding, rules_of
+from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, UsageError
@@ -57,25 +57,15 @@ class ServerEntries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TransferReport(Shown):
+class TransferReport(Findings):
     """Result of `dflash validate-handoff`: all findings about two servers, worst first."""
 
     KIND: ClassVar[str] = "validate-handoff"
 
     transfer: Annotated[Transfer, HIDDEN]
-    findings: tuple[Finding, ...]
-    num_rules: int
     verdict: TransferVerdict
     notes: Annotated[tuple[Notice, ...], "what was not checked"] = ()
     strict: Annotated[bool, HIDDEN] = False
-
-    def summary(self) -> list[str]:
-        errors, warnings = plural(self.num_errors, "error"), plural(self.num_warnings, "warning")
-        return [f"{errors}, {warnings}, {self.num_rules} rules checked"]
-
-    def shown_tables(self) -> dict[str, Table]:
-        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
-        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
 
     @property
     @computed_key
@@ -92,23 +82,6 @@ class TransferReport(Shown):
     @computed_key
     def servers(self) -> ServerEntries:
         return ServerEntries(*map(ServerEntry.of, self.transfer.servers))
-
-    @property
-    @computed_key
-    def num_errors(self) -> int:
-        return self.count("error")
-
-    @property
-    @computed_key
-    def num_warnings(self) -> int:
-        return self.count("warning")
-
-    def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for finding in self.findings)
-
-    def fails(self, *, strict: bool = False) -> bool:
-        """Whether there are errors or, with `strict`, warnings."""
-        return bool(self.num_errors or (strict and self.num_warnings))
 
 
 def validate_transfer(
@@ -193,7 +166,7 @@ class _Opened:
         if not self._takes_drafts or server.draft is not None or reference is None:
             return server
         try:
-            subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
+            subject = _open_subject(reference)
         except DFlashError:
             return server
         if subject.parsed is None or "verifier" not in subject.format.keys:
@@ -210,7 +183,7 @@ class _Opened:
 
     def _open_draft(self, name: str) -> Subject | None:
         try:
-            subject = open_subject(find_checkpoint(name, Role.DRAFT), draft_reference=name)
+            subject = _open_subject(name)
             if reason := subject.config_error or subject.parse_error:
                 raise reason
             return subject
@@ -228,6 +201,10 @@ class _Opened:
     def _note(self, role: str, name: str, error: DFlashError) -> None:
         text = f"cannot read the {role} {name}, so its layers were not checked: {error.message}"
         self.notes.append(Notice(text, id=f"{role}-not-read"))
+
+
+def _open_subject(reference: str) -> Subject:
+    return open_subject(ValidationPlan(draft=find_checkpoint(reference, Role.DRAFT), draft_reference=reference))
 
 
 def _reference(name: str | None, revision: str | None) -> str | None:

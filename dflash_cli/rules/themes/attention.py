@@ -15,6 +15,7 @@ FIX_CAUSALITY = (
     f"--causality causal (or non-causal)"
 )
 
+WINDOW_KEY = "true, expected the sliding layers in layer_types"
 QWEN3 = "transformers Qwen3Config"
 
 
@@ -46,7 +47,7 @@ def layer_types_fit(subject: Subject) -> Iterator[Problem]:
     source=f"{QWEN3}; SGLang 0.5.23 and vLLM 0.33.0 raise",
 )
 def windows_take_effect(subject: Subject) -> Iterator[Problem]:
-    """If layers slide, sliding_window has a size and use_sliding_window is true."""
+    """If the draft has sliding layers, sliding_window is a positive integer and use_sliding_window is true."""
     if SLIDING not in subject.stated.layer_types:
         return
     body = subject.stated.body
@@ -76,7 +77,7 @@ def windows_take_effect(subject: Subject) -> Iterator[Problem]:
 def windows_are_in_layer_types(subject: Subject) -> Iterator[Problem]:
     """layer_types says which layers have a window."""
     for key in subject.stated.window_keys:
-        yield Problem(subject.location(key), "true, expected the sliding layers in layer_types")
+        yield Problem(subject.location(key), WINDOW_KEY)
 
 
 @check(
@@ -87,7 +88,7 @@ def windows_are_in_layer_types(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
-    """Every key that states causality says the same."""
+    """All keys that state causality agree."""
     stated = subject.stated.causality
     values = {key: look_up(subject.config, key) for key in stated}
     for key, causal in stated.items():
@@ -103,7 +104,7 @@ def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
 @check(
     "C19",
     "warning",
-    effect="readers assume what the dialect says of such layers; SpecForge and Automodel train them as non-causal",
+    effect="readers take sliding layers as their dialect does; SpecForge and Automodel train them as non-causal",
     fix=FIX_CAUSALITY,
     source="z-lab/dflash model.py; sgl-project/SpecForge modeling/draft/dflash.py",
 )

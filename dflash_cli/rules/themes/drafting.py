@@ -18,7 +18,7 @@ TWO_VALUES = "readers differ in which of the two values they use"
 @check(
     "C03",
     effect="readers assume a block of 16 or 8, whatever the draft was trained with",
-    fix="write the block size used in training wherever readers look for it, then check it: dflash validate {draft}",
+    fix="write the block size used in training into config.json, then check it: dflash validate {draft}",
     source="jundot/omlx#2317; InternLM/lmdeploy#4991",
     stops_runtime=True,
 )
@@ -33,7 +33,7 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             location,
             "missing, expected the block size used in training",
-            outcome="drops" if subject.num_speculative_tokens is None else "serves",
+            outcome="drops" if subject.plan.num_speculative_tokens is None else "serves",
         )
     contradiction = different_values(subject, "block_size")
     if contradiction is not None:
@@ -85,7 +85,7 @@ def mask_token_is_an_id(subject: Subject) -> Iterator[Problem]:
 @check(
     "C13",
     effect=TWO_VALUES,
-    fix="delete the wrong value, then test the other: dflash validate {draft} --target {target} --level run",
+    fix=f"delete the wrong value, then test the other: {FIX_RUN_LEVEL}",
     source=ENGINE_CODE,
     outcome="drops",
 )
@@ -142,17 +142,14 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
     every draft. The other two leave the likeliest token as it is and change only sampled drafts. With --engine, S05
     and S21 judge each engine instead.
     """
-    if not subject.engines:
+    if not subject.plan.engines:
         yield from stated_scales(subject)
 
 
 @check(
     "C35",
-    effect="vLLM refuses it for DFlash; served as DFlash, every prediction is off by one position",
-    fix=(
-        "serve it with an engine that supports DSpark; if the flag is wrong, set it to false and run dflash "
-        "validate {draft}"
-    ),
+    effect="vLLM refuses such a draft; in an engine that serves it as DFlash, predictions are off by one position",
+    fix="serve it with an engine that supports DSpark; if the flag is wrong, set it to false: dflash validate {draft}",
     source="vllm-project/vllm#54154",
 )
 def anchor_is_not_sampled(subject: Subject) -> Iterator[Problem]:

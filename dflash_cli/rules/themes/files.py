@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
-from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
@@ -25,11 +26,11 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
-    Strict means UTF-8 without NaN or Infinity, repeated keys, and numbers beyond 64 bits. Most parsers keep the last
-    of several equal keys and do not warn.
+    A strict file is UTF-8 and has neither NaN nor Infinity, no repeated key, and no number beyond 64 bits. Most
+    parsers keep the last of several equal keys and do not warn.
     """
-    if subject.config_error is not None and CONFIG_FILE in subject.files:
-        yield Problem(CONFIG_FILE, _message(subject.config_error), fix=subject.config_error.hint or "")
+    if CONFIG_FILE in subject.files:
+        yield from _of_error(subject.config_error, CONFIG_FILE)
 
 
 @check(
@@ -44,11 +45,11 @@ def files_are_there(subject: Subject) -> Iterator[Problem]:
 
     Pickle weights are refused, since reading them can run code.
     """
-    if subject.config_error is not None and CONFIG_FILE not in subject.files:
-        yield Problem(CONFIG_FILE, _message(subject.config_error), fix=subject.config_error.hint or "")
+    if CONFIG_FILE not in subject.files:
+        yield from _of_error(subject.config_error, CONFIG_FILE)
     error = subject.weights_error
     if error is not None and error.path == subject.path:
-        yield Problem(SINGLE_FILE, _message(error), fix=error.hint or "")
+        yield from _of_error(error, SINGLE_FILE)
 
 
 @check(
@@ -63,10 +64,8 @@ def index_fits_its_shards(subject: Subject) -> Iterator[Problem]:
     A shard name with a directory such as `..` is refused, because a checkpoint must not read other directories.
     """
     error = subject.weights_error
-    if error is None or error.path == subject.path:
-        return
-    if isinstance(error, TensorMismatch) or _is_index(error):
-        yield Problem(_name(error), _message(error), fix=error.hint or "")
+    if _is_of_index(error) and error.path != subject.path:
+        yield from _of_error(error, _name(error))
 
 
 @check("N16", effect="loaders stop, or read wrong bytes", fix=FETCH, source=FORMAT_SOURCE)
@@ -76,18 +75,14 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
     Holes, overlaps and leftover bytes are faults. The usual cause is an interrupted download.
     """
     error = subject.weights_error
-    if error is None or isinstance(error, TensorMismatch) or error.path == subject.path or _is_index(error):
-        return
-    yield Problem(_name(error), _message(error), fix=error.hint or "")
+    if error is not None and error.path != subject.path and not _is_of_index(error):
+        yield from _of_error(error, _name(error))
 
 
 @check(
     "C00",
     effect="no other dflash command can read the draft, so dflash can neither convert nor run it",
-    fix=(
-        "if the key in the message is wrong, correct it and run dflash validate {draft}; if it is right, this version "
-        "of dflash cannot read the draft"
-    ),
+    fix="if the key is wrong, correct it: dflash validate {draft}; if it is right, this dflash cannot read the draft",
     source="dflash_cli/formats",
     stage="unexplained",
 )
@@ -96,15 +91,14 @@ def config_can_be_read(subject: Subject) -> Iterator[Problem]:
 
     Reported only if no other rule names the fault in config.json.
     """
-    if subject.parse_error is not None:
-        yield Problem(CONFIG_FILE, _message(subject.parse_error), fix=subject.parse_error.hint or "")
+    yield from _of_error(subject.parse_error, CONFIG_FILE)
 
 
 @check(
     "N20",
     "info",
     effect="tools that trust this number show or reserve a wrong size",
-    fix="dflash validate {draft} --fix-out {out}",
+    fix=FIX_COPY,
     source="huggingface/transformers sharded checkpoints",
 )
 def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
@@ -121,11 +115,11 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
     "N21",
     "warning",
     effect="readers that load every *.safetensors file load other tensors than readers of the index",
-    fix="delete the file if it is a leftover, or write a copy without it: dflash validate {draft} --fix-out {out}",
+    fix=f"delete the file if it is a leftover, or write a copy without it: {FIX_COPY}",
     source="z-lab/dflash model_mlx.py loads every safetensors file",
 )
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
-    """The weights are read from every safetensors file in the directory."""
+    """Readers of the index use every safetensors file in the directory."""
     used = {info.file.name for info in (subject.tensors or {}).values()}
     for name in sorted(item for item in subject.files if item.endswith(".safetensors") and not item.startswith(".")):
         if used and name not in used and "mask_embedding" not in name:
@@ -136,7 +130,7 @@ def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
     "S20",
     "info",
     effect="the download contains files that no engine reads",
-    fix="leave the file out when you publish, or write a copy without it: dflash validate {draft} --fix-out {out}",
+    fix=f"leave the file out when you publish, or write a copy without it: {FIX_COPY}",
     source="NVIDIA-NeMo/Automodel epoch_*_step_* directories",
 )
 def no_training_state(subject: Subject) -> Iterator[Problem]:
@@ -150,10 +144,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
     "S16",
     "info",
     effect="readers of GGUF and of safetensors may find two different drafts under one name",
-    fix=(
-        "publish the GGUF file in a repository of its own, or write a copy without it: dflash validate {draft} "
-        "--fix-out {out}"
-    ),
+    fix=f"publish the GGUF file in a repository of its own, or write a copy without it: {FIX_COPY}",
     source="ggml-org/llama.cpp#25116",
 )
 def no_second_format(subject: Subject) -> Iterator[Problem]:
@@ -164,7 +155,7 @@ def no_second_format(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N22",
-    effect="the layer multiplies by nothing, and no loader reports it",
+    effect="the layer computes with an empty tensor, and no loader reports it",
     fix=FIX_REEXPORT,
     source="ikawrakow/ik_llama.cpp#2043",
 )
@@ -182,18 +173,17 @@ def _index(subject: Subject) -> dict[str, object]:
     return subject.checkpoint.read_optional_json(INDEX_FILE) or {}
 
 
-def _message(error: DFlashError) -> str:
-    """An error's message without the path, which is the finding's location."""
-    path = getattr(error, "path", None)
-    if path is not None:
-        return error.message.removeprefix(f"{path}: ")
-    before, found, after = error.message.partition(f"{CONFIG_FILE}: ")
-    return after if found else before
+def _of_error(error: DFlashError | None, location: str) -> Iterator[Problem]:
+    """The problem of a reader's error, with the error's message without its path."""
+    if error is not None:
+        message = error.message.removeprefix(f"{error.path}: ").rpartition(f"{CONFIG_FILE}: ")[2]
+        yield Problem(location, message, fix=error.hint or "")
 
 
 def _name(error: CheckpointError) -> str:
     return Path(str(error.path)).name
 
 
-def _is_index(error: CheckpointError) -> bool:
-    return _name(error).endswith(INDEX_SUFFIX)
+def _is_of_index(error: CheckpointError | None) -> TypeGuard[CheckpointError]:
+    """Whether the index of the weight files is malformed, or names other tensors than the shards hold."""
+    return error is not None and (isinstance(error, TensorMismatch) or _name(error).endswith(INDEX_SUFFIX))

@@ -1,4 +1,4 @@
-"""Rules on what the checkpoint is and how it names itself."""
+"""Rules on the kind of the checkpoint and on the settings that every draft states."""
 
 from collections.abc import Iterator
 
@@ -21,12 +21,12 @@ BODY_REQUIRED = (
 )
 QWEN3_HEAD_DIM = 128
 READ_BY_ENGINES = ("attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale", "has_embed_tokens")
-"""Keys that vLLM or SGLang follows, although DFlash does not compute what they ask for."""
+"""Keys for computations outside DFlash that vLLM or SGLang applies."""
 
 
 @check(
     "C01",
-    effect="read as a DFlash draft, it fails or proposes poor tokens",
+    effect="an engine that takes it for a DFlash draft stops or proposes poor tokens",
     fix="dflash inspect {draft} # names its kind; serve it with an engine that supports that kind",
     source="z-lab/dflash model.py; NVIDIA/Model-Optimizer hf_spec_export.py; vLLM model registry",
     stage="identity",
@@ -34,7 +34,7 @@ READ_BY_ENGINES = ("attention_sink_bias", "add_swa_attention_sink_bias", "attent
 def is_dflash(subject: Subject) -> Iterator[Problem]:
     """The checkpoint is a DFlash draft, neither a related kind of draft nor a target.
 
-    Several related kinds of draft carry DFlash's architecture name. Without their extra tensors they would be models
+    Several related kinds of draft use DFlash's architecture name. Without their extra tensors they compute something
     that nobody trained.
     """
     detection = subject.detection
@@ -52,7 +52,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.location("architectures"),
             f"found a {detection.format.title} draft ({detection.evidence}), expected DFlash",
-            effect=f"read as a DFlash draft, it fails or proposes poor tokens: {difference}",
+            effect=f"an engine that takes it for a DFlash draft stops or proposes poor tokens: {difference}",
         )
     if kind is not None and subject.config.get(kind[0]) != kind[1]:
         found = subject.config.get(kind[0])
@@ -61,15 +61,15 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C02",
-    effect="if a head belongs to this projector, readers leave it out without a warning",
-    fix="serve it with an engine made for that head; without such a head, delete the key: dflash validate {draft}",
+    effect="engines ignore the head that belongs to this projector, and do not warn",
+    fix="serve it with an engine made for that head; if no head exists, delete the key: dflash validate {draft}",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
 def projector_is_plain(subject: Subject) -> Iterator[Problem]:
     """projector_type, if stated, is DFlash's own.
 
-    C01 recognises Domino and DSpark by their projectors. Any other name is a kind that this tool does not know.
+    C01 recognises Domino and DSpark by their projectors. dflash does not know drafts with any other projector.
     """
     value = subject.stated.value("projector_type")
     if value not in PLAIN_PROJECTORS:
@@ -78,14 +78,14 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C48",
-    effect="dflash neither converts nor runs the draft, since without it the draft is another model",
-    fix="serve it with the engine it was trained for; if trained without, delete the key: dflash validate {draft}",
+    effect="dflash neither converts nor runs the draft, because without this setting it would be another model",
+    fix="serve it with the engine it was trained for; if training ignored the key, delete it: dflash validate {draft}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
     stops_runtime=True,
 )
 def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
-    """The config asks for nothing that DFlash does not compute.
+    """The config asks only for computations of DFlash.
 
     Examples are scaled attention values, which vLLM and SGLang serve, and attention sinks under a key that the dialect
     does not define. C02 reports projectors, C35 predictions at the anchor.
@@ -115,7 +115,7 @@ def states_its_sizes(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C47",
-    effect="engines build heads of 128, whatever the weights have, and stop at the shapes",
+    effect="engines build heads of 128 dimensions, and stop if the weights have other shapes",
     fix=FIX_COPY,
     source="transformers Qwen3Config.head_dim is 128; z-lab 0.1.0, run; vLLM 0.33.0; SGLang 0.5.23",
 )

@@ -1,12 +1,11 @@
 """Rules on whether a draft fits the given target. Without a target they find nothing."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from dflash_cli.checkpoints.opening import lacks_embedding_scale
 from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG
+from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
 from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
@@ -20,7 +19,7 @@ EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.we
 
 @check(
     "P01",
-    effect="the draft borrows the target's embedding and head, which have another width",
+    effect="the draft uses the target's embedding and head, which have another width",
     fix=FIX_OTHER_TARGET,
     source="vllm-project/vllm#48113",
 )
@@ -32,11 +31,8 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P02",
-    effect="vLLM maps ids through a map of zeros; older releases accept nothing",
-    fix=(
-        "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
-        "--target {target}"
-    ),
+    effect="vLLM maps ids through a map of zeros; in older releases no draft token is accepted",
+    fix="if only the padding differs, write the target's vocab_size: dflash validate {draft} --target {target}",
     source="vllm-project/vllm#46435",
     outcome="drops",
     stops_runtime=True,
@@ -74,16 +70,12 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
-    """If the target's tokenizer names a mask token, the draft uses the same."""
+    """If the target's tokenizer names a mask token, it is the mask token of the draft."""
     value = subject.stated.value("mask_token_id")
-    tokenizer = _target_file(subject, TOKENIZER_CONFIG)
-    if not is_int(value) or not tokenizer:
-        return
-    added = as_object(tokenizer.get("added_tokens_decoder"))
-    named = tokenizer.get("mask_token")
+    named = read_json(subject.target_checkpoint, TOKENIZER_CONFIG).get("mask_token")
     content = as_object(named).get("content", named)
-    ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
-    if ids and str(value) not in ids:
+    ids = [key for key, text in special_tokens(subject.target_checkpoint).items() if content and text == content]
+    if ids and is_int(value) and str(value) not in ids:
         yield Problem(
             subject.expected_at("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
         )
@@ -99,7 +91,7 @@ def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
 def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
     """The draft has the rope base of the target.
 
-    Some drafts differ on purpose.
+    Some drafts have another base on purpose.
     """
     if subject.target is None or subject.target.rope is None:
         return
@@ -198,7 +190,7 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "P13",
     "warning",
-    effect="engines count layers in every loop, so a tapped layer may mean another pass",
+    effect="engines count the layers of every pass, so they may capture a tapped layer in another pass",
     fix=FIX_RUN_LEVEL,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
 )
@@ -226,7 +218,7 @@ def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P15",
-    effect="readers look for ids past the embedding's end; vocab_size must count the padding",
+    effect="readers look up ids past the end of the embedding; vocab_size must include the padding",
     fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
     source="NVIDIA/Model-Optimizer#1621",
 )
@@ -286,19 +278,7 @@ def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
 
 def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
     """The tensors of the target; empty if its headers cannot be read, because the target may be a config alone."""
-    if subject.target_source is None:
-        return {}
     try:
-        return subject.target_source.checkpoint.tensors
-    except CheckpointError:
-        return {}
-
-
-def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
-    """A JSON file of the target; empty if the file is absent or cannot be read."""
-    if subject.target_source is None:
-        return {}
-    try:
-        return subject.target_source.checkpoint.read_optional_json(name) or {}
+        return subject.target_checkpoint.tensors if subject.target_checkpoint is not None else {}
     except CheckpointError:
         return {}

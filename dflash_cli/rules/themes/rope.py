@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
-from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.shapes import different
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import rope_parameters
@@ -14,10 +14,7 @@ from dflash_runtime.json_values import as_object, is_number
 @check(
     "C22",
     effect="vLLM assumes 1000000, SGLang and transformers assume 10000",
-    fix=(
-        "write the rope_theta used in training; if it is unknown, write the target's and run dflash validate "
-        "{draft} --target {target} --level run"
-    ),
+    fix=f"write the rope_theta used in training; if it is unknown, try the target's: {FIX_RUN_LEVEL}",
     source="vLLM 0.33.0 qwen3_dflash.py; transformers modeling_rope_utils.py",
     outcome="drops",
 )
@@ -37,9 +34,7 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
 @check(
     "C23",
     effect="vLLM stops; other readers use one of the two values",
-    fix=(
-        "correct or delete the wrong value, then test the other: dflash validate {draft} --target {target} --level run"
-    ),
+    fix=f"correct or delete the wrong value, then test the other: {FIX_RUN_LEVEL}",
     source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
 )
 def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
@@ -56,7 +51,7 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C24",
-    effect="readers stop, or assume a length when they stretch positions",
+    effect="readers stop, or assume the original length when they stretch positions",
     fix="write the value used in training, then check it: dflash validate {draft}",
     source="Avarok/atlas#78",
 )
@@ -90,7 +85,7 @@ def yarn_stretches(subject: Subject) -> Iterator[Problem]:
     "C26",
     "warning",
     effect="SGLang applies the setting, the reference code does not",
-    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if training used it",
+    fix="if training did not use it, remove it: dflash convert {draft} {out} --to sglang # or --to vllm",
     source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
     outcome="drops",
 )
@@ -109,7 +104,7 @@ def rope_is_whole(subject: Subject) -> Iterator[Problem]:
     source="transformers modeling_rope_utils.py ROPE_INIT_FUNCTIONS",
 )
 def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
-    """The rope type is one that transformers defines."""
+    """transformers defines the rope type."""
     for key in ("rope_type", "type"):
         for location, value in _values(subject, key).items():
             if not isinstance(value, str) or value not in ROPE_KINDS:

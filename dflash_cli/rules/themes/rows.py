@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft
 from dflash_cli.checkpoints.row_matches import find_misplaced
 from dflash_cli.checkpoints.target_copies import find_difference
-from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@check(
+@check_weights(
     "M05",
-    level="weights",
     effect="the map (d2t) and the mask (t2d) describe different vocabularies",
     fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py",
@@ -34,9 +33,8 @@ def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"marks {int(mask.sum())} ids, but draft_vocab_size is {reduced}")
 
 
-@check(
+@check_weights(
     "M06",
-    level="weights",
     effect="rows of the draft's head are proposed as other tokens",
     fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py",
@@ -71,11 +69,10 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
             )
 
 
-@check(
+@check_weights(
     "M07",
     "warning",
-    level="weights",
-    effect="the map is right only if the draft's vocabulary is the first ids of the target's",
+    effect="the map is right only if the draft's vocabulary is the first part of the target's",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
     outcome="drops",
@@ -87,11 +84,10 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
 
 
-@check(
+@check_weights(
     "M08",
     "info",
-    level="weights",
-    effect="one row of the head is wasted on a token that nobody wants",
+    effect="one row of the head is spent on a token that no text contains",
     fix="leave the mask token out when you export again, then check it: dflash validate {draft} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
@@ -102,11 +98,10 @@ def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"the draft can propose its mask token {mask_id}")
 
 
-@check(
+@check_weights(
     "M09",
     "warning",
-    level="weights",
-    effect="the draft never proposes the end of a text",
+    effect="the draft never proposes to end a text",
     fix="export again with the stop tokens, then check it: dflash validate {draft} --target {target} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
 )
@@ -121,15 +116,11 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"leaves out the stop token {', '.join(map(str, missing))}")
 
 
-@check(
+@check_weights(
     "M10",
     "warning",
-    level="weights",
     effect="the draft was trained for another target, or its head was trained further",
-    fix=(
-        "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO --level "
-        "weights"
-    ),
+    fix=f"{FIX_OTHER_TARGET} --level weights",
     source="speculators keeps head and embedding frozen from 0.5 to 0.9; sgl-project/SpecForge#800",
 )
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
@@ -138,9 +129,8 @@ def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{name}", difference)
 
 
-@check(
+@check_weights(
     "M12",
-    level="weights",
     effect="tokens that the draft proposes with these rows come out as other tokens",
     fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py maps by position",
@@ -161,9 +151,8 @@ def rows_are_in_their_places(subject: Subject) -> Iterator[Problem]:
             )
 
 
-@check(
+@check_weights(
     "M11",
-    level="weights",
     effect="two rows of the head compete for one token, and another token is never proposed",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
@@ -181,7 +170,7 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
 
 
 def _changed_copies(subject: Subject) -> list[tuple[str, DraftCheckpoint, TargetSource, str]]:
-    """The copies that differ from the target's rows, and where. Compared once, because that reads all rows."""
+    """The copies that differ from the target's rows, and the difference. All rows are read, but only once."""
     if "changed_copies" not in subject.known:
         compared = [(*copy, find_difference(copy[1], copy[0], copy[2])) for copy in _copies(subject)]
         subject.known["changed_copies"] = [item for item in compared if item[-1] is not None]
@@ -206,7 +195,7 @@ def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSour
 
 
 def _is_map_broken(subject: Subject) -> bool:
-    """Whether a map is called for and missing, or does not say of every row of the head which id it stands for."""
+    """Whether the id map is missing although needed, has another length than the head, or breaks another rule."""
     offsets, reduced = _offsets(subject), subject.parsed is not None and subject.parsed.config.has_reduced_vocab
     head = (subject.tensors or {}).get(HEAD)
     if reduced and head is not None and (offsets is None or len(offsets) != head.shape[0]):
@@ -216,7 +205,7 @@ def _is_map_broken(subject: Subject) -> bool:
 
 
 def _has_weights(target: TargetSource) -> bool:
-    """Whether the target's weights can be read. Of a target on the hub, often only headers or a config are here."""
+    """Whether the target's weights can be read. Of a target on the hub, often only headers or the config are local."""
     try:
         return all(info.file.is_file() for info in target.checkpoint.tensors.values())
     except CheckpointError:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.fields import AUX_KEY, guess_taps
-from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import is_int
 
@@ -13,10 +13,7 @@ TAPS = "target_layer_ids"
 @check(
     "C05",
     effect="engines guess the tapped layers, and guess wrong for most published drafts",
-    fix=(
-        "write the layers the draft was trained on into config.json, then test them: dflash validate {draft} "
-        "--target {target} --level run"
-    ),
+    fix=f"write the layers the draft was trained on into config.json, then test them: {FIX_RUN_LEVEL}",
     source="sgl-project/sglang#37475; z-lab/dflash#156, #157",
 )
 def taps_are_stated(subject: Subject) -> Iterator[Problem]:
@@ -36,14 +33,11 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 @check(
     "C06",
     effect="engines stop, or never capture the layer's output",
-    fix=(
-        "correct the list of tapped layers, or check the draft against its own target: dflash validate {draft} "
-        "--target ORG/REPO"
-    ),
+    fix=f"correct the list of tapped layers, or {FIX_OTHER_TARGET}",
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
-    """Every tapped layer exists in a target of the depth that the draft states."""
+    """Every tapped layer is one of the num_target_layers layers that the draft states."""
     depth = subject.num_target_layers if subject.target is None else None  # P06 compares with a target that is given
     first = _first_layer(subject)
     for index, tap in enumerate(subject.stated.taps or ()):
@@ -57,15 +51,13 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C08",
-    effect="vLLM uses this list and other engines use the other, so they capture different layers",
-    fix=(
-        "correct or delete the wrong list, then test the other: dflash validate {draft} --target {target} --level run"
-    ),
+    effect="vLLM reads this list and other engines read target_layer_ids, so they capture different layers",
+    fix=f"correct or delete the wrong list, then test the other: {FIX_RUN_LEVEL}",
     source="vllm-project/vllm#40727",
     outcome="drops",
 )
 def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
-    """eagle_aux_hidden_state_layer_ids, if stated, lists each tapped layer plus one, counted from 0."""
+    """If eagle_aux_hidden_state_layer_ids is stated, it lists each tapped layer, counted from 0, plus 1."""
     aux, taps = subject.stated.value(AUX_KEY), subject.stated.taps
     if aux is None or taps is None:
         return
@@ -83,19 +75,15 @@ def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
-    """A dialect that counts layers from 1 lists each tapped layer one higher than a dialect that counts from 0.
+    """A list of tapped layers that counts from 1 was not copied from a list that counts from 0.
 
-    The rule reports a list that looks copied unchanged from a dialect that counts from 0.
+    A dialect that counts layers from 1 lists each tapped layer one higher than a dialect that counts from 0.
     """
-    taps = subject.stated.taps
-    if taps is None or _first_layer(subject) != 1:
-        return
+    taps = subject.stated.taps or []
     listed = [tap + 1 for tap in taps]
-    if listed in _usual_taps(subject, len(taps)):
-        yield Problem(
-            subject.at(TAPS),
-            f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}",
-        )
+    if taps and _first_layer(subject) == 1 and listed in _usual_taps(subject, len(taps)):
+        message = f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}"
+        yield Problem(subject.at(TAPS), message)
 
 
 @check(
@@ -107,25 +95,21 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
-    """A dialect that counts layers from 0 lists each tapped layer one lower than a dialect that counts from 1.
+    """A list of tapped layers that counts from 0 was not copied from a list that counts from 1.
 
-    The rule reports a list that looks copied unchanged from a dialect that counts from 1.
+    A dialect that counts layers from 0 lists each tapped layer one lower than a dialect that counts from 1.
     """
-    taps = subject.stated.taps
-    if taps is None or len(taps) < 3 or _first_layer(subject) != 0:
-        return
+    taps = subject.stated.taps or []
     shifted = [tap - 1 for tap in taps]
-    if shifted in _usual_taps(subject, len(taps)):
-        yield Problem(
-            subject.at(TAPS),
-            f"{taps} is one more than the usual list for {subject.num_target_layers} layers, {shifted}",
-        )
+    if len(taps) >= 3 and _first_layer(subject) == 0 and shifted in _usual_taps(subject, len(taps)):
+        usual = f"the usual list for {subject.num_target_layers} layers, {shifted}"
+        yield Problem(subject.at(TAPS), f"each layer of {taps} is one more than in {usual}")
 
 
 @check(
     "C10",
     "warning",
-    effect="transformers hands out that layer's output after the final norm, vLLM and SGLang before it",
+    effect="transformers captures that layer's output after the final norm, vLLM and SGLang before the norm",
     fix=f"{FIX_RUN_LEVEL} # measures the draft with the output before the norm",
     source="XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash; sgl-project/sglang#32204",
 )
@@ -140,7 +124,7 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
 
 
 def _first_layer(subject: Subject) -> int:
-    """The number that the dialect gives to the output of the target's first layer."""
+    """The number of the target's first layer in the dialect, 0 or 1."""
     first: list[int] = subject.stated.spelled(TAPS, [0])
     return first[0]
 
@@ -152,6 +136,6 @@ def _guess(subject: Subject) -> list[int] | None:
 
 
 def _usual_taps(subject: Subject, num_taps: int) -> list[list[int]]:
-    """The usual tapped layers, counted from 0: of a draft with as many layers, and of a draft with as many taps."""
+    """The usual lists of tapped layers, counted from 0, by the draft's number of layers and by its number of taps."""
     depth, guess = subject.num_target_layers, _guess(subject)
     return [guess, guess_taps(depth, num_taps)] if guess is not None and depth is not None else []

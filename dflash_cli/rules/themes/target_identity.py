@@ -6,7 +6,7 @@ from typing import Any
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.documents import from_json
@@ -29,7 +29,7 @@ PUBLISHED = {
 @check(
     "P08",
     "warning",
-    effect="a draft accepts fewer tokens with another target, even one of the same shape",
+    effect="another target accepts fewer of the draft's tokens, even if it has the same shape",
     fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
     source="z-lab/dflash#149; AEON-7#6",
     is_about_training=True,
@@ -37,7 +37,7 @@ PUBLISHED = {
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     """The given target is the verifier that the draft names."""
     name = subject.stated.value("verifier_name")
-    reference = subject.target_reference
+    reference = subject.plan.target_reference
     if not isinstance(name, str) or not name or reference is None:
         return
     given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
@@ -73,7 +73,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     """Block size and tapped layers match the drafts published for this target."""
-    reference = (subject.target_reference or "").partition("@")[0].lower()
+    reference = (subject.plan.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
     if known is None or subject.stated.taps is None or subject.stated.block_size is None:
         return
@@ -90,7 +90,7 @@ def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
 @check(
     "P09",
     "warning",
-    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here, and almost none is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
 )
@@ -99,9 +99,9 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
 
     Special tokens differ between model families.
     """
-    if TOKENIZER_CONFIG not in subject.files or subject.target_source is None:
+    if TOKENIZER_CONFIG not in subject.files:
         return
-    ours, theirs = (_special_tokens(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    ours, theirs = special_tokens(subject.checkpoint), special_tokens(subject.target_checkpoint)
     for key in sorted(ours.keys() & theirs.keys(), key=str):
         if ours[key] != theirs[key]:
             yield Problem(
@@ -111,20 +111,19 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
             return
 
 
-@check(
+@check_weights(
     "P31",
     "warning",
-    level="weights",
-    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here, and almost none is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
     outcome="drops",
 )
 def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
     """A tokenizer.json beside the draft gives every token the same id as the target's tokenizer."""
-    if TOKENIZER_FILE not in subject.files or subject.target_source is None:
+    if TOKENIZER_FILE not in subject.files:
         return
-    ours, theirs = (_vocabulary(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    ours, theirs = _vocabulary(subject.checkpoint), _vocabulary(subject.target_checkpoint)
     if not ours or not theirs:
         return
     moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
@@ -144,11 +143,10 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
+@check_weights(
     "P32",
     "warning",
-    level="weights",
-    effect="if the draft was trained on the other target's hidden states, it accepts less with these",
+    effect="if the draft was trained on the other target's hidden states, fewer of its tokens are accepted here",
     fix=FIX_OTHER_TARGET,
     source="MiaAI-Lab#67 (revision drift)",
     outcome="drops",
@@ -156,11 +154,11 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
 def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
     """The target equals the target that conversion.json describes.
 
-    Compared are the names and shapes of its tensors, and some of its rows.
+    The rule compares the names and shapes of its tensors, and some of its rows.
     """
-    if MANIFEST not in subject.files or subject.target_source is None or subject.checkpoint is None:
+    if MANIFEST not in subject.files or subject.target_source is None:
         return
-    stated = as_object(as_object(_read(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
+    stated = as_object(as_object(read_json(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
     try:
         known = from_json(TargetFingerprint, stated)
         found = target_fingerprint(subject.target_source)
@@ -171,24 +169,20 @@ def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{MANIFEST}:target.fingerprint", f"differs from the target that is given: {difference}")
 
 
-def _special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
+def special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
     """Id -> text of the tokens that tokenizer_config.json lists."""
-    if checkpoint is None:
-        return {}
-    entries = as_object(_read(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
+    entries = as_object(read_json(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
     return {key: as_object(entry).get("content") for key, entry in entries.items()}
+
+
+def read_json(checkpoint: Checkpoint | None, name: str) -> Mapping[str, Any]:
+    """A JSON file of a checkpoint; empty if the file is absent or cannot be read."""
+    try:
+        return (checkpoint.read_optional_json(name) if checkpoint is not None else None) or {}
+    except CheckpointError:
+        return {}
 
 
 def _vocabulary(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     """Token -> id; empty if tokenizer.json has no such table."""
-    if checkpoint is None:
-        return {}
-    model = as_object(_read(checkpoint, TOKENIZER_FILE).get("model"))
-    return as_object(model.get("vocab"))
-
-
-def _read(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    try:
-        return checkpoint.read_optional_json(name) or {}
-    except CheckpointError:
-        return {}
+    return as_object(as_object(read_json(checkpoint, TOKENIZER_FILE).get("model")).get("vocab"))

@@ -21,6 +21,7 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
+from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
@@ -37,13 +38,13 @@ EXPLAINED = (
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
     (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks that the config does not state"),
     (r".*mlp\.(experts|shared_expert|gate)\.", "experts; a DFlash draft has none"),
-    (r".*mask_(hidden|embedding)", "a learned mask embedding; this tool does not serve it"),
+    (r".*mask_(hidden|embedding)", "a learned mask embedding, which dflash does not apply"),
 )
 
 
 @check(
     "N01",
-    effect="vLLM and SGLang load the rest and leave the missing tensors at random values",
+    effect="vLLM and SGLang load the other tensors and leave the missing ones at random values",
     fix=FIX_REEXPORT,
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights report no missing tensor",
     outcome="drops",
@@ -52,13 +53,12 @@ EXPLAINED = (
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """Every tensor that the config needs is present.
 
-    A draft has 3 tensors and 11 per layer; 15 per layer with attention bias, and one more with attention sinks.
+    A draft has 3 tensors, and 11 per layer. Attention biases add 4 per layer, and attention sinks add 1.
     """
-    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+    dims = _checked_sizes(subject)
+    if dims is None or common_prefix(subject) is not None or fused_names(subject):
         return
-    if common_prefix(subject) is not None or fused_names(subject):
-        return
-    missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
+    missing, _, _ = compare_tensors(body_shapes(dims), _shapes(subject))
     if missing:
         has_no_norms = all(HEAD_NORM.search(name) for name in missing)
         why = "; DFlash normalises queries and keys" if has_no_norms else ""
@@ -67,33 +67,27 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N02",
-    effect="engines stop at the tensor, or ignore a part of the trained draft",
+    effect="engines stop at the tensor, or ignore it although the draft was trained with it",
     fix="remove the tensor if it is a leftover, else use an engine made for such drafts; then dflash validate {draft}",
     source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
     stops_runtime=True,
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     """Every tensor belongs to a DFlash draft."""
-    if (
-        subject.dims is None
-        or subject.tensors is None
-        or _states_packing(subject)
-        or common_prefix(subject) is not None
-    ):
+    dims = _checked_sizes(subject)
+    if dims is None or common_prefix(subject) is not None:
         return
-    _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
-    layers = subject.dims.num_layers
-    beyond = [name for name in unexpected if any(index >= layers for index in layer_indices([name]))]
+    _, unexpected, _ = compare_tensors(owned_shapes(dims), _shapes(subject))
+    beyond = [name for name in unexpected if any(index >= dims.num_layers for index in layer_indices([name]))]
     biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
     for name in unexpected:
         if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
-    dims = subject.dims
     if not subject.format.keeps_head and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
-            if name in subject.tensors:
+            if name in (subject.tensors or {}):
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"
                 yield Problem(
                     f"{WEIGHTS}:{name}",
@@ -113,14 +107,14 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
     """Every tensor has the shape that the config gives it."""
-    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+    dims = _checked_sizes(subject)
+    if dims is None:
         return
-    expected = body_shapes(subject.dims)
+    expected = body_shapes(dims)
     if subject.stated.taps is None:
         del expected["fc.weight"]
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
-        dims = subject.dims
         why = f" = {dims.num_taps} tapped layers x {dims.feature_size}" if name == "fc.weight" else ""
         yield Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
 
@@ -132,7 +126,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
     source="vllm-project/vllm#48113",
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
-    """fc.weight reads one target width for each tapped layer."""
+    """fc.weight has as many columns as the tapped layers have features together."""
     info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2:
         return
@@ -206,7 +200,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "N10",
     "warning",
-    effect="loaders that trust the config cast the weights",
+    effect="loaders that follow the config cast the weights to its dtype",
     fix=FIX_COPY,
     source="transformers from_pretrained dtype=auto",
 )
@@ -222,14 +216,14 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N11",
-    effect="readers take packed numbers for plain numbers",
+    effect="readers take packed numbers for plain floats",
     fix=f"{FIX_INSPECT} # lists the element types; serve the draft with the engine it was packed for",
     source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
 )
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     """Weights are plain floats, or quantization_config says how they are packed.
 
-    This tool does not read packed weights.
+    dflash does not read packed weights.
     """
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
@@ -249,6 +243,11 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
 def _states_packing(subject: Subject) -> bool:
     """Whether the draft says that its weights are quantised. The rules then do not check its tensors."""
     return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
+
+
+def _checked_sizes(subject: Subject) -> DraftConfig | None:
+    """The sizes to check tensors by; None if they or the headers are not known, or the weights are quantised."""
+    return None if subject.tensors is None or _states_packing(subject) else subject.dims
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:

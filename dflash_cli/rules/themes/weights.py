@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check
+from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
 
@@ -25,9 +25,8 @@ HEADROOM = 1 / 8
 """Share of float16's range. Products of a few larger values overflow."""
 
 
-@check(
+@check_weights(
     "N13",
-    level="weights",
     effect="the draft proposes noise, or computes NaN",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
@@ -58,10 +57,9 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{zero_biases[0]}", f"every value is zero{others}", effect, severity="warning")
 
 
-@check(
+@check_weights(
     "N14",
     "warning",
-    level="weights",
     effect="the tapped layer has no effect, although engines capture its output",
     fix="export the draft again, or test neighbouring layers: dflash validate {draft} --target {target} --level run",
     source="speculators converter slices fc by taps",
@@ -76,10 +74,9 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:fc.weight", f"the columns of layer {tap} are all zero")
 
 
-@check(
+@check_weights(
     "N17",
     "warning",
-    level="weights",
     effect="one layer was written twice, or never trained",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters",
@@ -96,10 +93,9 @@ def layers_differ(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:{name}", f"the same values as {first}")
 
 
-@check(
+@check_weights(
     "N18",
     "warning",
-    level="weights",
     effect="the activations overflow if an engine serves the draft in float16",
     fix="serve it in bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#55250; InternLM/lmdeploy#4991",
@@ -112,10 +108,9 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:{name}", f"reaches {largest:g}; float16 ends at {FLOAT16_MAX:g}")
 
 
-@check(
+@check_weights(
     "N19",
     "warning",
-    level="weights",
     effect="the tensor was never trained, or its values were lost",
     fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
@@ -131,9 +126,8 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:{name}", f"every value is {float(first):g}")
 
 
-@check(
+@check_weights(
     "N31",
-    level="weights",
     effect="nearly every norm multiplies by values near 0, so the draft proposes noise",
     fix="add 1 to the weights of all norms when you export, then check it: dflash validate {draft} --level weights",
     source="huggingface/transformers Gemma norms multiply by 1 + w; this layout multiplies by w",
@@ -155,10 +149,9 @@ def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
         yield Problem(f"{WEIGHTS}:{shifted[0]}", message)
 
 
-@check(
+@check_weights(
     "N32",
     "warning",
-    level="weights",
     effect="a part of the matrix does nothing: its values were lost, or the matrix was cut to another size",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; speculators converter slices fc by taps",
@@ -176,10 +169,9 @@ def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
                 yield Problem(f"{WEIGHTS}:{name}", f"{zeros} of {count} {kind} are all zero")
 
 
-@check(
+@check_weights(
     "N33",
     "warning",
-    level="weights",
     effect="the weights were once stored in 8 bits, and the lost precision does not come back",
     fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
     source="sgl-project/sglang#39087 (a quantised draft accepts less)",
@@ -187,7 +179,7 @@ def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
 def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
     """Matrices hold more distinct values than 8 bits can, and float32 matrices use their low bits.
 
-    A float32 file of bfloat16 values works as well as a file of half the size, so it is only a remark.
+    A float32 file of bfloat16 values works, but is twice as large as necessary, so that finding is only an info.
     """
     import torch
 

@@ -2,7 +2,7 @@
 
 Context rows and block rows get their K and V from different inputs. For context rows, every layer projects the same
 `h = hidden_norm(fc(features))`, without the layer's input norm. For block rows, each layer projects its own input, as
-in any decoder. Rows 1..N-1 of a block hold masks, and each predicts the token at its own position.
+in any decoder. Rows 1..N-1 of a block hold masks. Every mask predicts the token at its own position.
 Source: arXiv 2602.06036; z-lab/dflash model.py::DFlashDraftModel (PyPI dflash 0.1.0).
 
 Axis letters: R requests, N block rows, K draft tokens, T flat tokens, L layers, KV heads, D head dim, F features,

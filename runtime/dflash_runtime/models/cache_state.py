@@ -39,7 +39,10 @@ def take_state(cache: Any) -> TextState:
 
 
 def put_state(cache: Any, state: TextState) -> str | None:
-    """Replace every part of a cache, and return None; or return what does not fit, and then the cache is unusable."""
+    """Replace every part of a cache, and return None.
+
+    If a part does not fit, return the reason. The cache is then unusable.
+    """
     tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
     for path, value in list(_leaves(cache)):
         name = _name(path)

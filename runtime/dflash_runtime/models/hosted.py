@@ -2,7 +2,7 @@
 
 The model gets one flat batch of rows with their positions, and neither cache nor mask. Its attention calls a function
 that this module registers with transformers. The function passes a layer's queries, keys and values to our `Attend`,
-and refuses every argument that our attention does not support. After loading, a trial checks that this is right:
+and refuses every argument that our attention does not support. After loading, a trial checks three assumptions:
 
 * Every layer asks for attention once, with the window in its config.
 * A row depends on other rows only through attention.

@@ -43,7 +43,8 @@ def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
         UnsupportedError: an unsupported quantization, or an adapter, which names another model.
     """
     if (source.checkpoint.path / ADAPTER).exists():
-        raise not_run(config.model_type, f"an adapter ({ADAPTER}) beside the weights", id="target-adapter")
+        why, path = f"an adapter ({ADAPTER}) beside the weights", source.checkpoint.config_path
+        raise not_run(config.model_type, why, id="target-adapter", path=path)
     read_quantization(source)
 
 

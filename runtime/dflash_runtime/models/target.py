@@ -20,7 +20,7 @@ from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import TensorMismatch, UnsupportedError
+from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
 from dflash_runtime.models.hosted_loading import check_hosted_headers
@@ -159,13 +159,15 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     found, config = find_target_runtime(source, runtime)
     if found == "transformers":
         try:
-            return load_hosted(source, config, placement)
+            with naming_file(source.checkpoint.path):
+                return load_hosted(source, config, placement)
         except UnsupportedError as error:
             logger.info("not over pages: %s", error.message)
         gc.collect()  # free the refused model: memory may not hold two
         config = read_own_cache_config(source)
     if found != "native":
-        return load_own_cache(source, config, placement)
+        with naming_file(source.checkpoint.path):
+            return load_own_cache(source, config, placement)
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
     return target_families()[config.model_type](config, weights, placement)
 

@@ -19,17 +19,20 @@ from dflash_cli.diagnosis.readings import (
     confirm,
     find_best,
 )
-from dflash_cli.diagnosis.run_level import run_subject
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_level import RunSubject
+from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_cli.rules.rule import all_rules
-from dflash_cli.rules.subject import open_subject
+from dflash_cli.rules.subject import ValidationPlan, open_subject
+from dflash_runtime.documents import copy_fields
 from dflash_testing.pairs import bundled_draft
 
 
 def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
     """(severity, message) of each finding of one rule on a draft with blocks of 8."""
     rule = next(rule for rule in all_rules() if rule.id == rule_id)
-    subject = run_subject(open_subject(fetch_directory(TINY, Role.DRAFT)), search)
+    subject = copy_fields(
+        RunSubject, open_subject(ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT))), search=search
+    )
     return [(item.severity, item.message) for item in rule.findings(subject)]
 
 
@@ -58,7 +61,7 @@ def test_a_scaled_embedding_is_tried_both_ways() -> None:
 
 
 def test_every_factor_has_a_rule() -> None:
-    """Without a rule, a reading would explain a draft and nobody would be told."""
+    """Without a rule, no finding would report the reading that explains a draft."""
     target = open_target(fetch_directory(TINY, Role.TARGET))
     space = ReadingSpace(config=bundled_draft().config, target=target.config, rare_ids=(9,), text_len=100)
     factors = {reading.factor for family in alternatives.FAMILIES for reading in family(space)}
@@ -127,11 +130,11 @@ def search_by_chance(seed: int, gain: float, num_readings: int, num_prompts: int
     best = find_best([compare(reading, base, others[reading.name]) for reading in readings])
     if best is None:
         return False, False, False
-    name, confidence = best.reading.name, 1 - 0.05 / num_readings
+    name, confidence = best.reading, 1 - 0.05 / num_readings
     corrected = paired_interval(base, others[name], confidence=confidence, num_resamples=4000, seed=0)
     assert corrected is not None
     new = generator.normal(0.5, 0.1, MIN_TEST_PROMPTS).clip(0.1, 0.8)
-    tested = confirm(best.reading, draw_counts(generator, new), draw_counts(generator, new + gains[name]), budget)
+    tested = confirm(best.alternative, draw_counts(generator, new), draw_counts(generator, new + gains[name]), budget)
     return True, corrected.low > 0, tested.explains
 
 

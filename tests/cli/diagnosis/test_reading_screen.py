@@ -6,7 +6,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_runner import ReadingRunner
-from dflash_cli.diagnosis.search_budget import SearchBudget
+from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_runtime.config import EngineConfig
 
 

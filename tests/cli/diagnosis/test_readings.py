@@ -16,12 +16,12 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
+from dflash_cli.diagnosis.pair_validation import validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
-from dflash_cli.diagnosis.run_settings import RunSettings
-from dflash_cli.diagnosis.search_budget import SearchBudget
-from dflash_cli.rules.validator import ValidationPlan
+from dflash_cli.diagnosis.run_report import RunReport
+from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
+from dflash_cli.rules.subject import ValidationPlan
 from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
@@ -65,7 +65,7 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2
-    assert {item.reading.factor for item in report.search.results} >= {"taps", "causality", "rope", "mask", "weights"}
+    assert {item.factor for item in report.search.readings} >= {"taps", "causality", "rope", "mask", "weights"}
     assert report.search.explanation is None
 
 
@@ -115,9 +115,9 @@ def test_a_falsified_config_is_caught(
     assert report.search is not None
     best = report.search.explanation
     assert best is not None
-    assert {key: getattr(best.reading.config, key) for key in right} == right
+    assert {key: getattr(best.alternative.config, key) for key in right} == right
     assert (report.search.num_prompts, best.num_prompts) == (8, 32)
-    assert best.reading.name in found[0].message
+    assert best.reading in found[0].message
     assert report.fails()
 
 
@@ -176,7 +176,7 @@ def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, mon
     assert (found.id, found.severity) == ("R09", "error")
     assert report.search is not None
     assert report.search.explanation is not None
-    assert report.search.explanation.reading.name == name
+    assert report.search.explanation.reading == name
 
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
@@ -191,7 +191,7 @@ def test_a_causal_flag_is_caught() -> None:
     """The reduced draft loses 14 % of its accepted tokens."""
     found = search("tiny:reduced", "causal", "causality").explanation
     assert found is not None
-    assert not any(found.reading.config.causal)
+    assert not any(found.alternative.config.causal)
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_mask_is_found_among_rarely_used_ids() -> None:
 
 
 def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise stays noise under every reading, so no reading is named."""
+    """An untrained draft proposes noise under every reading, so no reading is named."""
     shorten_search(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
@@ -250,7 +250,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert outcome.code == 3
     assert "R04 error" in outcome.out
-    assert f"{draft} and target tiny on cpu" in outcome.err
+    assert all(name in outcome.err for name in (str(draft), "tiny", "cpu"))
 
 
 def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     (note,) = mixed.notes
     assert "prompt 2" in note
     assert "99999" in note
-    with refuses(UsageError, "too-few-prompts", found=3):
+    with refuses(UsageError, "too-few-prompts", field="--prompts", found=3):
         run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=16)
 
 
@@ -301,7 +301,7 @@ def test_a_prompt_that_fails_under_one_reading_is_left_out_of_it(
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with refuses(UsageError, "too-few-prompts", found=1):
+    with refuses(UsageError, "too-few-prompts", field="--prompts", found=1):
         run(fetch_directory(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
 from dflash_testing.paths import GOLDEN

@@ -73,7 +73,7 @@ def test_choice_and_scores_equal_those_in_transformers(is_normalised: bool, dtyp
 @pytest.mark.parametrize("num_chosen", [1, 3, NUM_EXPERTS])
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: int) -> None:
-    """With few rows most experts have no rows; with many rows some experts have most of them."""
+    """Few rows leave most experts without a row. With many rows, some experts have most of the rows."""
     block, experts = make(True, num_chosen)
     hidden = rows(count)
     with torch.inference_mode():

@@ -113,14 +113,14 @@ def test_the_reason_of_transformers_against_a_config_is_one_line(tmp_path: Path)
     target = support.write_checkpoint(tmp_path, {"model_type": "glm5_next", "text_config": text}, {})
     with refuses(CheckpointError, "config-refused-by-transformers", path=target / "config.json") as refused:
         find_target_runtime(open_target(target), "auto")
-    assert "num_attention_heads (4)" in refused.value.found
+    assert "num_attention_heads" in refused.value.found
     assert "\n" not in refused.value.found
 
 
 def test_an_adapter_is_not_followed(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    with refuses(UnsupportedError, "target-adapter"):
+    with refuses(UnsupportedError, "target-adapter", path=tmp_path):
         host(tmp_path)
 
 
@@ -284,12 +284,12 @@ class TestChoice:
         make_model(tmp_path, "olmoe")
         with refuses(UnsupportedError, "target-without-native-family", found="olmoe") as refused:
             load_target(open_target(tmp_path), placement(), "native")
-        assert "--target-runtime auto" in (refused.value.hint or "")
+        assert "--target-runtime" in (refused.value.hint or "")
 
     def test_an_unknown_runtime_is_refused(self) -> None:
-        with pytest.raises(UsageError) as refused:
+        with refuses(UsageError, field="target_runtime", found="vllm") as refused:
             EngineConfig(target_runtime="vllm")
-        assert all(name in refused.value.message for name in ("target_runtime", "vllm", "transformers-cache"))
+        assert "transformers-cache" in (refused.value.expected or "")
 
     def test_a_warning_says_that_it_is_slow(self, tmp_path: Path) -> None:
         make_model(tmp_path, "olmoe")

@@ -41,7 +41,9 @@ KINDS = {
 
 @pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_text_is_that_of_scale_times_weight(kind: str, pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+def test_a_dequantised_target_computes_scale_times_weight(
+    kind: str, pack: Any, config: Any, label: str, tmp_path: Path
+) -> None:
     if kind == "qwen3_moe" and config is not FP8 and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("earlier releases dequantise experts to bfloat16, and are refused")
     model = quantise(tmp_path, kind, pack, config)

@@ -60,7 +60,8 @@ def test_a_sound_pair_passes(engine: str, tmp_path: Path, models: Path) -> None:
 
 def test_no_rule_on_servers_runs_on_a_draft() -> None:
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-    from dflash_cli.rules.validator import ValidationPlan, validate_draft
+    from dflash_cli.rules.subject import ValidationPlan
+    from dflash_cli.rules.validator import validate_draft
 
     request = ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT), engines=parse_engines("vllm,sglang"))
     assert not [item.id for item in validate_draft(request).findings if item.level == "kv-transfer"]

@@ -1,4 +1,4 @@
-"""A draft with one fault, and the ways to put it in. The other files of this folder list one case or more a rule."""
+"""A draft with one fault, and functions that make faults. The other files of this folder list the cases."""
 
 import json
 import re
@@ -12,7 +12,8 @@ import numpy as np
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level
-from dflash_cli.rules.validator import ValidationPlan, validate_draft
+from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]
@@ -36,7 +37,7 @@ class Case:
     key, at                         its location: a dotted key of config.json, or any other location
     names                           values, names and numbers that its message contains
     config, tensors                 edit the config and the arrays of the draft in place
-    target, target_tensors          edit those of the target; without `target` there is no target
+    target, target_tensors          edit the config and the arrays of the target; if `target` is None, none is given
     files, target_files             files to write beside the draft and beside the target
     spoil                           may do anything to the directory
     """
@@ -98,7 +99,7 @@ def build(case: Case, path: Path) -> Path:
 
 
 def check(case: Case, directory: Path) -> Report:
-    """Write the draft, and the target where there is one, and validate."""
+    """Write the draft, and the target if the case has one, and validate."""
     draft = build(case, directory / case.name)
     target = None
     if case.target is not None:
@@ -165,7 +166,7 @@ def rename(old: str, new: str) -> Change:
 
 
 def fuse(arrays: dict[str, Any]) -> None:
-    """Store projections as one tensor each, from the first part to the last."""
+    """Store the projections of queries, keys and values as one tensor, and the projections of gate and up as one."""
     for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
         for name in [name for name in arrays if f".{parts[0]}." in name]:
             names = [name.replace(parts[0], part) for part in parts]

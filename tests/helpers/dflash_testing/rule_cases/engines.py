@@ -1,4 +1,4 @@
-"""Drafts that one engine serves otherwise than they were trained."""
+"""Drafts that one engine serves in another way than they were trained."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Drafts and targets that do not fit."""
+"""Drafts and targets that do not fit each other."""
 
 import numpy as np
 

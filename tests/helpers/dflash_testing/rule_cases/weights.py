@@ -1,4 +1,4 @@
-"""Faults in the weights themselves."""
+"""Faults in the values of the weights."""
 
 from dataclasses import replace
 from typing import Any
