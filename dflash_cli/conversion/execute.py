@@ -14,8 +14,8 @@ from dflash_cli.conversion.destination import protect_inputs
 from dflash_cli.conversion.logits import LogitComparison, verify_logits
 from dflash_cli.conversion.manifest import HashedConfigs, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
+from dflash_cli.conversion.spec import Verification
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.logits import LogitComparison
-from dflash_cli.conversion.request import Verification
+from dflash_cli.conversion.spec import Verification
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import INLINE, OPTIONAL
 

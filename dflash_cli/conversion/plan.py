@@ -11,9 +11,9 @@ from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.manifest import ConversionFacts
 from dflash_cli.conversion.origin import name_of, origin_of_target, without_paths
-from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.conversion.result_config import result_config, with_stored_type
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
 from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
@@ -30,7 +30,7 @@ class ConversionPlan:
     """Everything that will be written, and why. `files` are the weights by file name."""
 
     draft: DraftCheckpoint
-    request: ConversionSpec
+    spec: ConversionSpec
     format: Format
     config: DraftConfig
     config_json: Json
@@ -42,7 +42,7 @@ class ConversionPlan:
     @property
     def target(self) -> TargetSource | None:
         """The target that was given."""
-        return self.request.target
+        return self.spec.target
 
     @property
     def kept(self) -> tuple[WrittenTensor, ...]:
@@ -78,7 +78,7 @@ class ConversionPlan:
             version=__version__,
             source=name_of(self.draft.checkpoint.path),
             target=origin_of_target(self.target),
-            argv=tuple(without_paths(redacted(self.request.argv))),
+            argv=tuple(without_paths(redacted(self.spec.argv))),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             source_dialect=self.draft.format.name,
             destination_dialect=self.format.name,
@@ -90,7 +90,7 @@ class ConversionPlan:
         )
 
 
-def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> ConversionPlan:
+def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion, or refuse it. Writes nothing.
 
     Raises:
@@ -98,20 +98,18 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> Conversi
         LossyConversion, UnsupportedError: something would be lost.
         UsageError: no such dialect, or the target has to be named.
     """
-    result = get_writable(request.to)
+    result = get_writable(spec.to)
     selection = draft.select_tensors()
     _refuse_doubt(draft, result)
-    if request.target is not None:
-        check_pair(DraftSource(draft.config, draft.checkpoint), request.target)
-    side_files, file_warnings = choose_side_files(draft, result, allow_lossy=request.allow_lossy)
-    dropped, tensor_warnings = drop_tensors(
-        draft, selection.skip, result, request.target, allow_lossy=request.allow_lossy
-    )
+    if spec.target is not None:
+        check_pair(DraftSource(draft.config, draft.checkpoint), spec.target)
+    side_files, file_warnings = choose_side_files(draft, result, allow_lossy=spec.allow_lossy)
+    dropped, tensor_warnings = drop_tensors(draft, selection.skip, result, spec.target, allow_lossy=spec.allow_lossy)
     tensors = keep_tensors(draft, dropped)
-    config, config_warnings = result_config(draft, request, result, dropped)
+    config, config_warnings = result_config(draft, spec, result, dropped)
     tap_warnings: list[str] = []
-    if request.normalise_taps and not taps_ascend(config):
-        config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=request.allow_lossy)
+    if spec.normalise_taps and not taps_ascend(config):
+        config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=spec.allow_lossy)
     tensors, map_warnings = with_inverse(draft, tensors, result)
     if draft.quantization is None:
         config, type_warnings = with_stored_type(config, tensors)
@@ -121,11 +119,11 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> Conversi
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,
-        request=request,
+        spec=spec,
         format=result,
         config=config,
         config_json=config_json,
-        files=assign_files(tensors, request.max_shard_bytes),
+        files=assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),

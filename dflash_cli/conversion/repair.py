@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.conversion.destination import check_destination
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.formats.fields import with_keys

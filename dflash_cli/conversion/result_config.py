@@ -7,7 +7,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
 from dflash_cli.formats.fields import SCALES
@@ -16,23 +16,23 @@ from dflash_runtime.config import DraftConfig, Verifier
 
 
 def result_config(
-    draft: DraftCheckpoint, request: ConversionSpec, result: Format, dropped: Sequence[Change]
+    draft: DraftCheckpoint, spec: ConversionSpec, result: Format, dropped: Sequence[Change]
 ) -> tuple[DraftConfig, list[str]]:
     """The canonical config of the result, and warnings for the user."""
     config = draft.config
     warnings: list[str] = []
-    if request.target is not None and config.num_target_layers is None:
-        config = replace(config, num_target_layers=request.target.facts.num_layers)
+    if spec.target is not None and config.num_target_layers is None:
+        config = replace(config, num_target_layers=spec.target.facts.num_layers)
     if any(change.from_ == HEAD for change in dropped):
         config = replace(config, draft_vocab_size=config.vocab_size)
     if "verifier" in result.unstated:
         config = replace(config, verifier=None)
     else:
-        verifier, warnings = _verifier(config, request)
+        verifier, warnings = _verifier(config, spec)
         config = replace(config, verifier=verifier)
     if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
         config = replace(config, target_hidden_size=None)
-    if request.allow_lossy:
+    if spec.allow_lossy:
         config, lost = _without_scales(config, result)
         warnings += lost
     return config, warnings
@@ -51,21 +51,21 @@ def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> t
     ]
 
 
-def _verifier(config: DraftConfig, request: ConversionSpec) -> tuple[Verifier | None, list[str]]:
+def _verifier(config: DraftConfig, spec: ConversionSpec) -> tuple[Verifier | None, list[str]]:
     """--target-name, else the name in the source, else the hub id, else a local directory's name with a warning."""
-    target = request.target
+    target = spec.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
     if not architectures and carried is not None:
         architectures = carried.architectures
-    name = request.verifier
+    name = spec.verifier
     if name is None and carried is not None:
         name = carried.name_or_path
     if name is not None:
         return Verifier(name_or_path=name, architectures=architectures), []
-    if target is None or request.target_reference is None:
+    if target is None or spec.target_reference is None:
         return None, []
-    name, warnings = _target_name(request.target_reference, target.checkpoint.path.resolve().name)
+    name, warnings = _target_name(spec.target_reference, target.checkpoint.path.resolve().name)
     return Verifier(name_or_path=name, architectures=architectures), warnings
 
 

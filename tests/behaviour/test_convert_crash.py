@@ -15,7 +15,7 @@ from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT

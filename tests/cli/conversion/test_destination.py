@@ -8,7 +8,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion import staging
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 

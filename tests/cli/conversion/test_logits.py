@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.logits import draft_logits, verify_logits
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed

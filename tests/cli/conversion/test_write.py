@@ -20,7 +20,7 @@ from dflash_cli.conversion import staging
 from dflash_cli.conversion import write as write_module
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
 from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
