@@ -23,9 +23,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Description(Shown):
-    """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips.
+    """A draft or a target.
 
-    `unserved` are keys for which neither conversion nor the runtime takes the draft, with what they ask for.
+    owned       tensors that a reader loads
+    borrowed    tensors that a reader skips, because it takes them from the target
+    unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     """
 
     path: Path
@@ -92,12 +94,12 @@ class InspectDocument:
     files: tuple[str, ...]
     borrowed: Annotated[tuple[str, ...], "tensors that a reader takes from the target"]
     notes: tuple[str, ...]
-    unserved: Annotated[Mapping[str, str], "keys of the config that ask for what dflash does not compute"]
+    unserved: Annotated[Mapping[str, str], "config key -> the computation it asks for that DFlash does not have"]
     tensors: Annotated[tuple[TensorEntry, ...] | None, OPTIONAL, "of --tensors"] = None
 
 
 def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocument:
-    """The document of a description."""
+    """The document of `dflash inspect` of one checkpoint."""
     checkpoint = found.checkpoint
     return InspectDocument(
         path=str(found.path),
@@ -118,7 +120,7 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
 
 
 def describe(location: "Location") -> Description:
-    """Describe a draft, or a target if no dialect recognises a draft; of a hub repository only headers are read.
+    """Describe a draft, or a target if no dialect recognises a draft. Only the headers of a hub repository are read.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
@@ -129,7 +131,7 @@ def describe(location: "Location") -> Description:
 
 
 def describe_layers(config: DraftConfig) -> str:
-    """Attention of each layer in words; neighbouring layers with the same attention share a phrase."""
+    """The attention of each layer in words. Neighbouring layers with the same attention share a phrase."""
     sinks = ", with attention sinks" if config.has_sinks else ""
     kinds = [
         f"{'full attention' if window is None else f'window {window}'}, {'causal' if causal else 'non-causal'}{sinks}"
@@ -165,7 +167,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
 
 
 def _describe_target(checkpoint: Checkpoint) -> Description:
-    """A target; where the config is no target either, the reason why it is no draft is the better message."""
+    """Describe a target. If the target cannot be read, the error says why the checkpoint is not a draft."""
     try:
         target = open_target(checkpoint)
     except CheckpointError as error:
@@ -180,11 +182,11 @@ def _describe_target(checkpoint: Checkpoint) -> Description:
 
 
 def _not_known(facts: TargetFacts) -> tuple[str, ...]:
-    """That a target is not run here, and why."""
+    """A note if this runtime does not run the target, with the reasons."""
     if not facts.not_known:
         return ()
     parts = ", ".join(facts.not_known)
-    return (f"not read, so dflash checks and serves drafts for this target but does not run it: {parts}",)
+    return (f"dflash checks and serves drafts for this target, but does not run it, because it does not read: {parts}",)
 
 
 def _derived(config: DraftConfig | TargetFacts) -> Json:

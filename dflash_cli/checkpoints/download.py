@@ -1,4 +1,4 @@
-"""Fetch a repository into the hub's cache: its size is said first, and the hub's own bars show how far it is."""
+"""Download a repository into the hub's cache. The size is printed first, and the hub's own bars show progress."""
 
 import os
 import sys
@@ -13,10 +13,10 @@ from dflash_runtime.phrases import plural
 def download_snapshot(
     repo: str, revision: str | None, patterns: list[str], *, repo_type: str = "model", is_local: bool = False
 ) -> Path:
-    """The directory of a repository's files of these patterns; `is_local` only looks in the cache.
+    """The snapshot with the files of a repository that match the patterns. With `is_local` only the cache is read.
 
     Raises:
-        whatever huggingface_hub raises; `hub.explained` turns it into our errors.
+        OSError, ValueError: errors of huggingface_hub, which `hub.explained` turns into our errors.
     """
     from huggingface_hub import snapshot_download
 
@@ -31,7 +31,7 @@ def download_snapshot(
 
 
 def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str) -> None:
-    """Say what is going to be downloaded, where anything is. A reason why that cannot be known is the download's."""
+    """Print the size of a download, if there is anything to download. Errors are left to the download itself."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -49,7 +49,7 @@ def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: s
 
 @contextmanager
 def _bars(*, is_shown: bool) -> Iterator[None]:
-    """Let the hub draw its bars or not; HF_HUB_DISABLE_PROGRESS_BARS, where it is set, decides instead."""
+    """Show or hide the hub's progress bars in the block, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if is_shown or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ or are_progress_bars_disabled():

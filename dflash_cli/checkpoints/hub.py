@@ -1,4 +1,4 @@
-"""The hub's errors in our words: gated, missing, wrong revision, offline and unreachable read differently."""
+"""Errors of the hub as our errors, each with its own id and hint."""
 
 import os
 import sys
@@ -10,15 +10,16 @@ from dflash_runtime.errors import CheckpointNotFound
 
 
 class HubUnreachable(CheckpointNotFound):
-    """The hub does not answer, or offline mode is on; a copy in the local cache may still be used."""
+    """The hub does not answer, or offline mode is on. A copy in the local cache may still be used."""
 
 
 @contextmanager
 def explained(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Turn what huggingface_hub raises inside into one line.
+    """Turn errors of huggingface_hub in the block into our errors about the repository.
 
     Raises:
-        CheckpointNotFound: naming the reason.
+        CheckpointNotFound: names the reason.
+        HubUnreachable: the hub does not answer, or offline mode is on.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -36,33 +37,40 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise CheckpointNotFound(
-            f"{repo}: access is gated",
+            "access is gated",
+            id="hub-gated",
+            path=repo,
             hint="accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
         ) from error
     except RevisionNotFoundError as error:
-        raise CheckpointNotFound(f"{repo}: no revision {revision!r}") from error
+        raise CheckpointNotFound(f"no revision {revision!r}", id="no-revision", path=repo, found=revision) from error
     except RepositoryNotFoundError as error:
         raise CheckpointNotFound(
-            f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
+            "not found on the hub",
+            id="not-on-the-hub",
+            path=repo,
+            hint="check the name; a private repository needs HF_TOKEN",
         ) from error
     except HFValidationError as error:
-        raise CheckpointNotFound(f"{repo}: no such directory, and not a valid name of a hub repository") from error
+        raise CheckpointNotFound(
+            "no such directory, and not a valid name of a hub repository", id="not-a-reference", path=repo
+        ) from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         if isinstance(error.__cause__, HfHubHTTPError):
             raise _refusal(repo, error.__cause__) from error
         raise HubUnreachable(
-            f"{repo}: not in the local cache, and the hub cannot be reached", hint=_how_to_reach_it()
+            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=_how_to_connect()
         ) from error
     except (EntryNotFoundError, HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
     except connection_errors as error:
         raise HubUnreachable(
-            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint=_how_to_reach_it()
+            f"the hub cannot be reached ({type(error).__name__})", path=repo, hint=_how_to_connect()
         ) from error
 
 
-def _how_to_reach_it() -> str:
-    """Which variable turned offline mode on, where one did."""
+def _how_to_connect() -> str:
+    """The hint for an unreachable hub: names the variable that turned offline mode on, if one did."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if not HF_HUB_OFFLINE:
@@ -72,14 +80,14 @@ def _how_to_reach_it() -> str:
 
 
 def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
-    """What the hub said, on one line; its own troubles and its limits pass."""
-    said = (str(error) or type(error).__name__).splitlines()[0]
+    """The error with the hub's answer on one line. A server error or a rate limit is temporary."""
+    answer = (str(error) or type(error).__name__).splitlines()[0]
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    hint = "that is the hub's own trouble: try again later" if status >= 500 or status == 429 else None
-    return CheckpointNotFound(f"{repo}: the hub answered: {said}", hint=hint)
+    hint = "the hub has a temporary problem: try again later" if status >= 500 or status == 429 else None
+    return CheckpointNotFound(f"the hub answered: {answer}", id="hub-refused", path=repo, found=status, hint=hint)
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library that the hub's client has imported: httpx, or httpx2 from its release 2."""
+    """The errors of the HTTP library that huggingface_hub has imported: httpx, or httpx2."""
     libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return tuple(library.HTTPError for library in libraries)

@@ -1,4 +1,4 @@
-"""Which of the target's rows a draft's copies of head or embedding hold: a copy in a wrong place is no training.
+"""Find copies of the target's rows in the wrong places of a draft's head or embedding.
 
 torch is imported when a comparison runs.
 """
@@ -22,7 +22,10 @@ PIECE_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Misplaced:
-    """Rows of a draft that are the target's rows of other ids: how many of all, and the first, with the ids."""
+    """Rows of a draft that equal the target's rows of other ids.
+
+    `count` of `num_rows` rows are misplaced. The first one is `row`, which holds `found_id` instead of `expected_id`.
+    """
 
     count: int
     num_rows: int
@@ -32,7 +35,7 @@ class Misplaced:
 
 
 def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> Misplaced | None:
-    """Rows of the draft's `embed_tokens.weight` or `lm_head.weight` that belong to other ids than the map says."""
+    """The misplaced rows of the draft's `embed_tokens.weight` or `lm_head.weight`, None if there are none."""
     mine, theirs = draft.checkpoint.tensors[name], target_tensor(target, name)
     if theirs is None or len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
         return None
@@ -53,7 +56,7 @@ def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> M
 
 
 def _ids(draft: DraftCheckpoint, name: str, num_rows: int) -> list[int]:
-    """The target's id of each row."""
+    """The target's token id of each row."""
     if name != HEAD or not draft.config.has_reduced_vocab:
         return list(range(num_rows))
     offsets = draft.checkpoint.load(DRAFT_TO_TARGET).tolist()
@@ -61,6 +64,7 @@ def _ids(draft: DraftCheckpoint, name: str, num_rows: int) -> list[int]:
 
 
 def _digests(info: TensorInfo, dtype: "torch.dtype") -> Iterator[tuple[int, bytes]]:
+    """Number and digest of each row of a stored tensor, converted to `dtype`."""
     from safetensors import safe_open
 
     with safe_open(info.file, framework="pt") as stream:

@@ -1,4 +1,4 @@
-"""Descriptions and differences of checkpoints in words, a line each, for a terminal."""
+"""Describe checkpoints and their differences in lines for a terminal."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from dflash_cli.formats.unserved import unserved_in_words
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
 MOST_NAMED = 10
-"""A group of more tensors than this is one line instead of a line each, unless all are asked for."""
+"""The most tensors of a group that have a line each. A larger group is one line, unless `with_tensors`."""
 
 FIELD_NAMES = {
     "num_layers": "layers",
@@ -26,14 +26,14 @@ FIELD_NAMES = {
     "vocab_size": "vocabulary",
     "draft_vocab_size": "ids the draft can propose",
 }
-"""Field -> its name in words, where the field's own words do not say it."""
+"""Field -> its name in words. Other fields are named by their own words."""
 
 BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
-"""Fields of a target that the words on its layers say."""
+"""Fields of a target that `layers_in_words` describes."""
 
 
 def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
-    """What a checkpoint is, a label and a text a line."""
+    """The description of a checkpoint, one labelled line for each aspect."""
     rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
     rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
@@ -56,7 +56,7 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
 
 
 def difference_lines(difference: Difference, *, with_tensors: bool = False) -> Iterator[str]:
-    """What differs between two checkpoints."""
+    """The differences between two checkpoints, one line each."""
     not_compared = f"{difference.num_not_compared} tensors have the same type and shape; values were not compared"
     if difference.is_empty:
         tensors = "" if difference.num_not_compared else f" and all {difference.num_equal} tensors"
@@ -146,7 +146,7 @@ def _files(found: Description) -> str:
 
 
 def _field_lines(difference: Difference) -> Iterator[str]:
-    """Each field that differs; what is said layer by layer as one line, objects by their parts."""
+    """A line for each field that differs, for the layers of both, and for each part of an object that differs."""
     fields = dict(difference.fields)
     first, second = difference.first.config, difference.second.config
     if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):
@@ -168,13 +168,13 @@ def _field_lines(difference: Difference) -> Iterator[str]:
 
 
 def _attention(config: DraftConfig) -> list[tuple[int | None, bool]]:
-    """Window and causality of each layer; of one where all layers agree, however many they are."""
+    """Window and causality of each layer, or of one layer if all layers agree."""
     layers = list(zip(config.windows, config.causal, strict=True))
     return layers[:1] if len(set(layers)) == 1 else layers
 
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
-    """A field by itself, or the parts of an object; `params` adds no word of its own."""
+    """Name -> value of a field, or of each part of an object. The key `params` is left out of names."""
     if not isinstance(value, Mapping):
         return {} if value is None else {name: value}
     parts: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def _contrast(label: str, one: str, other: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value as a config states it, without quotes and brackets where they say nothing."""
+    """A value of a config without quotes and brackets."""
     if value is None:
         return "not stated"
     if isinstance(value, str):

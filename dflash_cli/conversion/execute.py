@@ -1,6 +1,6 @@
-"""Carry out a planned conversion: write beside the destination, verify, rename.
+"""Carry out a planned conversion: write the result beside the destination, verify it, and rename it.
 
-Tensor bytes are copied and never decoded. `conversion.json` in the result says what became of every key and tensor.
+Tensor bytes are copied and never decoded. `conversion.json` in the result lists every key, tensor and file.
 """
 
 import time
@@ -22,7 +22,7 @@ from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json
 from dflash_runtime.documents import fields_of
 
 SLACK_BYTES = 1024 * 1024
-"""Room for the config, the manifest and the header beside the weights."""
+"""Bytes reserved for the config, the manifest and the headers."""
 
 
 def convert_draft(
@@ -33,14 +33,14 @@ def convert_draft(
     progress: Progress = silent,
     force: bool = False,
 ) -> Manifest:
-    """Carry out a plan and return its manifest. Whatever happens, no half-written destination is left.
+    """Carry out a plan and return its manifest. The destination is complete or unchanged afterwards.
 
-    With `force` a draft that stands at the destination is replaced.
+    With `force` a draft at the destination is replaced.
 
     Raises:
-        UsageError: the destination cannot be written, or holds what the plan reads.
+        UsageError: the destination cannot be written, or contains the source or the target.
         GateFailed: the result does not read back as planned.
-        CapacityError: no room on the disk.
+        CapacityError: not enough disk space.
     """
     protect_inputs(destination, plan)
     seconds: dict[str, float] = {}
@@ -66,7 +66,7 @@ def convert_draft(
 def _verify(
     plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress
 ) -> LogitComparison | None:
-    """Verify the written result; returns how far the logits differ, if they were compared."""
+    """Verify the written result. Return the comparison of logits, None if they were not compared."""
     if verification == "none":
         return None
     verify_roundtrip(plan, stage, progress)
@@ -88,7 +88,7 @@ def _hash_configs(plan: ConversionPlan, stage: Path) -> HashedConfigs:
 
 
 def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where the result is written, once it is known that there is room for it."""
+    """The hidden directory for the result, after checking the disk space."""
     side_bytes = [item.source.stat().st_size for item in plan.side_files]
     weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
     needed = sum(weight_bytes) + sum(side_bytes) + SLACK_BYTES

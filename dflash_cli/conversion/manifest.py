@@ -14,7 +14,7 @@ from dflash_runtime.documents import INLINE, OPTIONAL
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint came from, without a path of the machine."""
+    """The name of a checkpoint without a path of the machine, and its repository and commit on the hub."""
 
     name: str | None
     repo: str | None = None
@@ -23,7 +23,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class TargetOrigin:
-    """Where the target came from, and what tells it from other targets."""
+    """The origin of the target, and its fingerprint."""
 
     origin: Annotated[Origin, INLINE]
     fingerprint: TargetFingerprint
@@ -39,7 +39,7 @@ class HashedFile:
 
 @dataclass(frozen=True, slots=True)
 class HashedWeights:
-    """Weight files on both sides, by file name."""
+    """Weight files of the source and the result, by file name."""
 
     source: Mapping[str, HashedFile]
     result: Mapping[str, HashedFile]
@@ -47,7 +47,7 @@ class HashedWeights:
 
 @dataclass(frozen=True, slots=True)
 class HashedConfigs:
-    """`config.json` on both sides."""
+    """`config.json` of the source and the result."""
 
     source: HashedFile
     result: HashedFile
@@ -55,7 +55,7 @@ class HashedConfigs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConversionFacts(Shown):
-    """Everything about a conversion that is known before anything is written."""
+    """The part of a manifest that is known before anything is written."""
 
     tool: Literal["dflash"] = "dflash"
     version: str
@@ -67,9 +67,9 @@ class ConversionFacts(Shown):
     destination_dialect: str
     num_bytes: Annotated[int, "of the result's weights"]
     warnings: tuple[str, ...]
-    config: Annotated[tuple[Change, ...], "what becomes of each config key"]
-    tensors: Annotated[tuple[Change, ...], "what becomes of each tensor"]
-    files: Annotated[tuple[Change, ...], "what becomes of each other file"]
+    config: Annotated[tuple[Change, ...], "the change of each config key"]
+    tensors: Annotated[tuple[Change, ...], "the change of each tensor"]
+    files: Annotated[tuple[Change, ...], "the change of each other file"]
 
     def summary(self) -> list[str]:
         dialects = f"{self.source_dialect} -> {self.destination_dialect}"

@@ -1,4 +1,4 @@
-"""Where a conversion's inputs came from, in words that mean the same on another machine: no path of this one."""
+"""Name the inputs of a conversion without paths of this machine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,18 +9,18 @@ from dflash_runtime.checkpoint.pair import TargetSource
 
 
 def origin_of_target(target: TargetSource | None) -> TargetOrigin | None:
-    """Where a target came from, and its fingerprint."""
+    """The origin of a target and its fingerprint, None without a target."""
     return None if target is None else TargetOrigin(name_of(target.checkpoint.path), target_fingerprint(target))
 
 
 def name_of(path: Path) -> Origin:
-    """A checkpoint's repository and commit where the hub's cache holds it, otherwise its directory's name."""
+    """The repository and commit of a checkpoint in the hub's cache, else the name of its directory."""
     name, commit = name_and_commit(path)
     return Origin(name=name, repo=None if commit is None else name, commit=commit)
 
 
 def without_paths(argv: Sequence[str]) -> list[str]:
-    """Arguments with absolute paths cut to their last part."""
+    """Arguments of a command. Absolute paths are cut to their last part."""
     return [_without_path(item) for item in argv]
 
 

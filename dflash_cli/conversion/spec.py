@@ -1,4 +1,4 @@
-"""What a user asks of a conversion."""
+"""The specification of a conversion."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,21 +6,21 @@ from typing import Literal
 from dflash_runtime.checkpoint.pair import TargetSource
 
 Verification = Literal["none", "roundtrip", "logits"]
-"""How a result is verified: not, by reading it back, or by comparing logits too."""
+"""How a result is verified. `roundtrip` reads it back; `logits` also compares the logits of source and result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionSpec:
-    """The dialect to write, and how.
+    """The dialect of the result and the options of the conversion.
 
     to                  name of the dialect
-    target              the target the draft belongs to, where one is given
-    target_reference    the target as it was typed
-    verifier            the name to store for the target
-    allow_lossy         leave out what the dialect cannot state
-    normalise_taps      put taps in ascending order, once each
-    max_shard_bytes     weights a file at most; None keeps the source's files
-    argv                the command that asked for it, for the manifest
+    target              the target of the draft, if one is given
+    target_reference    the target as the user typed it
+    verifier            the name of the target in the result
+    allow_lossy         leave out parts that the dialect cannot state
+    normalise_taps      sort the tapped layers and list each once
+    max_shard_bytes     most bytes of weights per file. None keeps the source's files
+    argv                the command, for the manifest
     """
 
     to: str

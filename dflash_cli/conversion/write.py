@@ -1,4 +1,4 @@
-"""Write a planned checkpoint into a directory, and digest what was read and written."""
+"""Write a planned checkpoint into a directory, and hash the files that were read and written."""
 
 import json
 import shutil
@@ -21,9 +21,9 @@ from dflash_runtime.documents import to_json
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Turn a request to end into an interruption, so that what is half written is removed."""
+    """Turn SIGTERM in the block into KeyboardInterrupt, so that the unfinished result is removed."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the caller's own handler stays
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # keep the caller's own handler
         yield
         return
 
@@ -38,7 +38,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
-    """Write weights, side files and config; the config comes last."""
+    """Write the weights, the side files and at last the config."""
     total = plan.num_bytes
     for name, tensors in plan.files.items():
         write_tensors(stage / name, tensors, lambda count: progress("copy", count, total))
@@ -58,7 +58,7 @@ def _write_side_file(side_file: SideFile, plan: ConversionPlan, path: Path) -> N
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON document for people and machines."""
+    """Write a JSON document with indentation."""
     text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 

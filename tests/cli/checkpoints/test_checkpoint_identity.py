@@ -1,4 +1,4 @@
-"""Which checkpoint a result is of: the same wherever it lies, another after any change that decides a result."""
+"""The digest of a checkpoint does not depend on its folder, and changes with every part that decides a result."""
 
 import json
 import os
