@@ -1,4 +1,4 @@
-"""Decide a conversion before anything is written: the new config, which tensors go along, and what is refused."""
+"""Plan a conversion before anything is written: the new config, the copied tensors and files, and all refusals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from dflash_runtime.notices import Notice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """Everything that will be written, and why. `files` are the weights by file name."""
+    """The files of a result, and the reasons. `files` has the tensors of each weight file."""
 
     draft: DraftCheckpoint
     spec: ConversionSpec
@@ -56,19 +56,19 @@ class ConversionPlan:
 
     @property
     def key_changes(self) -> list[Change]:
-        """What becomes of every key of the source's config."""
+        """The change of every config key."""
         return key_changes(self.draft.checkpoint.config, self.draft.format, self.config_json, self.format)
 
     @property
     def tensor_changes(self) -> list[Change]:
-        """What becomes of every tensor of the source, by its stored name."""
+        """The change of every tensor, by its stored name."""
         stored = self.draft.checkpoint.stored_rows
         dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
         return [*tensor_changes(self.draft, self.kept), *dropped]
 
     @property
     def file_changes(self) -> list[Change]:
-        """What becomes of every file that is neither config nor weights."""
+        """The change of every file other than config and weights."""
         return [*(item.change for item in self.side_files), *left_behind(self.draft, self.side_files)]
 
     @property
@@ -95,19 +95,19 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
 
     Raises:
         TensorMismatch, PairMismatch: the source is malformed, or was not made for the target.
-        LossyConversion, UnsupportedError: something would be lost.
-        UsageError: no such dialect, or the target has to be named.
+        LossyConversion, UnsupportedError: the result would lose a part of the draft.
+        UsageError: no such dialect, or the dialect needs the target or its name.
     """
     result = get_writable(spec.to)
     selection = draft.select_tensors()
-    _refuse_doubt(draft, result)
+    _refuse_source(draft, result)
     if spec.target is not None:
         check_pair(DraftSource(draft.config, draft.checkpoint), spec.target)
     side_files, file_warnings = choose_side_files(draft, result, allow_lossy=spec.allow_lossy)
     dropped, tensor_warnings = drop_tensors(draft, selection.skip, result, spec.target, allow_lossy=spec.allow_lossy)
     tensors = keep_tensors(draft, dropped)
     config, config_warnings = result_config(draft, spec, result, dropped)
-    tap_warnings: list[str] = []
+    tap_warnings: list[Notice] = []
     if spec.normalise_taps and not taps_ascend(config):
         config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=spec.allow_lossy)
     tensors, map_warnings = with_inverse(draft, tensors, result)
@@ -131,7 +131,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
 
 
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[Notice]]:
-    """The draft in the new dialect: its canonical config, its JSON, and warnings about readers of that dialect."""
+    """The canonical config and the JSON of the draft in the new dialect, and warnings about readers of the dialect."""
     result.refuse_misread(config)
     result.refuse_style(carried)
     warnings = list(result.warnings(config, carried))
@@ -139,17 +139,34 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
     return config, result.write_config(config, carried), warnings
 
 
-def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
-    """Refuse a source that contradicts itself on causality, or packed weights if the dialect cannot state them."""
-    path = draft.checkpoint.config_path
+def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
+    """Refuse a draft of another family, contradictory causality, and quantised weights if the dialect has no keys."""
+    path, family = draft.checkpoint.config_path, draft.config.family
+    if family != result.family:
+        holding = [item.name for item in writable_formats() if item.family == family]
+        raise LossyConversion(
+            f"a draft of the family {family!r}, but {result.title} holds drafts of the family {result.family!r}",
+            id="other-family",
+            path=path,
+            field="family",
+            found=family,
+            expected=result.family,
+            hint=f"convert with --to {' or '.join(holding)}" if holding else None,
+        )
     if draft.parsed.has_doubtful_causality:
         raise UnsupportedError(
-            f"{path}: is_causal and dflash_config.causal contradict each other, but the result can state only one",
+            "is_causal and dflash_config.causal contradict each other, but the result can state only one",
+            id="causality-contradicts",
+            path=path,
+            field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
         )
     if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
         allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"{path}: quantised weights ({draft.quantization}), and {result.title} has no keys for their settings",
+            f"quantised weights ({draft.quantization}), and {result.title} has no keys for their settings",
+            id="quantised-weights",
+            path=path,
+            found=draft.quantization,
             hint=f"to copy them as they are, convert with --to and one of {allowing}",
         )

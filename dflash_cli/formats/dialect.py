@@ -62,7 +62,7 @@ class Format(ABC):
     priority            its turn in detection, ascending
     writable            whether `write_config` exists for it
     engine              the serving engine it is written for, None if it is written for all
-    family              the draft family of the runtime that runs it
+    family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
