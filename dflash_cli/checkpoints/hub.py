@@ -21,47 +21,39 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         CheckpointNotFound: names the reason.
         HubUnreachable: the hub does not answer, or offline mode is on.
     """
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
+    answers: dict[type[Exception], tuple[str, str, str | None]] = {
+        errors.GatedRepoError: (
+            "hub-gated",
+            "access is gated",
+            "accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
+        ),
+        errors.RevisionNotFoundError: ("no-revision", f"no revision {revision!r}", None),
+        errors.RepositoryNotFoundError: (
+            "not-on-the-hub",
+            "not found on the hub",
+            "check the name; a private repository needs HF_TOKEN",
+        ),
+        errors.HFValidationError: (
+            "not-a-reference",
+            "no such directory, and not a name of a hub repository",
+            None,
+        ),
+    }
     connection_errors = _connection_errors()
     try:
         yield
-    except GatedRepoError as error:
-        raise CheckpointNotFound(
-            "access is gated",
-            id="hub-gated",
-            path=repo,
-            hint="accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointNotFound(f"no revision {revision!r}", id="no-revision", path=repo, found=revision) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointNotFound(
-            "not found on the hub",
-            id="not-on-the-hub",
-            path=repo,
-            hint="check the name; a private repository needs HF_TOKEN",
-        ) from error
-    except HFValidationError as error:
-        raise CheckpointNotFound(
-            "no such directory, and not a valid name of a hub repository", id="not-a-reference", path=repo
-        ) from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        if isinstance(error.__cause__, HfHubHTTPError):
+    except tuple(answers) as error:
+        id, text, hint = next(answer for kind, answer in answers.items() if isinstance(error, kind))
+        raise CheckpointNotFound(text, id=id, path=repo, found=revision, hint=hint) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _refusal(repo, error.__cause__) from error
         raise HubUnreachable(
             "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=_how_to_connect()
         ) from error
-    except (EntryNotFoundError, HfHubHTTPError) as error:
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
     except connection_errors as error:
         raise HubUnreachable(

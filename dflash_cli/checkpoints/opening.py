@@ -105,7 +105,7 @@ def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = N
 
 
 def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """Read a draft whose dialect is known.
+    """Read a draft of a known dialect.
 
     Raises:
         CheckpointError: the config cannot be read in that dialect.

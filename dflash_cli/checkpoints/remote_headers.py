@@ -5,18 +5,16 @@ of `*.safetensors` files as ranges of bytes.
 """
 
 import json
-import struct
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dflash_cli.checkpoints.hub import explained
-from dflash_runtime.checkpoint.files import INDEX_FILE, MAX_HEADER_BYTES, Checkpoint, TensorInfo, read_header
+from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.phrases import plural
@@ -129,25 +127,19 @@ class RemoteCheckpoint(Checkpoint):
         return parse_json(data, path)
 
     def _read_header(self, name: str) -> dict[str, TensorInfo]:
-        """Parse the header of one file, from a sparse local file of the same size that holds only the header."""
+        """Parse the header of one file. A second request fetches the rest of a long header."""
         data, size = self.repo.fetch(name, 0, FIRST_BYTES)
         self.repo.traffic.whole_bytes += size
-        if len(data) >= 8:
-            (length,) = struct.unpack("<Q", data[:8])
-            if len(data) < 8 + length <= 8 + MAX_HEADER_BYTES and 8 + length <= size:
-                data += self.repo.fetch(name, len(data), 8 + length)[0]
-        with tempfile.TemporaryDirectory(prefix="dflash-header-") as directory:
-            stand_in = Path(directory) / "header"
-            with stand_in.open("wb") as stream:
-                stream.write(data)
-                stream.truncate(size)
-            try:
-                infos = read_header(stand_in)
-            except CheckpointError as error:
-                message, path = error.message.removeprefix(f"{stand_in}: "), self.path / name
-                details = {key: getattr(error, key) for key in ("id", "field", "found", "expected", "hint")}
-                raise CheckpointError(message, path=path, **details) from error
-        return {key: replace(info, file=self.path / name) for key, info in infos.items()}
+        position = 0
+
+        def read(count: int) -> bytes:
+            nonlocal data, position
+            begin, position = position, position + count
+            if len(data) < position <= size:
+                data += self.repo.fetch(name, len(data), position)[0]
+            return data[begin:position]
+
+        return parse_header(read, size, self.path / name)
 
 
 def list_repo(reference: str) -> RemoteRepo:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.target_copies import target_tensor
+from dflash_cli.checkpoints.target_copies import target_ids, target_tensor
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 
 if TYPE_CHECKING:
@@ -35,12 +34,13 @@ class Misplaced:
 
 
 def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> Misplaced | None:
-    """The misplaced rows of the draft's `embed_tokens.weight` or `lm_head.weight`, None if there are none."""
+    """The misplaced rows of the draft's `embed_tokens.weight` or `lm_head.weight`, or None."""
     mine, theirs = draft.checkpoint.tensors[name], target_tensor(target, name)
     if theirs is None or len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
         return None
     ours = draft.checkpoint.load(name)
-    ids = _ids(draft, name, len(ours))
+    kept = target_ids(draft, name)
+    ids = range(len(ours)) if kept is None else kept.tolist()
     by_digest: dict[bytes, int] = {}
     expected: dict[int, bytes] = {}
     wanted = set(ids)
@@ -53,14 +53,6 @@ def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> M
         if digest != expected.get(ids[row]) and digest in by_digest:
             bad.append((row, ids[row], by_digest[digest]))
     return Misplaced(len(bad), len(ours), *bad[0]) if bad else None
-
-
-def _ids(draft: DraftCheckpoint, name: str, num_rows: int) -> list[int]:
-    """The target's token id of each row."""
-    if name != HEAD or not draft.config.has_reduced_vocab:
-        return list(range(num_rows))
-    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).tolist()
-    return [row + offset for row, offset in enumerate(offsets)]
 
 
 def _digests(info: TensorInfo, dtype: "torch.dtype") -> Iterator[tuple[int, bytes]]:

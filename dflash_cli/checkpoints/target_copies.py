@@ -25,7 +25,7 @@ def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> 
     theirs = target_tensor(target, name)
     if theirs is None:
         return f"the target has no {name} to compare with"
-    ids = _kept_ids(draft, name)
+    ids = target_ids(draft, name)
     is_row_alike = len(mine.shape) == 2 and mine.shape[1:] == theirs.shape[1:]
     if not is_row_alike or (ids is None and mine.shape != theirs.shape):
         return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
@@ -52,6 +52,16 @@ def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
         if found:
             return min(found, key=lambda info: len(info.name))
     return None
+
+
+def target_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
+    """The target's token id of each row of a reduced head, None for other tensors."""
+    if name != HEAD or not draft.config.has_reduced_vocab:
+        return None
+    import torch
+
+    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
+    return torch.arange(len(offsets)) + offsets
 
 
 def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[str]:
@@ -89,13 +99,3 @@ def _pieces(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") ->
             end = begin + (end - begin) // 2
         yield begin, end
         begin = end
-
-
-def _kept_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
-    """The target's token id of each row of a reduced head, None for other tensors."""
-    if name != HEAD or not draft.config.has_reduced_vocab:
-        return None
-    import torch
-
-    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
-    return torch.arange(len(offsets)) + offsets

@@ -164,7 +164,7 @@ class _Machine:
     def set_items(self, pairs: list[Any]) -> None:
         """Put keys and values, which alternate in `pairs`, into the dictionary on top of the stack."""
         if not isinstance(self._stack[-1], dict):
-            raise ValueError("the stack has no dictionary to put items into")
+            raise ValueError("expected a dictionary on the stack")
         self._stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def set_item(self) -> None:

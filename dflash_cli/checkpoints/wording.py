@@ -85,7 +85,7 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
 def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
     depth = f" of the target's {config.num_target_layers}" if config.num_target_layers is not None else " of the target"
     taps = ", ".join(map(str, config.target_layer_ids))
-    reduced = f", of which the draft can propose {config.draft_vocab_size}" if config.has_reduced_vocab else ""
+    reduced = f"; the draft proposes {config.draft_vocab_size} of them" if config.has_reduced_vocab else ""
     rows = [
         ("block", f"{config.block_size} tokens: the last committed one and {config.num_draft_tokens} drafted ones"),
         ("tapped", f"layers {taps}{depth} (counted from 0); their outputs feed the draft"),

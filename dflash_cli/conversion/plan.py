@@ -140,7 +140,7 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
 
 
 def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
-    """Refuse a draft of another family, contradictory causality, and quantised weights if the dialect has no keys."""
+    """Refuse another draft family, contradictory causality, and quantised weights that the dialect cannot state."""
     path, family = draft.checkpoint.config_path, draft.config.family
     if family != result.family:
         holding = [item.name for item in writable_formats() if item.family == family]
@@ -164,7 +164,7 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
     if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
         allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"quantised weights ({draft.quantization}), and {result.title} has no keys for their settings",
+            f"quantised weights ({draft.quantization}), but {result.title} lacks keys for their settings",
             id="quantised-weights",
             path=path,
             found=draft.quantization,

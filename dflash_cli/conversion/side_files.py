@@ -6,7 +6,6 @@ The manifest lists every file that is left out, such as code and pickles.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
@@ -32,22 +31,21 @@ TOKENIZER = (
 )  # fmt: skip
 SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
 
-How = Literal["copy", "card"]
-
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
     """A file of the result: a copy, or the model card with an added section."""
 
     source: Path
-    name: str
-    how: How = "copy"
+
+    @property
+    def name(self) -> str:
+        return self.source.name
 
     @property
     def change(self) -> Change:
         """The entry of the file in the manifest."""
-        why = {"copy": "", "card": "with a section about this conversion"}[self.how]
-        return Change(self.source.name, self.name, "kept", why)
+        return Change(self.name, self.name, "kept", "with a section about this conversion" if self.name == CARD else "")
 
 
 def choose_side_files(
@@ -79,11 +77,11 @@ def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
     for item in sorted(found):
         refuse_escape(path, item)
         if item.suffix not in (*PICKLE_SUFFIXES, ".py"):
-            yield SideFile(item, item.name, "card" if item.name == CARD else "copy")
+            yield SideFile(item)
 
 
 def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None, list[Notice]]:
-    """The file of the learned mask embedding, None if there is none, and warnings.
+    """The file of the learned mask embedding or None, and warnings.
 
     Engines read only a pickle, which is checked without executing it. A safetensors file beside the weights would stop
     loaders that read every safetensors file as weights.
@@ -99,7 +97,7 @@ def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None,
             )
         text = f"{MASK_PICKLE} is copied: vLLM and SGLang read it, other readers embed the mask differently"
         warnings = [Notice(text, id="mask-embedding-copied")] if result.engine is None else []
-        return SideFile(pickle, MASK_PICKLE), warnings
+        return SideFile(pickle), warnings
     if plain.exists():
         refuse_escape(path, plain)
         raise UnsupportedError(

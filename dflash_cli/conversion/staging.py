@@ -32,7 +32,7 @@ UNWRITABLE = frozenset(
 """Error numbers of a file system that cannot be written."""
 
 MARKER = ".writing"
-"""A file in an unfinished directory whose writer holds its lock. It is removed when the directory is complete."""
+"""A file in an unfinished directory that its writer has locked. It is removed when the directory is complete."""
 
 RAISE_LIMIT = "raise the limit (ulimit -f), or pass --max-shard-size"
 
@@ -144,7 +144,7 @@ def _place(stage: Path, destination: Path, *, force: bool) -> None:
 
 
 def _check_room(parent: Path, num_bytes: int, largest_file_bytes: int) -> None:
-    """Refuse a folder whose disk has not enough space, or where files may not be large enough."""
+    """Refuse a folder on a disk without enough space, or with a limit on files below the largest file."""
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         text = f"{free} bytes free, {num_bytes} needed"
@@ -168,7 +168,7 @@ def _explained(error: OSError, parent: Path) -> CapacityError | UsageError:
 
 @contextmanager
 def _marked(stage: Path) -> Iterator[None]:
-    """Hold the lock of a directory in the block, and mark the directory. A file system without locks has no marker."""
+    """Lock and mark a directory in the block. It is not marked if the file system does not support locks."""
     handle = os.open(stage, os.O_RDONLY)
     try:
         if _lock(handle):
@@ -180,7 +180,7 @@ def _marked(stage: Path) -> Iterator[None]:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open directory. False if another process holds the lock, or the file system has no locks."""
+    """Lock an open directory. False if another process has locked it, or the file system does not support locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -72,7 +72,7 @@ def _plain_projection(config: DraftConfig, tensors: Sequence[WrittenTensor]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Column blocks of a stored projection. Each group lists the stored blocks whose sum is a block of the result."""
+    """Column blocks of a stored projection. A block of the result is the sum of a group of stored blocks."""
 
     info: TensorInfo
     groups: tuple[tuple[int, ...], ...]

@@ -35,8 +35,11 @@ def drop_tensors(
         if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq")
     ]
     maps = [name for name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT) if name in names]
-    if is_full:
-        changes += [_drop_identity_map(draft, name) for name in maps]
+    for name in maps if is_full else ():
+        if not is_identity_map(draft.checkpoint, name):
+            text = f"{name} reorders ids although draft_vocab_size is the whole vocabulary"
+            raise UnsupportedError(text, id="id-map-reorders", path=draft.checkpoint.path, field=name)
+        changes.append(Change(name, None, "dropped", "maps every id to itself"))
     if result.keeps_head or draft.config.has_own_width:  # dialects without a head cannot state the width
         return changes, []
     warnings: list[Notice] = []
@@ -44,7 +47,11 @@ def drop_tensors(
         changes.append(_drop_copy(draft, result, target, HEAD))
     if not is_full:
         changes += [Change(name, None, "dropped", "the result has no reduced vocabulary") for name in maps]
-        warnings.append(_reduced_head_warning(draft))
+        text = (
+            f"the reduced head ({draft.config.draft_vocab_size} of {draft.config.vocab_size} ids) equals the target's "
+            f"rows and is dropped: the converted draft proposes over the whole vocabulary, so its proposals change"
+        )
+        warnings.append(Notice(text, id="reduced-head-dropped"))
     if EMBEDDING in names:
         change, warned = _drop_embedding(draft, result, target, allow_lossy=allow_lossy)
         changes.append(change)
@@ -101,27 +108,6 @@ def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dic
         return {SINGLE_FILE: tuple(tensors)}
     count = len(groups)
     return {f"model-{at:05d}-of-{count:05d}.safetensors": tuple(group) for at, group in enumerate(groups, start=1)}
-
-
-def _drop_identity_map(draft: DraftCheckpoint, name: str) -> Change:
-    if not is_identity_map(draft.checkpoint, name):
-        raise UnsupportedError(
-            f"{name} reorders ids although draft_vocab_size is the whole vocabulary",
-            id="id-map-reorders",
-            path=draft.checkpoint.path,
-            field=name,
-            expected="each id mapped to itself",
-        )
-    return Change(name, None, "dropped", "maps every id to itself")
-
-
-def _reduced_head_warning(draft: DraftCheckpoint) -> Notice:
-    config = draft.config
-    return Notice(
-        f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
-        f"dropped: the converted draft proposes over the whole vocabulary, so its proposals change",
-        id="reduced-head-dropped",
-    )
 
 
 def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | None, name: str) -> Change:

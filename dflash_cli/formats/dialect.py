@@ -57,7 +57,7 @@ class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
     The dialect itself:
-    name                the word after `--to`
+    name                the word after `--to`, which `FORMATS.register` sets
     title               its name in messages
     priority            its turn in detection, ascending
     writable            whether `write_config` exists for it
@@ -245,7 +245,7 @@ class Unrecognised(Format):
 NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
-FORMATS: Registry[type[Format]] = Registry("format")
+FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
 

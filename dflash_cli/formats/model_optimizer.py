@@ -15,7 +15,6 @@ from dflash_cli.formats.native import WINDOW_KEYS, Native
 class ModelOptimizer(Native):
     """Exports of Model-Optimizer with a window."""
 
-    name: ClassVar[str] = "model-optimizer"
     title: ClassVar[str] = "DFlash, native dialect as Model-Optimizer exports it"
     priority: ClassVar[int] = 62
     writable: ClassVar[bool] = False

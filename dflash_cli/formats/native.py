@@ -52,7 +52,6 @@ WINDOW_KEYS = ("use_swa", "swa_window_size")
 class Native(Format):
     """Native checkpoints: flat tensor names, no embedding, no head."""
 
-    name: ClassVar[str] = "native"
     title: ClassVar[str] = "DFlash, native dialect"
     priority: ClassVar[int] = 100
     writable: ClassVar[bool] = True

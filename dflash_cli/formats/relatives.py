@@ -90,7 +90,6 @@ DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transfor
 class Domino(Relative):
     """Domino, also under the architecture name DFlashDraftModel."""
 
-    name = "domino"
     title = "Domino"
     priority = 10
     projectors = frozenset({"domino"})
@@ -105,7 +104,6 @@ class Domino(Relative):
 class DSpark(Relative):
     """DSpark, and files with markov_rank 0 that are published as DFlash."""
 
-    name = "dspark"
     title = "DSpark"
     priority = 11
     types = frozenset({"dspark"})
@@ -125,7 +123,6 @@ class DSpark(Relative):
 class DFlash2(Relative):
     """DFlash 2."""
 
-    name = "dflash2"
     title = "DFlash 2"
     priority = 12
     types = frozenset({"dflash2"})
@@ -142,7 +139,6 @@ class DFlash2(Relative):
 class XPress(Relative):
     """XPress."""
 
-    name = "xpress"
     title = "XPress"
     priority = 13
     types = frozenset({"xpress"})
@@ -156,7 +152,6 @@ class XPress(Relative):
 class LiLiCorr(Relative):
     """LiLiCorr."""
 
-    name = "lilicorr"
     title = "LiLiCorr"
     priority = 14
     architectures = r"LiLiCorr"
@@ -168,7 +163,6 @@ class LiLiCorr(Relative):
 class Laguna(Relative):
     """Laguna's DFlash."""
 
-    name = "laguna"
     title = "Laguna DFlash"
     priority = 15
     architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
@@ -181,7 +175,6 @@ class Laguna(Relative):
 class Muse(Relative):
     """The assistant model of Muse Glimmer."""
 
-    name = "muse"
     title = "Muse Glimmer assistant"
     priority = 16
     model_types = frozenset({"muse_glimmer_assistant"})
@@ -194,7 +187,6 @@ class Muse(Relative):
 class Eagle3(Relative):
     """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
 
-    name = "eagle3"
     title = "EAGLE-3"
     priority = 17
     types = frozenset({"eagle", "eagle3"})
@@ -208,7 +200,6 @@ class Eagle3(Relative):
 class PEagle(Relative):
     """P-EAGLE."""
 
-    name = "peagle"
     title = "P-EAGLE"
     priority = 8
     types = frozenset({"peagle"})
@@ -223,7 +214,6 @@ class PEagle(Relative):
 class Mtp(Relative):
     """Multi-token prediction layers."""
 
-    name = "mtp"
     title = "MTP"
     priority = 18
     types = frozenset({"mtp"})
@@ -236,7 +226,6 @@ class Mtp(Relative):
 class HunYuan(Relative):
     """DFlash of HunYuan targets. Its projections have the same shapes as DFlash's, so it is recognised by names."""
 
-    name = "hunyuan"
     title = "HunYuan DFlash"
     priority = 19
     architectures = r".*(HunYuan|Hunyuan)"

@@ -18,7 +18,6 @@ from dflash_cli.formats.unserved import MODE_KEYS
 class SpecForge(Native):
     """Exports of SpecForge with an attention mode."""
 
-    name: ClassVar[str] = "specforge"
     title: ClassVar[str] = "DFlash, native dialect as SpecForge exports it"
     priority: ClassVar[int] = 60
     writable: ClassVar[bool] = False

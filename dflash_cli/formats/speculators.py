@@ -68,7 +68,6 @@ TOP_KEYS = frozenset(
 class SpeculatorsFormat(Format):
     """speculators checkpoints."""
 
-    name: ClassVar[str] = "speculators"
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True

@@ -9,7 +9,7 @@ Layout of a safetensors file: u64 header length, JSON header, data. Source: hugg
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,57 +158,48 @@ class Checkpoint:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse and check one safetensors header, and return its tensors by name.
+    """Read the header of one safetensors file, and return its tensors by name.
 
-    The header fits the file. Every entry has a known dtype, and its shape agrees with its offsets. The tensors cover
-    the data without holes or overlaps.
+    Raises:
+        CheckpointError: the file cannot be read; see also `parse_header`.
+    """
+    try:
+        with file.open("rb") as stream:
+            return parse_header(stream.read, regular_size(file), file)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+
+
+def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[str, TensorInfo]:
+    """Parse and check the header of a file of `size` bytes, and return its tensors by name.
+
+    `read` returns the next bytes of the file. The header fits the file. Every entry has a known dtype, and its shape
+    agrees with its offsets. The tensors cover the data without holes or overlaps.
 
     Raises:
         CheckpointError: the header breaks one of these rules; names the file and the tensor.
     """
-    try:
-        size = regular_size(file)
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            if len(prefix) < 8:
-                raise CheckpointError(
-                    f"{size} bytes, expected at least 8: not a safetensors file",
-                    id="not-safetensors",
-                    path=file,
-                    field="file size",
-                    found=size,
-                    expected="at least 8 bytes",
-                )
-            (length,) = struct.unpack("<Q", prefix)
-            if length > MAX_HEADER_BYTES or length < 2:
-                raise CheckpointError(
-                    f"header length {length}, expected 2..{MAX_HEADER_BYTES}: not a safetensors file",
-                    id="not-safetensors",
-                    path=file,
-                    field="header length",
-                    found=length,
-                    expected=f"2..{MAX_HEADER_BYTES}",
-                )
-            if length > size - 8:
-                raise CheckpointError(
-                    f"truncated: header of {length} bytes in a file of {size}",
-                    id="header-truncated",
-                    path=file,
-                    field="header length",
-                    found=length,
-                    expected=f"at most {size - 8}",
-                )
-            text = stream.read(length)
-            if text.count(b'"data_offsets"') > MAX_TENSORS:
-                raise CheckpointError(
-                    f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads",
-                    id="too-many-tensors",
-                    path=file,
-                    expected=f"at most {MAX_TENSORS} tensors",
-                )
-            header = parse_json(text, file)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+    prefix = read(8)
+    if len(prefix) < 8:
+        text, expected = f"{size} bytes, expected at least 8: not a safetensors file", "at least 8 bytes"
+        raise CheckpointError(text, id="not-safetensors", path=file, field="file size", found=size, expected=expected)
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES or length < 2:
+        expected = f"2..{MAX_HEADER_BYTES}"
+        text = f"header length {length}, expected {expected}: not a safetensors file"
+        raise CheckpointError(
+            text, id="not-safetensors", path=file, field="header length", found=length, expected=expected
+        )
+    if length > size - 8:
+        text, expected = f"truncated: header of {length} bytes in a file of {size}", f"at most {size - 8}"
+        raise CheckpointError(
+            text, id="header-truncated", path=file, field="header length", found=length, expected=expected
+        )
+    text = read(length)
+    if text.count(b'"data_offsets"') > MAX_TENSORS:
+        text, expected = f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", f"at most {MAX_TENSORS}"
+        raise CheckpointError(text, id="too-many-tensors", path=file, expected=expected)
+    header = parse_json(text, file)
     _check_metadata(header.pop("__metadata__", None), file)
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
@@ -259,27 +250,16 @@ def _check_coverage(infos: Mapping[str, TensorInfo], file: Path, base: int, size
     position = base
     for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != position:
-            overlaps = info.begin < position
+            begin, overlaps = info.begin - base, info.begin < position
             problem = "overlaps the tensor before it" if overlaps else "leaves a hole before it"
-            raise CheckpointError(
-                f"tensor {info.name!r} {problem} (byte {info.begin - base})",
-                id="tensor-overlap" if overlaps else "tensor-hole",
-                path=file,
-                field=info.name,
-                found=info.begin - base,
-                expected=f"begin at byte {position - base}",
-            )
+            text, expected = f"tensor {info.name!r} {problem} (byte {begin})", f"begin at byte {position - base}"
+            id = "tensor-overlap" if overlaps else "tensor-hole"
+            raise CheckpointError(text, id=id, path=file, field=info.name, found=begin, expected=expected)
         position = info.end
     if position != size:
         problem = "truncated" if position > size else "oversized"
-        raise CheckpointError(
-            f"{problem}: {size} bytes, expected {position} from the header",
-            id=f"file-{problem}",
-            path=file,
-            field="file size",
-            found=size,
-            expected=f"{position} bytes",
-        )
+        text, expected = f"{problem}: {size} bytes, expected {position} from the header", f"{position} bytes"
+        raise CheckpointError(text, id=f"file-{problem}", path=file, field="file size", found=size, expected=expected)
 
 
 def _is_count_list(value: Any) -> bool:
@@ -353,15 +333,9 @@ def _merge(headers: Mapping[str, Mapping[str, TensorInfo]], path: Path) -> dict[
     for file, header in headers.items():
         for name, info in header.items():
             if name in tensors:
-                other = tensors[name].file.name
-                raise CheckpointError(
-                    f"tensor {name!r} is also in {other}",
-                    id="tensor-in-two-files",
-                    path=path / file,
-                    field=name,
-                    found=(other, file),
-                    expected="one file",
-                )
+                found = (tensors[name].file.name, file)
+                text, id = f"tensor {name!r} is also in {found[0]}", "tensor-in-two-files"
+                raise CheckpointError(text, id=id, path=path / file, field=name, found=found, expected="one file")
             tensors[name] = info
     return tensors
 
@@ -379,13 +353,9 @@ def _weight_map(index: Mapping[str, Any], names: Collection[str], path: Path) ->
         )
     for shard in found.values():
         if not isinstance(shard, str) or not _is_plain_name(shard):
+            text, expected = f"weight_map names {shard!r}, expected a file beside the index", "a file beside the index"
             raise CheckpointError(
-                f"weight_map names {shard!r}, expected a file beside the index",
-                id="shard-outside",
-                path=path,
-                field="weight_map",
-                found=shard,
-                expected="a file beside the index",
+                text, id="shard-outside", path=path, field="weight_map", found=shard, expected=expected
             )
     missing = next((shard for shard in sorted(set(found.values())) if shard not in names), None)
     if missing is not None:

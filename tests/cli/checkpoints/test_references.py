@@ -15,7 +15,7 @@ from dflash_testing import hub_server as hub
 from dflash_testing.refusals import refuses
 
 DOWNLOAD = ("--fix-out", "nowhere")
-"""Options with which `validate` downloads a whole repository. It writes nothing, because the draft has no findings."""
+"""Options with which `validate` downloads a whole repository. A sound draft needs no copy, so it writes nothing."""
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,7 @@ class TestReducedHead:
         draft = open_draft(pair[0])
         target = open_target(pair[1])
         mine, theirs = draft.checkpoint.tensors["lm_head.weight"], target.checkpoint.tensors["lm_head.weight"]
-        ids = target_copies._kept_ids(draft, "lm_head.weight")
+        ids = target_copies.target_ids(draft, "lm_head.weight")
         pieces = list(target_copies._pieces(mine, theirs, ids))
         assert [row for begin, end in pieces for row in range(begin, end)] == list(range(12))
         assert len(pieces) > 3

@@ -158,7 +158,7 @@ class TestReader:
 
 class TestConversion:
     def test_native_keeps_the_pickle_and_says_who_reads_it(self, tmp_path: Path) -> None:
-        """z-lab's MLX loader and vLLM read every safetensors file as weights, so the result has no other one."""
+        """z-lab's MLX loader and vLLM read every safetensors file as weights, so the result has only one."""
         path = source(tmp_path)
         outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
         assert outcome.notices == ("mask-embedding-copied",)

@@ -128,7 +128,7 @@ def test_a_last_layer_tap_is_kept_and_warned_about(to: str, tmp_path: Path) -> N
 def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is compared with a newly computed projection."""
     from dflash_cli.checkpoints import safetensors_writer
-    from dflash_cli.conversion import write as write_module
+    from dflash_cli.conversion import execute
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.spec import ConversionSpec
@@ -144,7 +144,7 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
             stream.seek(at)
             stream.write(b"\x01\x02")
 
-    monkeypatch.setattr(write_module, "write_tensors", corrupt)
+    monkeypatch.setattr(execute, "write_tensors", corrupt)
     plan = plan_conversion(open_draft(source(tmp_path, (2, 0))), ConversionSpec(to="native", normalise_taps=True))
     with refuses(GateFailed, "result-differs", field="fc.weight"):
         convert_draft(plan, tmp_path / "out")

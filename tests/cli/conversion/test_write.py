@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 from dflash_cli.checkpoints import references, safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
-from dflash_cli.conversion import staging
-from dflash_cli.conversion import write as write_module
+from dflash_cli.conversion import execute, staging
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
@@ -147,7 +146,7 @@ class TestDestination:
                 stream.seek(-4, os.SEEK_END)
                 stream.write(b"\x00\x00\x00\x00")
 
-        monkeypatch.setattr(write_module, "write_tensors", corrupt)
+        monkeypatch.setattr(execute, "write_tensors", corrupt)
         with refuses(GateFailed, "result-differs") as caught:
             convert_draft(plan(source), tmp_path / "out")
         assert caught.value.field in support.body_arrays()
