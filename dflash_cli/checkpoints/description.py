@@ -18,8 +18,6 @@ from dflash_runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
-Json = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Description(Shown):
@@ -100,13 +98,15 @@ class InspectDocument:
 
 def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocument:
     """The document of `dflash inspect` of one checkpoint."""
-    checkpoint = found.checkpoint
+    checkpoint, config = found.checkpoint, asdict(found.config)
+    if isinstance(found.config, DraftConfig):
+        config = {"num_draft_tokens": found.config.num_draft_tokens, **config}
     return InspectDocument(
         path=str(found.path),
         role=found.kind,
         dialect=found.dialect,
         evidence=found.evidence,
-        config=_derived(found.config) | asdict(found.config),
+        config=config,
         carried=found.carried,
         num_parameters=found.num_parameters,
         num_bytes=found.num_bytes,
@@ -145,7 +145,7 @@ def describe_layers(config: DraftConfig) -> str:
             runs.append((index, index, kind))
     if len(runs) == 1:
         return f"all {len(kinds)} layers: {kinds[0]}" if len(kinds) > 1 else f"1 layer: {kinds[0]}"
-    return "; ".join(f"{_range(first, last)}: {kind}" for first, last, kind in runs)
+    return "; ".join(f"{f'layer {at}' if at == last else f'layers {at}-{last}'}: {kind}" for at, last, kind in runs)
 
 
 def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
@@ -189,15 +189,7 @@ def _not_known(facts: TargetFacts) -> tuple[str, ...]:
     return (f"dflash checks and serves drafts for this target, but does not run it, because it does not read: {parts}",)
 
 
-def _derived(config: DraftConfig | TargetFacts) -> Json:
-    return {"num_draft_tokens": config.num_draft_tokens} if isinstance(config, DraftConfig) else {}
-
-
 def _tensor(info: TensorInfo) -> TensorEntry:
     return TensorEntry(
         name=info.name, dtype=info.dtype, shape=tuple(info.shape), num_bytes=info.num_bytes, file=info.file.name
     )
-
-
-def _range(first: int, last: int) -> str:
-    return f"layer {first}" if first == last else f"layers {first}-{last}"

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from dflash_cli.checkpoints.hub import HubUnreachable, explained
+from dflash_cli.checkpoints.hub import HubUnreachable, download_snapshot, explained
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError
@@ -167,8 +167,6 @@ def _bundled(reference: str, role: Role) -> Path | None:
 
 def _download(reference: str, *, is_local: bool = False) -> Path:
     """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
-    from dflash_cli.checkpoints.download import download_snapshot
-
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
         return download_snapshot(repo, revision or None, WEIGHT_FILES, is_local=is_local)

@@ -36,16 +36,15 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
     """The description of a checkpoint, one labelled line for each aspect."""
     rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
-    rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
+    weights = f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
+    files = ", ".join(file.name for file in found.checkpoint.weight_files)
+    rows = [("kind", title), *rows, ("weights", weights), ("files", files)]
     if found.unserved:
         rows.insert(1, ("not served", unserved_in_words(found.unserved)))
     if found.borrowed:
-        rows.append(
-            (
-                "not loaded",
-                f"{', '.join(found.borrowed)}: copies of the target's weights, or tensors that only training needs",
-            )
-        )
+        text = "copies of the target's weights, or tensors that only training needs"
+        rows.append(("not loaded", f"{', '.join(found.borrowed)}: {text}"))
     if found.carried:
         rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not used here; dflash convert copies them"))
     for label, text in rows:
@@ -97,7 +96,7 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
     ]
     if config.verifier is not None:
         rows.append(("target", config.verifier.name_or_path))
-    scales = _scales(config)
+    scales = ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
     return [*rows, ("scales", scales)] if scales else rows
 
 
@@ -130,19 +129,6 @@ def _sizes(config: DraftConfig | TargetFacts) -> str:
 
 def _reach(config: DraftConfig | TargetFacts) -> str:
     return f"up to {config.max_position_embeddings or 'an unstated number of'} positions"
-
-
-def _scales(config: DraftConfig) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
-
-
-def _weights(found: Description) -> str:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
-    return f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
-
-
-def _files(found: Description) -> str:
-    return ", ".join(file.name for file in found.checkpoint.weight_files)
 
 
 def _field_lines(difference: Difference) -> Iterator[str]:

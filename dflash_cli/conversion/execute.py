@@ -17,7 +17,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
-from dflash_cli.conversion.logits import LogitComparison, verify_logits
+from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.manifest import HashedConfigs, HashedFile, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.side_files import CARD, MANIFEST_FILE, provenance
@@ -56,7 +56,11 @@ def convert_draft(
         with _timed(seconds, "copy_s"):
             _write_plan(plan, stage, progress)
         with _timed(seconds, "verify_s"):
-            logits = _verify(plan, stage, verification, progress)
+            logits = None
+            if verification != "none":
+                verify_roundtrip(plan, stage, progress)
+            if verification == "logits":
+                logits = verify_logits(plan.draft, open_draft(stage), plan.target)
         with _timed(seconds, "hash_s"):
             weights = HashedWeights(
                 source=_hash_files(source.weight_files, progress),
@@ -70,16 +74,6 @@ def convert_draft(
         )
         _write_json(stage / MANIFEST_FILE, manifest)
     return manifest
-
-
-def _verify(
-    plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress
-) -> LogitComparison | None:
-    """Verify the written result. Return the comparison of logits, None if they were not compared."""
-    if verification == "none":
-        return None
-    verify_roundtrip(plan, stage, progress)
-    return None if verification == "roundtrip" else verify_logits(plan.draft, open_draft(stage), plan.target)
 
 
 def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:

@@ -1,14 +1,16 @@
 """The manifest of a conversion, `conversion.json`, and the documents of `dflash convert --json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, name_and_commit, target_fingerprint
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.logits import LogitComparison
 from dflash_cli.conversion.spec import Verification
 from dflash_cli.terminal.shown import Shown
+from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.documents import INLINE, OPTIONAL
 
 
@@ -20,6 +22,12 @@ class Origin:
     repo: str | None = None
     commit: str | None = None
 
+    @classmethod
+    def of(cls, path: Path) -> "Origin":
+        """The origin of a checkpoint in the hub's cache, else the name of its directory."""
+        name, commit = name_and_commit(path)
+        return cls(name=name, repo=None if commit is None else name, commit=commit)
+
 
 @dataclass(frozen=True, slots=True)
 class TargetOrigin:
@@ -27,6 +35,10 @@ class TargetOrigin:
 
     origin: Annotated[Origin, INLINE]
     fingerprint: TargetFingerprint
+
+    @classmethod
+    def of(cls, target: TargetSource) -> "TargetOrigin":
+        return cls(Origin.of(target.checkpoint.path), target_fingerprint(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +117,15 @@ class Converted(Manifest):
     KIND: ClassVar[str] = "convert"
 
     destination: str
+
+
+def without_paths(argv: Sequence[str]) -> list[str]:
+    """Arguments of a command. Absolute paths are cut to their last part."""
+    return [_without_path(item) for item in argv]
+
+
+def _without_path(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_without_path(value)}"
+    return Path(argument).name if argument.startswith(("/", "~")) else argument

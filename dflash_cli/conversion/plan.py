@@ -9,8 +9,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
-from dflash_cli.conversion.manifest import ConversionFacts
-from dflash_cli.conversion.origin import name_of, origin_of_target, without_paths
+from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
 from dflash_cli.conversion.result_config import result_config, with_stored_type
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
 from dflash_cli.conversion.spec import ConversionSpec
@@ -76,8 +75,8 @@ class ConversionPlan:
         """The part of the manifest that is known before anything is written."""
         return ConversionFacts(
             version=__version__,
-            source=name_of(self.draft.checkpoint.path),
-            target=origin_of_target(self.target),
+            source=Origin.of(self.draft.checkpoint.path),
+            target=None if self.target is None else TargetOrigin.of(self.target),
             argv=tuple(without_paths(redacted(self.spec.argv))),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             source_dialect=self.draft.format.name,

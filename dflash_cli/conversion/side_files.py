@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.changes import Change
-from dflash_cli.conversion.origin import name_of
+from dflash_cli.conversion.manifest import Origin
 from dflash_cli.formats.dialect import Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
@@ -143,7 +143,7 @@ def left_behind(draft: DraftCheckpoint, side_files: tuple[SideFile, ...]) -> Ite
 
 def provenance(draft: DraftCheckpoint, result: Format) -> str:
     """The section that a conversion adds to the model card."""
-    source = name_of(draft.checkpoint.path)
+    source = Origin.of(draft.checkpoint.path)
     commit = f" at {source.commit}" if source.commit else ""
     return (
         "\n\n## Provenance\n\n"

@@ -97,7 +97,7 @@ class _Blocks:
         """The bytes of the result. Blocks that are only permuted are not decoded."""
         moved = all(len(group) == 1 for group in self.groups)
         for rows in self.rows():
-            yield self._move(rows) if moved else self._add(rows)[0]
+            yield self._move(rows) if moved else self.add(rows)[0]
 
     def _move(self, rows: bytes) -> bytes:
         width = self.info.num_bytes // self.info.shape[0] // self.num_blocks
@@ -106,29 +106,25 @@ class _Blocks:
         starts = range(0, len(rows), width * self.num_blocks)
         return b"".join(view[row + at * width : row + (at + 1) * width] for row in starts for at in order)
 
-    def _add(self, rows: bytes) -> tuple[bytes, float]:
+    def add(self, rows: bytes) -> tuple[bytes, float]:
         """The sums of blocks, computed in float64 and rounded to the stored type, and the largest rounding error."""
         import torch
 
         stored = _torch_dtype(self.info.dtype)
-        blocks = torch.frombuffer(bytearray(rows), dtype=stored).view(-1, self.num_blocks, self._width).double()
+        blocks = (
+            torch.frombuffer(bytearray(rows), dtype=stored)
+            .view(-1, self.num_blocks, self.info.shape[1] // self.num_blocks)
+            .double()
+        )
         exact = torch.stack([blocks[:, list(group)].sum(dim=1) for group in self.groups], dim=1)
         rounded = exact.to(stored)
         error = float((rounded.double() - exact).abs().max()) if exact.numel() else 0.0
         return rounded.contiguous().view(torch.uint8).numpy().tobytes(), error
 
-    @property
-    def _width(self) -> int:
-        return self.info.shape[1] // self.num_blocks
-
-    def largest_rounding(self) -> float:
-        """The largest difference between an element of the result and the exact sum."""
-        return max((self._add(rows)[1] for rows in self.rows()), default=0.0)
-
 
 def _check_rounding(blocks: _Blocks, *, allow_rounding: bool) -> list[Notice]:
     """A warning if the element type rounds the sums, or the refusal to round them."""
-    largest, dtype = blocks.largest_rounding(), blocks.info.dtype
+    largest, dtype = max((blocks.add(rows)[1] for rows in blocks.rows()), default=0.0), blocks.info.dtype
     if largest == 0:
         return []
     text = f"{PROJECTION}: {dtype} rounds the sums of the columns of a layer that is tapped twice, by up to {largest:g}"

@@ -8,8 +8,7 @@ import pytest
 
 from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.conversion.manifest import Origin
-from dflash_cli.conversion.origin import name_of, without_paths
+from dflash_cli.conversion.manifest import Origin, without_paths
 from dflash_runtime.documents import from_json
 from dflash_testing import checkpoints as support
 
@@ -41,7 +40,7 @@ def test_a_source_in_the_hubs_cache(name: str, tmp_path: Path) -> None:
     home = tmp_path / f"models--{name.replace('/', '--')}"
     snapshot = support.make_native(home / "snapshots" / COMMIT)
     (snapshot / "README.md").write_text("# A draft\n")
-    assert name_of(snapshot) == Origin(name, name, COMMIT)
+    assert Origin.of(snapshot) == Origin(name, name, COMMIT)
     manifest = support.convert(snapshot, tmp_path / "out", "native")
     assert manifest["source"] == {"name": name, "repo": name, "commit": COMMIT}
     assert manifest["target"] is None
