@@ -36,7 +36,7 @@ class ConversionPlan:
     files: Mapping[str, tuple[WrittenTensor, ...]]
     dropped: tuple[Change, ...]
     side_files: tuple[SideFile, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Notice, ...]
 
     @property
     def target(self) -> TargetSource | None:

@@ -82,7 +82,13 @@ class Native(Format):
     trains_causal: ClassVar[bool] = True
     """Whether a sliding layer is causal if no key states causality."""
 
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Keys of `dflash_config` by which exports of a variant are recognised."""
+
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        if self.marks:
+            nested = as_object(config.get("dflash_config"))
+            return next((f"dflash_config.{key} is {nested[key]!r}" for key in self.marks if key in nested), None)
         if ARCHITECTURE in named_architectures(config):
             return f"architectures names {ARCHITECTURE}"
         return "config.json has dflash_config" if isinstance(config.get("dflash_config"), dict) else None

@@ -195,11 +195,11 @@ def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[st
         raise CheckpointError(
             text, id="header-truncated", path=file, field="header length", found=length, expected=expected
         )
-    text = read(length)
-    if text.count(b'"data_offsets"') > MAX_TENSORS:
+    data = read(length)
+    if data.count(b'"data_offsets"') > MAX_TENSORS:
         text, expected = f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", f"at most {MAX_TENSORS}"
         raise CheckpointError(text, id="too-many-tensors", path=file, expected=expected)
-    header = parse_json(text, file)
+    header = parse_json(data, file)
     _check_metadata(header.pop("__metadata__", None), file)
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
