@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from dflash_cli.checkpoints.opening import open_target, read_any_draft
+from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_cli.terminal.shown import Shown
@@ -149,7 +149,7 @@ def describe_layers(config: DraftConfig) -> str:
 
 
 def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
-    draft = read_any_draft(checkpoint, detection)
+    draft = read_draft(checkpoint, detection)
     selection = draft.select_tensors()
     return Description(
         path=checkpoint.path,

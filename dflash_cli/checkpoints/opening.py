@@ -98,27 +98,23 @@ def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = N
     """Read a draft of any known dialect. Reads JSON and headers only. `causality` overrules the config.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnknownFormat: see `errors`.
-    """
-    stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    return read_draft(stored, detect(stored), causality=causality)
-
-
-def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """Read a draft of a known dialect.
-
-    Raises:
-        CheckpointError: the config cannot be read in that dialect.
+        CheckpointNotFound, CheckpointError: the draft is absent or malformed.
+        UnknownFormat: no dialect recognises the draft.
         UnsupportedError: the config has an unserved setting.
     """
-    draft = read_any_draft(stored, detection, causality=causality)
+    stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    draft = read_draft(stored, detect(stored), causality=causality)
     with naming_file(stored.config_path):
         refuse_unserved(draft.parsed.unserved)
     return draft
 
 
-def read_any_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """`read_draft`, also for a draft with an unserved setting. Such a draft may only be described."""
+def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
+    """Read a draft of a known dialect. A draft with an unserved setting may only be described.
+
+    Raises:
+        CheckpointError, UnsupportedError: the dialect cannot read the config.
+    """
     with naming_file(stored.config_path):
         parsed = detection.format.read_config(stored.config, stored.config_path)
     if causality is not None:

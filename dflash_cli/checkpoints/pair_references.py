@@ -39,12 +39,8 @@ class PairReferences(Generic[Found]):
             CheckpointNotFound, UsageError: see `find`. The message says if the draft named the target.
         """
         if self.target is None:
-            raise UsageError(
-                f"{self.draft} does not name its target",
-                id="target-not-named",
-                field="--target",
-                hint="add --target TARGET",
-            )
+            text = f"{self.draft} does not name its target"
+            raise UsageError(text, id="target-not-named", field="--target", hint="add --target TARGET")
         try:
             return find(self.target, Role.TARGET)
         except CheckpointNotFound as error:

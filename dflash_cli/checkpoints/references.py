@@ -154,13 +154,8 @@ def _bundled(reference: str, role: Role) -> Path | None:
         return tiny_directory() / ("target" if role is Role.TARGET else "draft")
     if reference == TINY_REDUCED:
         if role is Role.TARGET:
-            raise UsageError(
-                f"{TINY_REDUCED} names a draft; its target is {TINY}",
-                id="draft-as-target",
-                field="--target",
-                found=TINY_REDUCED,
-                expected=TINY,
-            )
+            text = f"{TINY_REDUCED} names a draft; its target is {TINY}"
+            raise UsageError(text, id="draft-as-target", field="--target", found=TINY_REDUCED, expected=TINY)
         return tiny_directory() / "draft-reduced"
     return None
 

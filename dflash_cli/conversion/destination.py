@@ -28,22 +28,14 @@ def check_destination(destination: Path, *, force: bool) -> None:
             replaced.
     """
     if destination.name == "..":
-        raise UsageError(
-            "ends in .., expected the directory's own name",
-            id="destination-without-name",
-            path=destination,
-            expected="the directory's own name",
-        )
+        text = "ends in .., expected the directory's own name"
+        raise UsageError(text, id="destination-without-name", path=destination, expected="the directory's own name")
     check_output(destination, force=force)
     if not os.path.lexists(destination):
         return
     if destination.is_symlink():
-        raise UsageError(
-            "is a link, and --force does not replace links",
-            id="destination-is-link",
-            path=destination,
-            hint="name the directory itself",
-        )
+        text = "is a link, and --force does not replace links"
+        raise UsageError(text, id="destination-is-link", path=destination, hint="name the directory itself")
     if destination.is_dir():
         _refuse_held(destination)
     refuse_foreign(destination, destination)
@@ -56,12 +48,8 @@ def refuse_foreign(directory: Path, named: Path) -> None:
         UsageError: the path is not a draft or an empty directory, or has other files, which the message lists.
     """
     if not directory.is_dir() or not (_is_marked(directory) or not any(directory.iterdir())):
-        raise UsageError(
-            "is not a draft; --force replaces only drafts and empty directories",
-            id="destination-not-a-draft",
-            path=named,
-            expected="a draft or an empty directory",
-        )
+        text = "is not a draft; --force replaces only drafts and empty directories"
+        raise UsageError(text, id="destination-not-a-draft", path=named, expected="a draft or an empty directory")
     foreign = sorted(foreign_files(directory))
     if foreign:
         rest = len(foreign) - MOST_LISTED
@@ -113,12 +101,8 @@ def protect_inputs(destination: Path, plan: ConversionPlan) -> None:
                 path=destination,
             )
     if _contains(plan.draft.checkpoint.path, destination):
-        raise UsageError(
-            "is inside the source, where readers would find two checkpoints",
-            id="destination-in-source",
-            path=destination,
-            hint="name a directory outside the source",
-        )
+        text = "is inside the source, where readers would find two checkpoints"
+        raise UsageError(text, id="destination-in-source", path=destination, hint="name a directory outside the source")
 
 
 def _contains(outer: Path, inner: Path) -> bool:

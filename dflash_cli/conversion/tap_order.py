@@ -39,12 +39,8 @@ def normalise_taps(
     warnings: list[Notice] = []
     if any(len(group) > 1 for group in groups):
         if projection.dtype not in ("F64", "F32", "BF16", "F16"):
-            raise UnsupportedError(
-                f"{PROJECTION} is {projection.dtype}: the columns of a layer that is tapped twice cannot be added",
-                id="taps-not-addable",
-                field=PROJECTION,
-                found=projection.dtype,
-            )
+            text = f"{PROJECTION} is {projection.dtype}: the columns of a layer that is tapped twice cannot be added"
+            raise UnsupportedError(text, id="taps-not-addable", field=PROJECTION, found=projection.dtype)
         warnings = _check_rounding(blocks, allow_rounding=allow_rounding)
     made = MadeTensor(
         PROJECTION,

@@ -57,12 +57,8 @@ def write_body(config: DraftConfig) -> Json:
     """
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
-        raise LossyConversion(
-            f"windows of sizes {sizes}: a config states one sliding_window for all layers",
-            id="several-windows",
-            field="sliding_window",
-            found=sizes,
-        )
+        text = f"windows of sizes {sizes}: a config states one sliding_window for all layers"
+        raise LossyConversion(text, id="several-windows", field="sliding_window", found=sizes)
     return {
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,

@@ -59,7 +59,7 @@ class Format(ABC):
     The dialect itself:
     name                the word after `--to`, which `FORMATS.register` sets
     title               its name in messages
-    priority            its turn in detection, ascending
+    priority            its turn in detection, ascending; among equals the order of registration
     writable            whether `write_config` exists for it
     engine              the serving engine it is written for, None if it is written for all
     family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
@@ -330,12 +330,8 @@ def get_writable(name: str) -> Format:
         return found[name]
     known = ", ".join(found)
     if name in FORMATS:
-        raise UsageError(
-            f"dialect {name!r} can be read but not written (writable: {known})",
-            id="read-only-dialect",
-            field="--to",
-            found=name,
-        )
+        text = f"dialect {name!r} can be read but not written (writable: {known})"
+        raise UsageError(text, id="read-only-dialect", field="--to", found=name)
     close = difflib.get_close_matches(name, found, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
     raise UsageError(

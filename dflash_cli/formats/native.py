@@ -205,12 +205,8 @@ def refuse_common(config: DraftConfig) -> None:
     if config.sample_from_anchor:
         raise cannot_state("sample_from_anchor", True, "the native dialect")
     if config.num_target_layers is None:
-        raise UsageError(
-            "num_target_layers: the native dialect needs it, but the source does not state it",
-            id="target-depth-unknown",
-            field="num_target_layers",
-            hint="pass --target TARGET",
-        )
+        text = "num_target_layers: the native dialect needs it, but the source does not state it"
+        raise UsageError(text, id="target-depth-unknown", field="num_target_layers", hint="pass --target TARGET")
 
 
 def _carried(source: NativeConfig) -> Json:

@@ -91,7 +91,6 @@ class Domino(Relative):
     """Domino, also under the architecture name DFlashDraftModel."""
 
     title = "Domino"
-    priority = 10
     projectors = frozenset({"domino"})
     architectures = r"Domino"
     markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
@@ -105,7 +104,6 @@ class DSpark(Relative):
     """DSpark, and files with markov_rank 0 that are published as DFlash."""
 
     title = "DSpark"
-    priority = 11
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
@@ -124,7 +122,6 @@ class DFlash2(Relative):
     """DFlash 2."""
 
     title = "DFlash 2"
-    priority = 12
     types = frozenset({"dflash2"})
     architectures = r".*DFlash2"
     markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
@@ -140,7 +137,6 @@ class XPress(Relative):
     """XPress."""
 
     title = "XPress"
-    priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
     markers = frozenset({"xpress_topc"})
@@ -153,7 +149,6 @@ class LiLiCorr(Relative):
     """LiLiCorr."""
 
     title = "LiLiCorr"
-    priority = 14
     architectures = r"LiLiCorr"
     difference = "a correction step changes the tokens that the block proposes"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
@@ -164,7 +159,6 @@ class Laguna(Relative):
     """Laguna's DFlash."""
 
     title = "Laguna DFlash"
-    priority = 15
     architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
     difference = "its attention is gated, and each tapped layer's output has its own norm"
@@ -176,7 +170,6 @@ class Muse(Relative):
     """The assistant model of Muse Glimmer."""
 
     title = "Muse Glimmer assistant"
-    priority = 16
     model_types = frozenset({"muse_glimmer_assistant"})
     architectures = rf"MuseGlimmerAssistant|MuseSpark(?!{TARGET_CLASS})"
     difference = "its context encoder has other tensor names, and only transformers reads its settings"
@@ -188,7 +181,6 @@ class Eagle3(Relative):
     """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
 
     title = "EAGLE-3"
-    priority = 17
     types = frozenset({"eagle", "eagle3"})
     architectures = r".*Eagle"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
@@ -215,7 +207,6 @@ class Mtp(Relative):
     """Multi-token prediction layers."""
 
     title = "MTP"
-    priority = 18
     types = frozenset({"mtp"})
     architectures = r".*MTP"
     difference = "it is a chain of prediction layers that belong to the target"
@@ -227,7 +218,6 @@ class HunYuan(Relative):
     """DFlash of HunYuan targets. Its projections have the same shapes as DFlash's, so it is recognised by names."""
 
     title = "HunYuan DFlash"
-    priority = 19
     architectures = r".*(HunYuan|Hunyuan)"
     model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
     tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."

@@ -319,12 +319,8 @@ def _loose_files(names: Iterable[str], path: Path) -> list[str]:
             expected="safetensors weights",
             hint="save the checkpoint as safetensors with the code that made it",
         )
-    raise CheckpointError(
-        "no *.safetensors file, expected the weights beside config.json",
-        id="no-weights",
-        path=path,
-        expected="*.safetensors beside config.json",
-    )
+    text = "no *.safetensors file, expected the weights beside config.json"
+    raise CheckpointError(text, id="no-weights", path=path, expected="*.safetensors beside config.json")
 
 
 def _merge(headers: Mapping[str, Mapping[str, TensorInfo]], path: Path) -> dict[str, TensorInfo]:

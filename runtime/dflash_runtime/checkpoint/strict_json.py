@@ -106,22 +106,13 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 def too_large_json(size: int, path: Path) -> CheckpointError:
     """Return the error about a JSON file of more than MAX_JSON_BYTES bytes."""
-    return CheckpointError(
-        f"{size} bytes, expected at most {MAX_JSON_BYTES}",
-        id="json-too-large",
-        path=path,
-        found=size,
-        expected=f"at most {MAX_JSON_BYTES} bytes",
-    )
+    text = f"{size} bytes, expected at most {MAX_JSON_BYTES}"
+    return CheckpointError(text, id="json-too-large", path=path, found=size, expected=f"at most {MAX_JSON_BYTES} bytes")
 
 
 def _too_deep(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels",
-        id="json-too-deep",
-        path=path,
-        expected=f"at most {MAX_DEPTH} levels",
-    )
+    text = f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels"
+    return CheckpointError(text, id="json-too-deep", path=path, expected=f"at most {MAX_DEPTH} levels")
 
 
 def _is_deeper(value: dict[str, Any], depth: int) -> bool:
