@@ -164,8 +164,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: the file cannot be read; see also `parse_header`.
     """
     try:
+        size = regular_size(file)  # before the file is opened, because opening a pipe would wait
         with file.open("rb") as stream:
-            return parse_header(stream.read, regular_size(file), file)
+            return parse_header(stream.read, size, file)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
 

@@ -60,7 +60,7 @@ def test_errors_say_who_named_the_target(tmp_path: Path) -> None:
     assert str(draft) not in error.value.message
 
 
-def test_a_draft_that_names_none(tmp_path: Path) -> None:
+def test_a_draft_that_does_not_name_its_target(tmp_path: Path) -> None:
     pair = complete_pair(str(support.make_native(tmp_path / "draft")), None, find=fetch_directory)
     assert pair.target is None
     with refuses(UsageError, "target-not-named", field="--target"):
@@ -79,20 +79,20 @@ class TestValidate:
         assert outcome.notices == ("target-named-by-draft",)
 
     @pytest.mark.parametrize("more", [(), ("--level", "weights")])
-    def test_one_that_is_not_there_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:
+    def test_an_absent_named_target_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:
         draft = named(tmp_path / "draft", "acme/absent")
         outcome = support.invoke("validate", draft, *more)
         assert outcome.code == 0, outcome.err
         assert "acme/absent" in outcome.err
         assert "against" not in outcome.out
 
-    def test_one_that_cannot_be_read_is_a_note(self, tmp_path: Path) -> None:
+    def test_an_unreadable_named_target_is_a_note(self, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target", layer_types=["linear_attention"] * 4)
         outcome = support.invoke("validate", named(tmp_path / "draft", target))
         assert outcome.code == 0, outcome.err
         assert "linear_attention" in outcome.out
 
-    def test_one_that_was_typed_must_be_there(self, tmp_path: Path) -> None:
+    def test_a_typed_target_must_exist(self, tmp_path: Path) -> None:
         outcome = support.invoke("validate", named(tmp_path / "draft", tmp_path), "--target", tmp_path / "absent")
         assert outcome.code == 4
 

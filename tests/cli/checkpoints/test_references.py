@@ -99,7 +99,7 @@ def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
-def test_nobody_answers(how: tuple[str, ...], environment: dict[str, str]) -> None:
+def test_an_unreachable_hub(how: tuple[str, ...], environment: dict[str, str]) -> None:
     nobody = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     found = hub.refusal("validate", "acme/draft", *how, env=nobody)
     assert (found["code"], found["path"]) == (4, "acme/draft")

@@ -71,7 +71,7 @@ def test_few_bytes(name: str, local_hub: hub.LocalHub, environment: dict[str, st
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
-def test_what_is_read_is_what_a_download_gives(
+def test_headers_on_the_hub_equal_a_download(
     local_hub: hub.LocalHub, environment: dict[str, str], tmp_path: Path
 ) -> None:
     there = document("inspect", "acme/sharded-dflash", "--tensors", env=environment)
@@ -161,13 +161,13 @@ def test_two_drafts_are_compared_by_their_headers(environment: dict[str, str], l
     assert same["tensors"]["num_not_compared"] > 40
 
 
-def test_values_of_two_drafts_are_compared_when_that_is_asked_for(environment: dict[str, str]) -> None:
+def test_values_of_two_drafts_are_compared_on_demand(environment: dict[str, str]) -> None:
     found = document("inspect", "acme/dflash", "acme/sharded-dflash", "--values", env=environment)
     assert found["tensors"]["num_not_compared"] == 0
     assert found["tensors"]["num_equal"] + len(found["tensors"]["rewritten"]) > 40
 
 
-def test_what_is_cached_serves_offline(environment: dict[str, str]) -> None:
+def test_a_cached_copy_is_read_offline(environment: dict[str, str]) -> None:
     assert support.launch("validate", "acme/dflash", "--fix-out", "nowhere", env=environment).code == 0
     outcome = support.launch("inspect", "acme/dflash", env={**environment, "HF_HUB_OFFLINE": "1"})
     assert outcome.code == 0, outcome.err

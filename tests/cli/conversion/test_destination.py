@@ -57,7 +57,7 @@ class TestForce:
         assert (outcome.code, outcome.error_id) == (2, "destination-not-a-draft")
         assert (tmp_path / "target" / "model.safetensors").exists()
 
-    def test_what_checkpoints_have_is_replaced(self, tmp_path: Path) -> None:
+    def test_files_of_a_checkpoint_are_replaced(self, tmp_path: Path) -> None:
         source, out = support.make_native(tmp_path / "source"), support.make_native(tmp_path / "out", OLD)
         (out / "model.safetensors").rename(out / "weights.safetensors")
         for name in ("README.md", "LICENSE", "tokenizer.json", "mask_embedding.pt", ".gitattributes"):
@@ -152,7 +152,7 @@ class TestAppearing:
             ("draft", True, "destination-has-other-files"),
         ],
     )
-    def test_it_is_left_as_it_is(
+    def test_the_new_destination_is_left_unchanged(
         self, old: str, is_forced: bool, id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if old == "empty":
@@ -161,7 +161,7 @@ class TestAppearing:
             support.make_native(tmp_path / "out", OLD)
         self.convert(tmp_path, monkeypatch, id, force=is_forced)
 
-    def test_a_name_that_is_taken_is_refused(self, tmp_path: Path) -> None:
+    def test_a_used_name_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "new").mkdir()
         for name in ("file", "full", "empty", "link"):
             (tmp_path / name).mkdir() if name in ("full", "empty") else None

@@ -78,7 +78,7 @@ class TestReader:
         assert str(caught.value.found or "").startswith(found)
 
     @pytest.mark.parametrize("data", [b"", b"not a zip", pickle.dumps({"a": 1})])
-    def test_no_archive(self, data: bytes, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_an_archive(self, data: bytes, tmp_path: Path) -> None:
         path = tmp_path / "a.pt"
         path.write_bytes(data)
         with refuses(UnsupportedError, "torch-zip-not-an-archive", path=path):
@@ -138,7 +138,7 @@ class TestReader:
 
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
-    def test_damage_is_an_error_of_ours(self, data: st.DataObject, tmp_path: Path) -> None:
+    def test_a_damaged_pickle_raises_an_error_for_the_user(self, data: st.DataObject, tmp_path: Path) -> None:
         """Random bytes of the uncompressed pickle are changed."""
         buffer = io.BytesIO()
         torch.save({"embedding": EMBEDDING, "mask_token_id": 31}, buffer)
@@ -165,7 +165,7 @@ class TestConversion:
         assert (tmp_path / "out" / "mask_embedding.pt").read_bytes() == (path / "mask_embedding.pt").read_bytes()
         assert [item.name for item in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
 
-    def test_weights_are_not_mistaken(self, tmp_path: Path) -> None:
+    def test_the_mask_file_is_not_read_as_weights(self, tmp_path: Path) -> None:
         """The file is not read as weights, whatever the names of the weight files are."""
         path = source(tmp_path)
         (path / "model.safetensors").rename(path / "weights.safetensors")

@@ -14,7 +14,7 @@ from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 
-def test_what_can_be_written() -> None:
+def test_writable_dialects() -> None:
     assert [item.name for item in writable_formats()] == sorted(item.name for item in all_formats() if item.writable)
     assert all(get_writable(item.name) is item for item in writable_formats())
 
