@@ -28,9 +28,11 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 Location: TypeAlias = "Path | RemoteRepo"
 """The place of a checkpoint: a directory, or a listed repository on the hub."""
 
-HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-SIDE_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
-WEIGHT_FILES = [*HEADER_FILES, *SIDE_FILES, "*.safetensors", "mask_embedding.pt"]
+DOWNLOADED = [
+    "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*", "*.tiktoken", "*.safetensors",
+    "mask_embedding.pt",
+]  # fmt: skip
+"""Patterns of the files that are downloaded from a repository."""
 
 
 class Role(StrEnum):
@@ -164,4 +166,4 @@ def _download(reference: str, *, is_local: bool = False) -> Path:
     """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
-        return download_snapshot(repo, revision or None, WEIGHT_FILES, is_local=is_local)
+        return download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
