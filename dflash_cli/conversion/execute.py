@@ -78,7 +78,7 @@ def convert_draft(
 
 def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
     """The hidden directory for the result, after checking the disk space."""
-    side_bytes = [item.source.stat().st_size for item in plan.side_files]
+    side_bytes = [item.stat().st_size for item in plan.side_files]
     weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
     needed = sum(weight_bytes) + sum(side_bytes) + SLACK_BYTES
     return staged(destination, needed, largest_file_bytes=max([0, *weight_bytes, *side_bytes]), force=force)
@@ -118,7 +118,7 @@ def _write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
         weight_map = {info.name: name for name, tensors in plan.files.items() for info in tensors}
         _write_json(stage / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for item in plan.side_files:
-        shutil.copyfile(item.source, stage / item.name)
+        shutil.copyfile(item, stage / item.name)
         if item.name == CARD:
             with (stage / CARD).open("a", encoding="utf-8") as card:
                 card.write(provenance(plan.draft, plan.format))

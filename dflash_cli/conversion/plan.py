@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -11,7 +12,7 @@ from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
 from dflash_cli.conversion.result_config import result_config, with_stored_type
-from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
+from dflash_cli.conversion.side_files import choose_side_files, file_changes
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
@@ -35,7 +36,7 @@ class ConversionPlan:
     config_json: Json
     files: Mapping[str, tuple[WrittenTensor, ...]]
     dropped: tuple[Change, ...]
-    side_files: tuple[SideFile, ...]
+    side_files: tuple[Path, ...]
     warnings: tuple[Notice, ...]
 
     @property
@@ -68,7 +69,7 @@ class ConversionPlan:
     @property
     def file_changes(self) -> list[Change]:
         """The change of every file other than config and weights."""
-        return [*(item.change for item in self.side_files), *left_behind(self.draft, self.side_files)]
+        return list(file_changes(self.draft, self.side_files))
 
     @property
     def facts(self) -> ConversionFacts:

@@ -4,7 +4,6 @@ The manifest lists every file that is left out, such as code and pickles.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -14,7 +13,7 @@ from dflash_cli.conversion.manifest import Origin
 from dflash_cli.formats.dialect import Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
-from dflash_runtime.checkpoint.files import MASK_FILE, PICKLE_SUFFIXES, TensorInfo, refuse_escape
+from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, TensorInfo, refuse_escape
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -32,25 +31,9 @@ TOKENIZER = (
 SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
 
 
-@dataclass(frozen=True, slots=True)
-class SideFile:
-    """A file of the result: a copy, or the model card with an added section."""
-
-    source: Path
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def change(self) -> Change:
-        """The entry of the file in the manifest."""
-        return Change(self.name, self.name, "kept", "with a section about this conversion" if self.name == CARD else "")
-
-
 def choose_side_files(
     draft: DraftCheckpoint, result: Format, *, allow_lossy: bool
-) -> tuple[tuple[SideFile, ...], list[Notice]]:
+) -> tuple[tuple[Path, ...], list[Notice]]:
     """The files to copy besides config and weights, and warnings about them.
 
     Raises:
@@ -69,7 +52,7 @@ def choose_side_files(
     return (files if mask is None else (*files, mask)), warnings
 
 
-def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
+def _copied_files(draft: DraftCheckpoint) -> Iterator[Path]:
     """The model card, licences, tokenizer files and settings of the source."""
     path = draft.checkpoint.path
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
@@ -77,10 +60,10 @@ def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
     for item in sorted(found):
         refuse_escape(path, item)
         if item.suffix not in (*PICKLE_SUFFIXES, ".py"):
-            yield SideFile(item)
+            yield item
 
 
-def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None, list[Notice]]:
+def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[Path | None, list[Notice]]:
     """The file of the learned mask embedding or None, and warnings.
 
     Engines read only a pickle, which is checked without executing it. A safetensors file beside the weights would stop
@@ -97,7 +80,7 @@ def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None,
             )
         text = f"{MASK_PICKLE} is copied: vLLM and SGLang read it, other readers embed the mask differently"
         warnings = [Notice(text, id="mask-embedding-copied")] if result.engine is None else []
-        return SideFile(pickle), warnings
+        return pickle, warnings
     if plain.exists():
         refuse_escape(path, plain)
         raise UnsupportedError(
@@ -130,14 +113,15 @@ def read_mask(file: Path, draft: DraftCheckpoint) -> TensorInfo:
     return tensor
 
 
-def left_behind(draft: DraftCheckpoint, side_files: tuple[SideFile, ...]) -> Iterator[Change]:
-    """The files of the source that are not copied, other than config, weights and hidden files."""
+def file_changes(draft: DraftCheckpoint, copied: tuple[Path, ...]) -> Iterator[Change]:
+    """The change of every file of the source, other than config, weights and hidden files."""
+    for item in copied:
+        why = "with a section about this conversion" if item.name == CARD else ""
+        yield Change(item.name, item.name, "kept", why)
     checkpoint = draft.checkpoint
-    taken = {item.source.name for item in side_files} | {item.name for item in checkpoint.weight_files}
+    taken = {"config.json", *(item.name for item in (*copied, *checkpoint.weight_files))}
     for item in sorted(checkpoint.path.iterdir()):
-        if item.name in taken or item.name == "config.json" or item.name.endswith(".safetensors.index.json"):
-            continue
-        if not item.name.startswith("."):
+        if item.name not in taken and not item.name.startswith(".") and not item.name.endswith(INDEX_SUFFIX):
             yield Change(item.name, None, "dropped", _why(item))
 
 

@@ -6,14 +6,13 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
 from dflash_cli.conversion.changes import Change
+from dflash_cli.conversion.side_files import ALLOW_HINT
 from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_runtime.notices import Notice
-
-ALLOW_HINT = "--allow-lossy converts without it"
 
 
 def drop_tensors(

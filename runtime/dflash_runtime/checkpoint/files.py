@@ -23,7 +23,8 @@ from dflash_runtime.json_values import is_int
 if TYPE_CHECKING:
     import torch
 
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_FILE = f"model{INDEX_SUFFIX}"
 SINGLE_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.safetensors"
 """A learned mask embedding: a file in the folder of the weights that is not one of the weight files."""
@@ -299,7 +300,7 @@ def _find_index(names: Iterable[str]) -> str | None:
     """Return the index of the usual name, or else the only index of another name if no single weight file exists."""
     if INDEX_FILE in names:
         return INDEX_FILE
-    others = [name for name in names if name.endswith(".safetensors.index.json") and not name.startswith(".")]
+    others = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
     return others[0] if len(others) == 1 and SINGLE_FILE not in names else None
 
 
