@@ -1,1 +1,1 @@
-"""What a user typed -> files and headers; writing safetensors. Nothing about dialects."""
+"""References, checkpoint files, headers, digests and locks."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a result or a conversion is about: its name without a path of this machine, and digests of it."""
+"""Identify checkpoints in results and conversions: names without a path of this machine, and digests."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One checkpoint: its name, and a digest that tells it from every other."""
+    """The name of a checkpoint, and a digest that differs from the digest of any other checkpoint."""
 
     name: Annotated[str, "without a path of the machine"]
     digest: Annotated[str, "of config, tokenizer, template and weights; large weights are sampled"]
@@ -27,7 +27,7 @@ class Identity:
 
 
 def identify(checkpoint: Checkpoint, reference: str) -> Identity:
-    """The identity of a checkpoint in a directory. `reference` names it if it is bundled."""
+    """The identity of a checkpoint in a directory, which `reference` names if the checkpoint is bundled."""
     name, commit = name_and_commit(checkpoint.path, reference)
     is_dated = commit is None and not is_read_whole(checkpoint)
     return Identity(
@@ -49,7 +49,7 @@ def name_and_commit(directory: Path, reference: str = "") -> tuple[str, str | No
 
 @dataclass(frozen=True, slots=True)
 class TargetFingerprint:
-    """Digests of a target that do not depend on its files: of its headers, and of some of its weights.
+    """Digests of a target's headers and of some of its weights. They do not depend on how files hold the tensors.
 
     `rows` is None if only the headers are on this machine.
     """
@@ -67,10 +67,10 @@ class TargetFingerprint:
 
 
 def target_fingerprint(target: TargetSource) -> TargetFingerprint:
-    """Digest a target's headers and, if its weights are on this machine, rows of its embedding and its final norm.
+    """The digests of a target's headers and, if its weights are local, of its final norm and rows of its embedding.
 
     Raises:
-        CheckpointError: its headers cannot be read.
+        CheckpointError: the headers cannot be read.
     """
     tensors = target.checkpoint.tensors
     embedding = target_tensor(target, EMBEDDING)
@@ -82,6 +82,6 @@ def target_fingerprint(target: TargetSource) -> TargetFingerprint:
 
 
 def digest_ends(target: TargetSource) -> str | None:
-    """Digest rows of a target's embedding and head, the weights that drafts borrow. None if it has neither."""
+    """The digest of rows of a target's embedding and head, which drafts borrow. None if the target has neither."""
     found = [info for info in (target_tensor(target, name) for name in (EMBEDDING, HEAD)) if info is not None]
     return digest_rows(found, with_shapes=True)[:16] if found else None

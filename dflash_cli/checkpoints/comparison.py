@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, field by field and byte by byte."""
+"""Compare two checkpoints, field by field and byte by byte."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,23 +11,29 @@ from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Difference(Shown):
-    """What differs between two checkpoints. Values come in pairs, the first checkpoint's first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifferences:
+    """The differences between the tensors of two checkpoints.
 
-    Of `num_not_compared` tensors, with the same type and shape in both, the values were not read.
+    `num_not_compared` tensors have the same type and shape in both checkpoints, and their values were not read.
     """
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    reshaped: Mapping[str, tuple[str, str]]
+    rewritten: tuple[str, ...]
+    num_equal: int
+    num_not_compared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Difference(TensorDifferences, Shown):
+    """The differences between two checkpoints. Pairs have the value of the first checkpoint, then of the second."""
 
     first: Description
     second: Description
     fields: dict[str, tuple[Any, Any]]
     carried: dict[str, tuple[Any, Any]]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    reshaped: dict[str, tuple[str, str]]
-    rewritten: tuple[str, ...]
-    num_equal: int
-    num_not_compared: int = 0
 
     def summary(self) -> list[str]:
         num_other = len(self.only_first) + len(self.only_second) + len(self.reshaped) + len(self.rewritten)
@@ -53,27 +59,8 @@ class Difference(Shown):
             is_equal=None if self.is_empty and self.num_not_compared else self.is_empty,
             fields=self.fields,
             carried=self.carried,
-            tensors=TensorDifferences(
-                only_first=self.only_first,
-                only_second=self.only_second,
-                reshaped=self.reshaped,
-                rewritten=self.rewritten,
-                num_equal=self.num_equal,
-                num_not_compared=self.num_not_compared,
-            ),
+            tensors=TensorDifferences(**{item.name: getattr(self, item.name) for item in fields(TensorDifferences)}),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDifferences:
-    """What differs between the tensors of two checkpoints."""
-
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    reshaped: Mapping[str, tuple[str, str]]
-    rewritten: tuple[str, ...]
-    num_equal: int
-    num_not_compared: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +79,10 @@ class DifferenceDocument:
 
 
 def compare(first: Description, second: Description, *, with_values: bool = True) -> Difference:
-    """Canonical fields, carried keys and tensors that differ; `with_values`, those of one shape byte for byte."""
+    """The canonical fields, carried keys and tensors that differ.
+
+    `with_values` compares tensors of the same type and shape byte for byte.
+    """
     ours, theirs = first.checkpoint.tensors, second.checkpoint.tensors
     shared = [name for name in ours if name in theirs]
     reshaped = {
@@ -118,7 +108,7 @@ def compare(first: Description, second: Description, *, with_values: bool = True
 
 
 def _compared_fields(config: DraftConfig | TargetFacts) -> dict[str, Any]:
-    """All but what two equal configs may have otherwise."""
+    """The fields of a config that equal configs must share."""
     values = asdict(config)
     return {item.name: values[item.name] for item in fields(config) if item.compare}
 

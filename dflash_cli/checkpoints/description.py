@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from dflash_cli.checkpoints.opening import open_target, read_any_draft
+from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_cli.terminal.shown import Shown
@@ -18,14 +18,14 @@ from dflash_runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
-Json = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Description(Shown):
-    """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips.
+    """A draft or a target.
 
-    `unserved` are keys for which neither conversion nor the runtime takes the draft, with what they ask for.
+    owned       tensors that a reader loads
+    borrowed    tensors that a reader skips, because it takes them from the target
+    unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     """
 
     path: Path
@@ -92,19 +92,21 @@ class InspectDocument:
     files: tuple[str, ...]
     borrowed: Annotated[tuple[str, ...], "tensors that a reader takes from the target"]
     notes: tuple[str, ...]
-    unserved: Annotated[Mapping[str, str], "keys of the config that ask for what dflash does not compute"]
+    unserved: Annotated[Mapping[str, str], "config key -> the computation it asks for that DFlash does not have"]
     tensors: Annotated[tuple[TensorEntry, ...] | None, OPTIONAL, "of --tensors"] = None
 
 
 def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocument:
-    """The document of a description."""
-    checkpoint = found.checkpoint
+    """The document of `dflash inspect` of one checkpoint."""
+    checkpoint, config = found.checkpoint, asdict(found.config)
+    if isinstance(found.config, DraftConfig):
+        config = {"num_draft_tokens": found.config.num_draft_tokens, **config}
     return InspectDocument(
         path=str(found.path),
         role=found.kind,
         dialect=found.dialect,
         evidence=found.evidence,
-        config=_derived(found.config) | asdict(found.config),
+        config=config,
         carried=found.carried,
         num_parameters=found.num_parameters,
         num_bytes=found.num_bytes,
@@ -118,7 +120,7 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
 
 
 def describe(location: "Location") -> Description:
-    """Describe a draft, or a target if no dialect recognises a draft; of a hub repository only headers are read.
+    """Describe a draft, or a target if no dialect recognises a draft. Only the headers of a hub repository are read.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
@@ -129,7 +131,7 @@ def describe(location: "Location") -> Description:
 
 
 def describe_layers(config: DraftConfig) -> str:
-    """Attention of each layer in words; neighbouring layers with the same attention share a phrase."""
+    """The attention of each layer in words. Neighbouring layers with the same attention share a phrase."""
     sinks = ", with attention sinks" if config.has_sinks else ""
     kinds = [
         f"{'full attention' if window is None else f'window {window}'}, {'causal' if causal else 'non-causal'}{sinks}"
@@ -143,11 +145,11 @@ def describe_layers(config: DraftConfig) -> str:
             runs.append((index, index, kind))
     if len(runs) == 1:
         return f"all {len(kinds)} layers: {kinds[0]}" if len(kinds) > 1 else f"1 layer: {kinds[0]}"
-    return "; ".join(f"{_range(first, last)}: {kind}" for first, last, kind in runs)
+    return "; ".join(f"{f'layer {at}' if at == last else f'layers {at}-{last}'}: {kind}" for at, last, kind in runs)
 
 
 def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
-    draft = read_any_draft(checkpoint, detection)
+    draft = read_draft(checkpoint, detection)
     selection = draft.select_tensors()
     return Description(
         path=checkpoint.path,
@@ -165,7 +167,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
 
 
 def _describe_target(checkpoint: Checkpoint) -> Description:
-    """A target; where the config is no target either, the reason why it is no draft is the better message."""
+    """Describe a target. If the target cannot be read, the error says why the checkpoint is not a draft."""
     try:
         target = open_target(checkpoint)
     except CheckpointError as error:
@@ -180,22 +182,14 @@ def _describe_target(checkpoint: Checkpoint) -> Description:
 
 
 def _not_known(facts: TargetFacts) -> tuple[str, ...]:
-    """That a target is not run here, and why."""
+    """A note if this runtime does not run the target, with the reasons."""
     if not facts.not_known:
         return ()
     parts = ", ".join(facts.not_known)
-    return (f"not read, so dflash checks and serves drafts for this target but does not run it: {parts}",)
-
-
-def _derived(config: DraftConfig | TargetFacts) -> Json:
-    return {"num_draft_tokens": config.num_draft_tokens} if isinstance(config, DraftConfig) else {}
+    return (f"dflash checks and serves drafts for this target, but does not run it, because it does not read: {parts}",)
 
 
 def _tensor(info: TensorInfo) -> TensorEntry:
     return TensorEntry(
         name=info.name, dtype=info.dtype, shape=tuple(info.shape), num_bytes=info.num_bytes, file=info.file.name
     )
-
-
-def _range(first: int, last: int) -> str:
-    return f"layer {first}" if first == last else f"layers {first}-{last}"

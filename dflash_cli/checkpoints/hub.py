@@ -1,68 +1,74 @@
-"""The hub's errors in our words: gated, missing, wrong revision, offline and unreachable read differently."""
+"""Download repositories into the hub's cache, and turn errors of the hub into our errors.
+
+The size of a download is printed first, and the hub's own bars show progress.
+"""
 
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from dflash_cli.terminal import console
 from dflash_runtime.errors import CheckpointNotFound
+from dflash_runtime.phrases import plural
 
 
 class HubUnreachable(CheckpointNotFound):
-    """The hub does not answer, or offline mode is on; a copy in the local cache may still be used."""
+    """The hub does not answer, or offline mode is on. A copy in the local cache may still be used."""
 
 
 @contextmanager
 def explained(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Turn what huggingface_hub raises inside into one line.
+    """Turn errors of huggingface_hub in the block into our errors about the repository.
 
     Raises:
-        CheckpointNotFound: naming the reason.
+        CheckpointNotFound: names the reason.
+        HubUnreachable: the hub does not answer, or offline mode is on.
     """
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
+    answers: dict[type[Exception], tuple[str, str, str | None]] = {
+        errors.GatedRepoError: (
+            "hub-gated",
+            "access is gated",
+            "accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
+        ),
+        errors.RevisionNotFoundError: ("no-revision", f"no revision {revision!r}", None),
+        errors.RepositoryNotFoundError: (
+            "not-on-the-hub",
+            "not found on the hub",
+            "check the name; a private repository needs HF_TOKEN",
+        ),
+        errors.HFValidationError: (
+            "not-a-reference",
+            "no such directory, and not a name of a hub repository",
+            None,
+        ),
+    }
     connection_errors = _connection_errors()
     try:
         yield
-    except GatedRepoError as error:
-        raise CheckpointNotFound(
-            f"{repo}: access is gated",
-            hint="accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointNotFound(f"{repo}: no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointNotFound(
-            f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
-        ) from error
-    except HFValidationError as error:
-        raise CheckpointNotFound(f"{repo}: no such directory, and not a valid name of a hub repository") from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        if isinstance(error.__cause__, HfHubHTTPError):
+    except tuple(answers) as error:
+        id, text, hint = next(answer for kind, answer in answers.items() if isinstance(error, kind))
+        raise CheckpointNotFound(text, id=id, path=repo, found=revision, hint=hint) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _refusal(repo, error.__cause__) from error
         raise HubUnreachable(
-            f"{repo}: not in the local cache, and the hub cannot be reached", hint=_how_to_reach_it()
+            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=_how_to_connect()
         ) from error
-    except (EntryNotFoundError, HfHubHTTPError) as error:
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
     except connection_errors as error:
         raise HubUnreachable(
-            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint=_how_to_reach_it()
+            f"the hub cannot be reached ({type(error).__name__})", path=repo, hint=_how_to_connect()
         ) from error
 
 
-def _how_to_reach_it() -> str:
-    """Which variable turned offline mode on, where one did."""
+def _how_to_connect() -> str:
+    """The hint for an unreachable hub: names the variable that turned offline mode on, if one did."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if not HF_HUB_OFFLINE:
@@ -72,14 +78,76 @@ def _how_to_reach_it() -> str:
 
 
 def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
-    """What the hub said, on one line; its own troubles and its limits pass."""
-    said = (str(error) or type(error).__name__).splitlines()[0]
+    """The error with the hub's answer on one line. A server error or a rate limit is temporary."""
+    answer = (str(error) or type(error).__name__).splitlines()[0]
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    hint = "that is the hub's own trouble: try again later" if status >= 500 or status == 429 else None
-    return CheckpointNotFound(f"{repo}: the hub answered: {said}", hint=hint)
+    hint = "the hub has a temporary problem: try again later" if status >= 500 or status == 429 else None
+    return CheckpointNotFound(f"the hub answered: {answer}", id="hub-refused", path=repo, found=status, hint=hint)
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library that the hub's client has imported: httpx, or httpx2 from its release 2."""
+    """The errors of the HTTP library that huggingface_hub has imported: httpx, or httpx2."""
     libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return tuple(library.HTTPError for library in libraries)
+
+
+def download_snapshot(
+    repo: str, revision: str | None, patterns: list[str], *, repo_type: str = "model", is_local: bool = False
+) -> Path:
+    """The snapshot with the files of a repository that match the patterns. With `is_local` only the cache is read.
+
+    Raises:
+        OSError, ValueError: errors of huggingface_hub, which `explained` turns into our errors.
+    """
+    from huggingface_hub import snapshot_download
+
+    if not is_local:
+        _announce(repo, revision, patterns, repo_type)
+    with _bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
+        return Path(
+            snapshot_download(
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local
+            )
+        )
+
+
+def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str) -> None:
+    """Print the size of a download, if there is anything to download. Errors are left to the download itself."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        with _bars(is_shown=False):
+            files = snapshot_download(
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True
+            )
+    except (OSError, ValueError):
+        return
+    missing = [item for item in files if item.will_download]
+    if missing:
+        size = sum(item.file_size or 0 for item in missing)
+        console.status(f"downloading {repo}: {_size(size)} in {plural(len(missing), 'file')}")
+
+
+@contextmanager
+def _bars(*, is_shown: bool) -> Iterator[None]:
+    """Show or hide the hub's progress bars in the block, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if is_shown or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _size(num_bytes: int) -> str:
+    """`16.4 GB`, in units of 1,000 as the hub counts."""
+    size = float(num_bytes)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,6 +1,6 @@
-"""A lock: by revision and hash, which draft and which target were meant, so that a later run is of those or of none.
+"""Lock files, which pin a draft and a target by revision and hash. A run with a lock refuses other checkpoints.
 
-A digest of large weights samples them (`checkpoint_identity.py`); a lock reads every byte.
+A lock reads every byte. The digests of `checkpoint_identity.py` sample large weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.digests import deciding_files, hash_file
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import CheckpointNotFound, GateFailed
+from dflash_runtime.phrases import plural
 
 SHOWN_DIGITS = 12
 
@@ -30,7 +31,7 @@ class LockedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LockDocument(Shown):
-    """A lock file: a draft and a target by revision and hash."""
+    """The content of a lock file: a draft and a target, each with its revision and hashes."""
 
     KIND: ClassVar[str] = "lock"
 
@@ -54,25 +55,31 @@ class LockDocument(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """Checkpoints by role, as a lock file has them; `sha256` is that of the file itself."""
+    """A lock file that was read: its path, the SHA-256 of the file, and the locked checkpoints by role."""
 
     path: Path
     sha256: str
     checkpoints: Mapping[str, LockedCheckpoint]
 
     def check(self, locations: Mapping[str, Location]) -> None:
-        """Require that the checkpoints at these places are the locked ones; all of a directory's bytes are read.
+        """Require that checkpoints are the locked ones. Every byte of a checkpoint directory is read.
 
         Raises:
-            GateFailed: naming the file that is another one, with both hashes, or the commit.
+            GateFailed: names the first file with another hash, with both hashes, or the commit.
         """
-        moved = [f"{role}: {text}" for role, location in locations.items() for text in self._moved(role, location)]
-        if moved:
-            more = f"; {len(moved) - 1} more moved" if len(moved) > 1 else ""
-            hint = "give the checkpoints that were locked, or write the lock anew with dflash lock --force"
-            raise GateFailed(f"{self.path}: {moved[0]}{more}", hint=hint)
+        changes = [(role, text) for role, location in locations.items() for text in self._changes(role, location)]
+        if changes:
+            (role, text), num_more = changes[0], len(changes) - 1
+            more = f"; {plural(num_more, 'more difference')}" if num_more else ""
+            raise GateFailed(
+                f"{role}: {text}{more}",
+                id="not-the-locked-checkpoint",
+                path=self.path,
+                field=role,
+                hint="pass the checkpoints that were locked, or write the lock again with dflash lock --force",
+            )
 
-    def _moved(self, role: str, location: Location) -> Iterator[str]:
+    def _changes(self, role: str, location: Location) -> Iterator[str]:
         locked = self.checkpoints.get(role)
         if locked is None:
             yield "not locked"
@@ -83,7 +90,7 @@ class Lock:
 
 
 def lock_checkpoint(path: Path, reference: str) -> LockedCheckpoint:
-    """The lock of a checkpoint in a directory, as `reference` names it."""
+    """The name, commit and hashes of a checkpoint in a directory. `reference` names it if it is bundled."""
     name, commit = name_and_commit(path, reference)
     return LockedCheckpoint(
         name=name, commit=commit, sha256={file.name: hash_file(file) for file in deciding_files(Checkpoint(path))}
@@ -91,14 +98,16 @@ def lock_checkpoint(path: Path, reference: str) -> LockedCheckpoint:
 
 
 def read_lock(path: Path) -> Lock:
-    """Read a file of `dflash lock`.
+    """Read a lock file.
 
     Raises:
         CheckpointNotFound: the file does not exist.
         UsageError: the file is not a lock.
     """
     if not path.is_file():
-        raise CheckpointNotFound(f"{path}: no such file", hint="write it with dflash lock DRAFT --target TARGET")
+        raise CheckpointNotFound(
+            "no such file", id="no-lock", path=path, hint="write it with dflash lock DRAFT --target TARGET"
+        )
     data = path.read_bytes()
     document = read_document(LockDocument, data, path, hint="write it again with dflash lock --force")
     return Lock(path=path, sha256=hash_file(path), checkpoints=document.checkpoints)
@@ -106,9 +115,8 @@ def read_lock(path: Path) -> Lock:
 
 def _differences(locked: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
     for name in sorted({*locked, *found}):
-        was, is_now = locked.get(name), found.get(name)
-        if was != is_now:
-            yield f"{name}: found {_short(is_now)}, expected {_short(was)}"
+        if locked.get(name) != found.get(name):
+            yield f"{name}: found {_short(found.get(name))}, expected {_short(locked.get(name))}"
 
 
 def _short(digest: str | None) -> str:

@@ -1,11 +1,11 @@
-"""Open drafts and targets from directories: detect the dialect, read it, and hand the runtime what it takes."""
+"""Open drafts and targets from directories, and make the sources that the runtime loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect, is_draft
+from dflash_cli.formats.dialect import STYLE_FLAGS, Detection, Format, ParsedConfig, detect, is_draft
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
@@ -18,21 +18,17 @@ from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, nami
 from dflash_runtime.notices import Notice
 
 Causality = Literal["causal", "non-causal", "layer-types"]
-"""How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
-
-
-MISREAD = {"is_neox_style": False, "rope_is_neox_style": False, "use_gemma_norm": True}
-"""Keys of a draft that the runtime does not look at -> the value that asks for another computation."""
+"""Attention inside a block, instead of the config's. `layer-types`: sliding layers are causal, full layers are not."""
 
 SCALED_EMBEDDINGS = ("gemma", "muse", "minicpm", "granite")
-"""Starts of the model types of targets that multiply or normalise their embedding."""
+"""Prefixes of the model types of targets that multiply or normalise their embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """A draft on disk, read into canonical form; `checkpoint` gives its tensors under canonical names.
+    """A draft on disk in canonical form. `checkpoint` has its tensors under canonical names.
 
-    `quantization` names the key, file or tensor that shows that its weights are packed, None if they are plain.
+    `quantization` names the key, file or tensor that shows that the weights are quantised. None if they are not.
     """
 
     checkpoint: Checkpoint
@@ -46,17 +42,17 @@ class DraftCheckpoint:
 
     @property
     def format(self) -> Format:
-        """The dialect it is written in."""
+        """The dialect of the draft."""
         return self.detection.format
 
     @property
     def stated(self) -> StatedConfig:
-        """The fields that its config states."""
+        """The fields that the config states."""
         return StatedConfig(self.format, self.checkpoint.config)
 
     @property
     def source(self) -> DraftSource:
-        """What the runtime takes.
+        """The draft as the runtime loads it.
 
         Raises:
             UnsupportedError: see `check_runnable`.
@@ -65,62 +61,60 @@ class DraftCheckpoint:
         return DraftSource(self.config, self.checkpoint)
 
     def check_runnable(self) -> None:
-        """Refuse what the runtime cannot load, or would compute otherwise than the config says.
+        """Refuse a draft that the runtime cannot load, or would compute differently than its config says.
 
         Raises:
-            UnsupportedError: the weights are packed; rope rotates interleaved pairs, or norms add one to their weight.
+            UnsupportedError: the weights are quantised, or a style flag asks for other norms or another rope.
         """
         refuse_packed(self.checkpoint.path, self.quantization)
-        for key, value in MISREAD.items():
+        for key, value in STYLE_FLAGS.items():
             if any(item.value == value for item in self.stated.statements(key)):
-                stated = f"{key} is {str(value).lower()}"
                 raise UnsupportedError(
-                    f"{self.checkpoint.config_path}: {stated}, which this runtime does not compute",
+                    f"{key} is {str(value).lower()}, which this runtime does not compute",
+                    id="style-not-run",
+                    path=self.checkpoint.config_path,
+                    field=key,
+                    found=value,
                     hint="dflash validate --engine says which engines do",
                 )
 
     def select_tensors(self) -> TensorSelection:
-        """Which tensors a reader loads and which it skips.
+        """The tensors that a reader loads, and the tensors that it skips.
 
-        Packed weights have names and shapes of their own, so nothing is expected of them; nor is it of a draft that is
-        another model than its canonical form says.
+        Tensors of quantised weights, and of a draft with an unserved setting, are not compared with the config.
 
         Raises:
-            TensorMismatch: naming every missing, unexpected and misshapen tensor.
+            TensorMismatch: lists every missing, unexpected and misshapen tensor.
         """
-        tensors = self.checkpoint.tensors
-        if self.quantization is not None or self.parsed.unserved:
-            owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
-            return TensorSelection(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
-        shapes = {name: info.shape for name, info in tensors.items()}
-        return select_tensors(owned_shapes(self.config), shapes, path=self.checkpoint.path)
+        shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
+        is_comparable = self.quantization is None and not self.parsed.unserved
+        expected = {name: shape for name, shape in shapes.items() if not NOT_OWNED.match(name)}
+        return select_tensors(
+            owned_shapes(self.config) if is_comparable else expected, shapes, path=self.checkpoint.path
+        )
 
 
 def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
     """Read a draft of any known dialect. Reads JSON and headers only. `causality` overrules the config.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnknownFormat: see `errors`.
+        CheckpointNotFound, CheckpointError: the draft is absent or malformed.
+        UnknownFormat: no dialect recognises the draft.
+        UnsupportedError: the config has an unserved setting.
     """
     stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    return read_draft(stored, detect(stored), causality=causality)
-
-
-def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """Read a draft whose dialect is known.
-
-    Raises:
-        CheckpointError: its config cannot be read in that dialect.
-        UnsupportedError: nor can it, or it asks for what is not served.
-    """
-    draft = read_any_draft(stored, detection, causality=causality)
+    draft = read_draft(stored, detect(stored), causality=causality)
     with naming_file(stored.config_path):
         refuse_unserved(draft.parsed.unserved)
     return draft
 
 
-def read_any_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """As `read_draft`, also a draft that asks for what is not served: to be described, and for nothing else."""
+def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
+    """Read a draft of a known dialect. A draft with an unserved setting may only be described.
+
+    Raises:
+        CheckpointError, UnsupportedError: the dialect cannot read the config.
+    """
     with naming_file(stored.config_path):
         parsed = detection.format.read_config(stored.config, stored.config_path)
     if causality is not None:
@@ -131,20 +125,20 @@ def read_any_draft(stored: Checkpoint, detection: Detection, *, causality: Causa
 
 
 def lacks_embedding_scale(draft: StatedConfig, target: TargetFacts) -> bool:
-    """Whether the target scales its embedding, and the draft does not state the scale it was trained with."""
+    """Whether the target scales its embedding and the draft does not state an embedding scale."""
     is_stated = draft.value("input_embedding_scale") is not None
     return target.model_type.lower().startswith(SCALED_EMBEDDINGS) and not is_stated
 
 
 def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConfig:
-    """The parsed config with another causality, whatever the file states."""
+    """The parsed config with another causality than the config states."""
     config = parsed.config
     causal = {
         "causal": (True,) * config.num_layers,
         "non-causal": (False,) * config.num_layers,
         "layer-types": tuple(window is not None for window in config.windows),
     }[causality]
-    note = Notice(f"attention is read as {causality}, because of --causality", id="causality-given")
+    note = Notice(f"attention is read as {causality}, as --causality says", id="causality-given")
     return replace(
         parsed,
         config=replace(config, causal=causal),
@@ -154,7 +148,7 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
 
 
 def open_target(path: str | Path | Checkpoint) -> TargetSource:
-    """Read what a target's config states. One that the runtime does not run is refused only when it is to be run.
+    """Read a target's config. A target that the runtime does not run is refused later, when a command runs it.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `errors`.
@@ -162,16 +156,20 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if is_draft(checkpoint.config):
-        raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
+        raise UnsupportedError(
+            "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target"
+        )
     with naming_file(checkpoint.config_path):
         return TargetSource(read_target(checkpoint.config, checkpoint.config_path), checkpoint)
 
 
 def read_target(config: Mapping[str, Any], path: Path) -> TargetFacts:
-    """The whole config of a dense decoder, the facts of any other target.
+    """The `TargetConfig` of a target that the runtime runs, and the `TargetFacts` of any other target.
 
-    A key of a dense decoder that holds something wrong is told at once. One that is absent, or lists a value for each
-    layer, need not be wrong in another family; it is named as not known.
+    `not_known` of the facts names a key that is absent, or lists a value for each layer: another family may be so.
+
+    Raises:
+        InvalidConfig: another key holds a wrong value.
     """
     facts = read_target_facts(config, path)
     try:

@@ -1,4 +1,4 @@
-"""Complete a pair: which target goes with a draft where the user names only one of them, or neither."""
+"""Complete a pair if the user names only a draft, only a target, or neither."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 from dflash_cli.checkpoints.references import TINY, Location, Role, is_bundled, open_checkpoint
 from dflash_cli.formats.dialect import detect_from
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 
 Found = TypeVar("Found", bound=Location)
 FoundTarget = TypeVar("FoundTarget", bound=Location)
@@ -15,9 +15,9 @@ FoundTarget = TypeVar("FoundTarget", bound=Location)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReferences(Generic[Found]):
-    """A draft and a target, as a user may type them, and where the draft is. A pair without a draft decodes plainly.
+    """References of a draft and a target, and the location of the draft. A pair without a draft decodes plainly.
 
-    With `is_named_by_draft` nobody typed the target: the draft names it.
+    `is_named_by_draft`: the user typed no target, and the draft's config names it.
     """
 
     draft: str | None
@@ -26,47 +26,52 @@ class PairReferences(Generic[Found]):
     is_named_by_draft: bool = False
 
     @property
-    def note(self) -> str | None:
-        """The note that tells the user which target the draft names, if nobody typed one."""
-        return f"using the target that the draft names: {self.target}" if self.is_named_by_draft else None
+    def note(self) -> Notice | None:
+        """A note that names the target, if the user typed none."""
+        text = f"using the target that the draft names: {self.target}"
+        return Notice(text, id="target-named-by-draft") if self.is_named_by_draft else None
 
     def find_target(self, find: Callable[[str, Role], FoundTarget]) -> FoundTarget:
-        """Where the target is. `find` is `references.fetch_directory` or `references.find_checkpoint`.
+        """The location of the target. `find` is `references.fetch_directory` or `references.find_checkpoint`.
 
         Raises:
-            UsageError: the draft names none.
-            CheckpointNotFound, UsageError: see `find`; the message says so where the draft named the target.
+            UsageError: the draft does not name its target.
+            CheckpointNotFound, UsageError: see `find`. The message says if the draft named the target.
         """
         if self.target is None:
-            raise UsageError(
-                f"{self.draft} does not name its target",
-                id="target-not-named",
-                field="--target",
-                hint="add --target TARGET",
-            )
+            text = f"{self.draft} does not name its target"
+            raise UsageError(text, id="target-not-named", field="--target", hint="add --target TARGET")
         try:
             return find(self.target, Role.TARGET)
         except CheckpointNotFound as error:
             if not self.is_named_by_draft:
                 raise
             message = f"{error.message}; {self.draft} names it as its target"
-            raise CheckpointNotFound(message, hint="add --target TARGET") from error
+            hint = "add --target TARGET"
+            raise CheckpointNotFound(message, id="named-target-not-found", found=self.target, hint=hint) from error
 
 
 def complete_pair(
     draft: str | None, target: str | None, *, find: Callable[[str, Role], Found], needs_draft: bool = True
 ) -> PairReferences[Found]:
-    """The pair that two references, of which either may be missing, stand for; `find` says where the draft is.
+    """The pair of two references. `find` returns the location of the draft.
 
-    Neither: the bundled pair. A draft alone: the target it names, None where it names none. A target alone is a pair
-    only where no draft is needed, to decode plainly.
+    given     completed by
+    neither   the bundled pair
+    draft     the target that the draft names, None if it names none
+    target    nothing: such a pair decodes plainly, and is refused if `needs_draft`
 
     Raises:
-        CheckpointNotFound: the draft is not there.
+        CheckpointNotFound: see `find`.
         UsageError: a target without a draft.
     """
     if draft is None and target is not None and needs_draft:
-        raise UsageError("a target is given without a draft", hint="add --draft DRAFT, or -k 0 to run the target alone")
+        raise UsageError(
+            "a target is given without a draft",
+            id="target-without-draft",
+            field="--draft",
+            hint="add --draft DRAFT, or -k 0 to run the target alone",
+        )
     if draft is None and needs_draft:
         draft = TINY
     location = find(draft, Role.DRAFT) if draft is not None else None
@@ -79,14 +84,14 @@ def complete_pair(
 
 
 def served_name(reference: str, location: Location) -> str:
-    """What an engine is told to load: the reference, or the directory where the reference means nothing to it."""
+    """The name under which an engine loads a checkpoint: the reference, or a directory for the bundled pair."""
     return str(location) if is_bundled(reference) else reference
 
 
 def _named_target(location: Location) -> str | None:
-    """The target a draft names; None where it names none, or where its config cannot be read to the end."""
+    """The target that a draft names. None if it names none, or if its config cannot be read."""
     try:
-        checkpoint: Checkpoint = open_checkpoint(location)
+        checkpoint = open_checkpoint(location)
         format = detect_from(checkpoint.config, frozenset(), checkpoint.config_path).format
         verifier = format.read_config(checkpoint.config, checkpoint.config_path).config.verifier
     except (CheckpointError, UnsupportedError):

@@ -1,6 +1,6 @@
-"""Turn what a user typed into a directory: an existing path, `org/repo[@revision]`, or the bundled pair.
+"""Find the checkpoint of a reference: an existing directory, `org/repo[@revision]` on the hub, or the bundled pair.
 
-tiny            the bundled target, or the bundled draft, as its role asks for
+tiny            the bundled target or the bundled draft, depending on the role
 tiny:reduced    the bundled draft with a reduced output vocabulary
 """
 
@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from dflash_cli.checkpoints.hub import HubUnreachable, explained
+from dflash_cli.checkpoints.hub import HubUnreachable, download_snapshot, explained
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError
@@ -22,30 +22,32 @@ if TYPE_CHECKING:
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
 TINY_TARGET_NAME = "dflash/tiny-python-target"
-"""What checkpoints call the bundled target."""
+"""The name of the bundled target in checkpoints."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 Location: TypeAlias = "Path | RemoteRepo"
-"""Where a checkpoint is: a directory, or a repository on the hub that was listed."""
+"""The place of a checkpoint: a directory, or a listed repository on the hub."""
 
-HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-SIDE_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
-WEIGHT_FILES = [*HEADER_FILES, *SIDE_FILES, "*.safetensors", "mask_embedding.pt"]
+DOWNLOADED = [
+    "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*", "*.tiktoken", "*.safetensors",
+    "mask_embedding.pt",
+]  # fmt: skip
+"""Patterns of the files that are downloaded from a repository."""
 
 
 class Role(StrEnum):
-    """What a reference stands for in a pair."""
+    """The role of a checkpoint in a pair."""
 
     DRAFT = "draft"
     TARGET = "target"
 
 
 def fetch_directory(reference: str, role: Role) -> Path:
-    """The directory a reference names, downloaded from the hub where it is not local.
+    """The directory of a reference. A hub repository is downloaded.
 
     Raises:
-        CheckpointNotFound: nothing of that name, nothing there that is a checkpoint, or the hub says no.
-        UsageError: the text is no reference.
+        CheckpointNotFound: neither a checkpoint directory nor a hub repository, or the hub refuses the download.
+        UsageError: the reference names a bundled draft, but the role is a target.
         UnknownFormat: a GGUF file.
     """
     path = _local(reference)
@@ -57,38 +59,47 @@ def fetch_directory(reference: str, role: Role) -> Path:
         return bundled
     if not HUB_ID.match(reference):
         raise CheckpointNotFound(
-            f"{reference}: no such directory, and not a hub repository",
+            "no such directory, and not a hub repository",
+            id="not-a-reference",
+            path=reference,
+            expected="a directory, org/repo, org/repo@revision, or tiny",
             hint="pass a directory, org/repo, org/repo@revision, or tiny",
         )
     return _download(reference)
 
 
 def check_is_checkpoint(path: Path) -> None:
-    """Refuse what is there and can be no checkpoint: what is looked for is absent, not malformed.
+    """Refuse an existing path that is not a checkpoint directory.
 
     Raises:
-        CheckpointNotFound: a file, or a directory without config.json; the hint names the checkpoints beneath it.
+        CheckpointNotFound: a file, or a directory without config.json. The hint names checkpoints in its folders.
         UnknownFormat: a GGUF file.
     """
     refuse_gguf(path)
     if not path.is_dir():
-        message = f"{path}: not a directory, expected a checkpoint directory with config.json"
-        raise CheckpointNotFound(message, hint=f"pass its folder: {path.parent}")
+        expected = "a checkpoint directory with config.json"
+        raise CheckpointNotFound(
+            f"not a directory, expected {expected}",
+            id="not-a-directory",
+            path=path,
+            expected=expected,
+            hint=f"pass its folder: {path.parent}",
+        )
     if not os.path.lexists(path / "config.json"):
         found = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
-        below = [item.parent for item in found[:8]]
-        hint = f"checkpoints beneath it: {', '.join(map(str, below))}" if below else None
-        raise CheckpointNotFound(f"{path / 'config.json'}: not found", hint=hint)
+        below = ", ".join(str(item.parent) for item in found[:8])
+        hint = f"checkpoints beneath it: {below}" if below else None
+        raise CheckpointNotFound("not found", id="config-missing", path=path / "config.json", hint=hint)
 
 
 def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) -> "Location":
-    """Where the checkpoint of a reference is.
+    """The place of a reference's checkpoint.
 
-    A repository on the hub is downloaded where its weights are needed, and otherwise only listed: its headers are read
-    from the hub. Where the hub cannot be reached, what the local cache has is taken.
+    A hub repository is downloaded if its weights are needed. Otherwise it is only listed, and its headers are read from
+    the hub; if the hub cannot be reached, the copy in the local cache is used.
 
     Raises:
-        CheckpointNotFound, UsageError: as `fetch_directory`.
+        CheckpointNotFound, UsageError: see `fetch_directory`.
     """
     if needs_weights or not is_hub_id(reference):
         return fetch_directory(reference, role)
@@ -101,7 +112,7 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
 
 
 def open_checkpoint(location: "Location") -> Checkpoint:
-    """The checkpoint at a location, with its headers read when they are asked for.
+    """The checkpoint at a location. Its headers are read when first used.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `Checkpoint`.
@@ -121,22 +132,22 @@ def list_files(location: "Location") -> frozenset[str]:
 
 
 def is_bundled(reference: str) -> bool:
-    """Whether a reference names the bundled pair; a directory of that name hides it."""
+    """Whether a reference names the bundled pair. A directory of the same name hides the bundled pair."""
     return reference in (TINY, TINY_REDUCED) and not Path(reference).exists()
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether a reference would be looked up on the hub."""
+    """Whether a reference names a hub repository."""
     return reference not in (TINY, TINY_REDUCED) and not _local(reference).exists() and bool(HUB_ID.match(reference))
 
 
 def tiny_directory() -> Path:
-    """Where the bundled pair lies."""
+    """The directory of the bundled pair."""
     return Path(str(files("dflash_cli") / "tiny"))
 
 
 def _local(reference: str) -> Path:
-    """The path a reference would be; an unknown `~user` stays as it is."""
+    """A reference as a path. An unknown `~user` is not expanded."""
     return Path(os.path.expanduser(reference))  # noqa: PTH111  (Path.expanduser raises on an unknown user)
 
 
@@ -145,15 +156,14 @@ def _bundled(reference: str, role: Role) -> Path | None:
         return tiny_directory() / ("target" if role is Role.TARGET else "draft")
     if reference == TINY_REDUCED:
         if role is Role.TARGET:
-            raise UsageError(f"{TINY_REDUCED} names a draft; its target is {TINY}")
+            text = f"{TINY_REDUCED} names a draft; its target is {TINY}"
+            raise UsageError(text, id="draft-as-target", field="--target", found=TINY_REDUCED, expected=TINY)
         return tiny_directory() / "draft-reduced"
     return None
 
 
 def _download(reference: str, *, is_local: bool = False) -> Path:
-    """Fetch a repository into the hub cache and return its snapshot, or only look there."""
-    from dflash_cli.checkpoints.download import download_snapshot
-
+    """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
-        return download_snapshot(repo, revision or None, WEIGHT_FILES, is_local=is_local)
+        return download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)

@@ -1,4 +1,4 @@
-"""Which of the target's rows a draft's copies of head or embedding hold: a copy in a wrong place is no training.
+"""Find copies of the target's rows in the wrong places of a draft's head or embedding.
 
 torch is imported when a comparison runs.
 """
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.target_copies import target_tensor
+from dflash_cli.checkpoints.target_copies import target_ids, target_tensor
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 
 if TYPE_CHECKING:
@@ -22,7 +21,10 @@ PIECE_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Misplaced:
-    """Rows of a draft that are the target's rows of other ids: how many of all, and the first, with the ids."""
+    """Rows of a draft that equal the target's rows of other ids.
+
+    `count` of `num_rows` rows are misplaced. The first one is `row`, which holds `found_id` instead of `expected_id`.
+    """
 
     count: int
     num_rows: int
@@ -32,12 +34,13 @@ class Misplaced:
 
 
 def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> Misplaced | None:
-    """Rows of the draft's `embed_tokens.weight` or `lm_head.weight` that belong to other ids than the map says."""
+    """The misplaced rows of the draft's `embed_tokens.weight` or `lm_head.weight`, or None."""
     mine, theirs = draft.checkpoint.tensors[name], target_tensor(target, name)
     if theirs is None or len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
         return None
     ours = draft.checkpoint.load(name)
-    ids = _ids(draft, name, len(ours))
+    kept = target_ids(draft, name)
+    ids = range(len(ours)) if kept is None else kept.tolist()
     by_digest: dict[bytes, int] = {}
     expected: dict[int, bytes] = {}
     wanted = set(ids)
@@ -52,15 +55,8 @@ def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> M
     return Misplaced(len(bad), len(ours), *bad[0]) if bad else None
 
 
-def _ids(draft: DraftCheckpoint, name: str, num_rows: int) -> list[int]:
-    """The target's id of each row."""
-    if name != HEAD or not draft.config.has_reduced_vocab:
-        return list(range(num_rows))
-    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).tolist()
-    return [row + offset for row, offset in enumerate(offsets)]
-
-
 def _digests(info: TensorInfo, dtype: "torch.dtype") -> Iterator[tuple[int, bytes]]:
+    """Number and digest of each row of a stored tensor, converted to `dtype`."""
     from safetensors import safe_open
 
     with safe_open(info.file, framework="pt") as stream:

@@ -1,7 +1,7 @@
-"""Write safetensors files by moving bytes: tensors are copied from file to file and never decoded.
+"""Write safetensors files. The bytes of tensors are copied from file to file and never decoded.
 
 Layout: u64 header length, JSON header padded with spaces so that the data starts at a multiple of 8, data without
-holes. Source: huggingface/safetensors README, "Format". Knows nothing about drafts.
+holes. Source: huggingface/safetensors README, "Format".
 """
 
 import errno
@@ -20,7 +20,7 @@ CHUNK_BYTES = 64 * 1024 * 1024
 """The most bytes that one system call moves. Progress is reported after each call."""
 
 BUFFER_BYTES = 8 * 1024 * 1024
-"""Bytes held in memory where the system cannot move them from file to file by itself."""
+"""Size of the copy buffer, used if the system cannot copy from file to file itself."""
 
 ALIGNMENT = 8
 PREFIX_BYTES = 8
@@ -28,16 +28,15 @@ PAGE_BYTES = 4096
 METADATA = {"format": "pt"}
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes that have just been copied."""
+"""Called after each copy with the number of bytes copied."""
 
 Move = Callable[[int, int, int, int], int]
-"""Moves up to `count` bytes of a file from a position to the end of another, and returns how many it moved."""
+"""`move(source, out, position, count)` appends up to `count` bytes to `out` and returns the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A tensor whose bytes are not those of a file. `pieces` makes them anew at each call; `file` is the file
-    that it is made from."""
+    """A computed tensor. Each call of `pieces` computes its bytes, from data in `file`."""
 
     name: str
     dtype: str
@@ -55,7 +54,7 @@ WrittenTensor = TensorInfo | MadeTensor
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes of one source file."""
+    """Bytes [begin, end) of a source file."""
 
     file: Path
     begin: int
@@ -63,10 +62,10 @@ class Extent:
 
 
 def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: Advance) -> None:
-    """Write the given tensors, byte for byte, into a new file.
+    """Write tensors into a new file, byte for byte.
 
-    Wider element types come first, so that every tensor is aligned to its own type; among equals the source's order
-    is kept, so that neighbours are copied in one go.
+    Wider element types come first, so that every tensor is aligned to its type. Tensors of the same width keep the
+    source's order, so that neighbours are copied together.
     """
     ordered = sorted(tensors, key=_order)
     with destination.open("xb", buffering=0) as out:
@@ -83,9 +82,9 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
 
 
 def encode_header(tensors: Sequence[WrittenTensor], *, page_offset: int | None = None) -> bytes:
-    """The length prefix and header of a file that holds these tensors in this order.
+    """The length prefix and the header of a file with these tensors in this order.
 
-    With `page_offset` the data starts at that offset of a page, a multiple of `ALIGNMENT`.
+    With `page_offset`, a multiple of ALIGNMENT, the data starts at this offset within a memory page.
     """
     entries: dict[str, object] = {"__metadata__": METADATA}
     position = 0
@@ -104,7 +103,7 @@ def encode_header(tensors: Sequence[WrittenTensor], *, page_offset: int | None =
 
 
 def join_extents(tensors: Sequence[WrittenTensor]) -> list[Extent | MadeTensor]:
-    """The bytes of the tensors in order, neighbours of one file merged."""
+    """The extents of the tensors in order. Neighbours in one file are merged."""
     runs: list[Extent | MadeTensor] = []
     for info in tensors:
         last = runs[-1] if runs else None
@@ -118,7 +117,7 @@ def join_extents(tensors: Sequence[WrittenTensor]) -> list[Extent | MadeTensor]:
 
 
 def _page_offset(runs: Sequence[Extent | MadeTensor]) -> int | None:
-    """Where in a page the first run should start: where its source does, so that whole pages are copied as they are."""
+    """The offset of the first extent within a memory page of its source, so that whole pages can be copied."""
     first = runs[0] if runs else None
     if not isinstance(first, Extent) or first.begin % ALIGNMENT:
         return None
@@ -126,11 +125,11 @@ def _page_offset(runs: Sequence[Extent | MadeTensor]) -> int | None:
 
 
 def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
-    """Append an extent to the end of `out`, inside the kernel where the system can.
+    """Append an extent to `out`, inside the system's kernel if possible.
 
     Raises:
-        CheckpointError: the source has become shorter.
-        OSError: the disk is full.
+        CheckpointError: the source file has become shorter.
+        OSError: the disk is full, or another error of the system.
     """
     moves = list(MOVES)
     position = extent.begin
@@ -142,17 +141,23 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
                 raise
             moves.pop(0)
             continue
-        if moved == 0 and len(moves) > 1:  # some file systems answer so instead of with an error
+        if moved == 0 and len(moves) > 1:  # some file systems return 0 instead of an error
             moves.pop(0)
             continue
         if moved == 0:
-            raise CheckpointError(f"ended at byte {position}, expected {extent.end}", path=extent.file)
+            raise CheckpointError(
+                f"ended at byte {position}, expected {extent.end}",
+                id="source-shrank",
+                path=extent.file,
+                found=position,
+                expected=f"{extent.end} bytes",
+            )
         position += moved
         advance(moved)
 
 
 def write_all(out: int, data: bytes) -> None:
-    """Append bytes, however many calls that takes."""
+    """Append all bytes, in as many calls as the system needs."""
     view = memoryview(data)
     while view:
         view = view[os.write(out, view) :]
@@ -177,12 +182,12 @@ MOVES: tuple[Move, ...] = (
     *([_sendfile] if hasattr(os, "sendfile") else []),
     _read_and_write,
 )
-"""The ways to move bytes, the cheapest first; a file system that lacks one is served by the next."""
+"""The ways to copy bytes, the fastest first. The next way is used if the file system does not support one."""
 
 UNSUPPORTED_MOVES = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ENOTSOCK}
 )
-"""Error numbers with which a system says that it cannot move bytes in this way."""
+"""Error numbers of a system that does not support a way of copying."""
 
 
 def _order(info: WrittenTensor) -> tuple[float, str, int]:

@@ -1,7 +1,7 @@
-"""Whether a draft's embedding or head is a copy of the target's, bit for bit in the draft's element type.
+"""Compare a draft's embedding or head with the target's, bit for bit in the draft's element type.
 
-speculators keeps both frozen from 0.5 to 0.9, so a sound file passes. Rows are compared in pieces, so memory does not
-grow with the vocabulary. torch is imported when a comparison runs.
+speculators 0.5 to 0.9 does not train them, so they are equal in a sound file. Rows are compared in pieces, so memory
+does not grow with the vocabulary. torch is imported when a comparison runs.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,14 @@ PIECE_BYTES = 16 * 1024 * 1024
 
 
 def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> str | None:
-    """Where the draft's `embed_tokens.weight` or `lm_head.weight` differs from the target's, None where it does not."""
+    """How the draft's `embed_tokens.weight` or `lm_head.weight` differs from the target's, None if they are equal."""
     mine = draft.checkpoint.tensors[name]
     theirs = target_tensor(target, name)
     if theirs is None:
         return f"the target has no {name} to compare with"
-    if len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
-        return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
-    ids = _kept_ids(draft, name)
-    if ids is None and mine.shape != theirs.shape:
+    ids = target_ids(draft, name)
+    is_row_alike = len(mine.shape) == 2 and mine.shape[1:] == theirs.shape[1:]
+    if not is_row_alike or (ids is None and mine.shape != theirs.shape):
         return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
     if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]):
         return f"d2t maps outside the target's {theirs.shape[0]} ids"
@@ -36,7 +35,7 @@ def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> 
 
 
 def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether d2t is all zeros, or t2d all ones: a map that changes nothing."""
+    """Whether d2t is all zeros, or t2d all ones, so that each id maps to itself."""
     info = checkpoint.tensors[name]
     with info.file.open("rb") as stream:
         stream.seek(info.begin)
@@ -46,7 +45,7 @@ def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
-    """The target's embedding or head, under whatever prefix; a tied head is the embedding."""
+    """The target's embedding or head under any prefix, None if it is absent. A tied head is the embedding."""
     tensors = target.checkpoint.tensors
     for suffix in (name, EMBEDDING) if target.facts.tie_word_embeddings else (name,):
         found = [info for key, info in tensors.items() if key == suffix or key.endswith(f".{suffix}")]
@@ -55,7 +54,18 @@ def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
     return None
 
 
+def target_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
+    """The target's token id of each row of a reduced head, None for other tensors."""
+    if name != HEAD or not draft.config.has_reduced_vocab:
+        return None
+    import torch
+
+    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
+    return torch.arange(len(offsets)) + offsets
+
+
 def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[str]:
+    """A sentence about the first row of each piece that differs. `ids` has the target's row of each row."""
     import torch
     from safetensors import safe_open
 
@@ -78,7 +88,7 @@ def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None
 
 
 def _pieces(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[tuple[int, int]]:
-    """Ranges of the draft's rows whose rows in the target lie within one piece's bytes."""
+    """Ranges [begin, end) of the draft's rows. The target's rows with their ids span at most PIECE_BYTES."""
     count = mine.shape[0]
     row_bytes = max(1, theirs.num_bytes // max(1, theirs.shape[0]), mine.num_bytes // max(1, count))
     most = max(1, PIECE_BYTES // row_bytes)
@@ -89,12 +99,3 @@ def _pieces(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") ->
             end = begin + (end - begin) // 2
         yield begin, end
         begin = end
-
-
-def _kept_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
-    if name != HEAD or not draft.config.has_reduced_vocab:
-        return None
-    import torch
-
-    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
-    return torch.arange(len(offsets)) + offsets

@@ -1,4 +1,4 @@
-"""What a target is made of, in words: its layers, rope and experts."""
+"""Describe a target's layers, rope and experts in words."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from dflash_runtime.checkpoint.layer_kinds import CHUNKED, FEED_FORWARD, STATE_K
 from dflash_runtime.config import RopeConfig, TargetFacts
 
 MOST_LISTED = 8
-"""Layers of one kind that are named one by one where they follow no rule."""
+"""The most layers of one kind whose numbers are listed, if they do not follow a rule."""
 
 
 def layers_in_words(facts: TargetFacts) -> str:
@@ -25,7 +25,7 @@ def layers_in_words(facts: TargetFacts) -> str:
 
 
 def ropes_in_words(facts: TargetFacts) -> Iterator[str]:
-    """The rope, or that of each kind of layer that has one, and the kinds of attention that have none."""
+    """The rope of all layers, or the rope of each kind of layer and the kinds of layers without rope."""
     if not facts.ropes:
         if facts.rope is not None:
             yield rope_in_words(facts.rope)
@@ -44,15 +44,15 @@ def rope_in_words(rope: RopeConfig) -> str:
 
 
 def experts_in_words(facts: TargetFacts) -> str:
-    """`128, of which a token goes through 8`; empty where there are none."""
+    """`128, 8 per token`; empty without experts."""
     if facts.num_experts is None:
         return ""
     chosen = facts.num_experts_per_token
-    return f"{facts.num_experts}" + (f", of which a token goes through {chosen}" if chosen is not None else "")
+    return str(facts.num_experts) if chosen is None else f"{facts.num_experts}, {chosen} per token"
 
 
 def _kind(facts: TargetFacts, kind: str) -> str:
-    """A kind of layer with how far it sees."""
+    """A kind of layer with its window or chunk size."""
     windows = {window for window, name in zip(facts.windows, facts.layer_kinds, strict=True) if name == kind} - {None}
     if windows:
         return f"{kind} (window {', '.join(str(window) for window in windows)})"
@@ -60,7 +60,7 @@ def _kind(facts: TargetFacts, kind: str) -> str:
 
 
 def _where(layers: Sequence[int], depth: int) -> str:
-    """Where the layers of the rarest kind are, if that is soon said."""
+    """The positions of some layers: a rule such as `, every 4th`, a short list, or nothing."""
     period = layers[1] - layers[0] if len(layers) > 1 else 0
     if len(layers) > 2 and list(layers) == list(range(layers[0], depth, period)):
         start = "" if layers[0] == period - 1 else f" from layer {layers[0]} on"

@@ -1,9 +1,9 @@
 """Find the tensors in a file of `torch.save` without unpickling it.
 
-Such a file is a zip archive with a pickle that describes the objects and one plain file for each storage. The pickle
-is read here as a list of opcodes, of which only those that build dictionaries, numbers, strings and tensors are known;
-anything else, any other global above all, is refused, and nothing is ever imported or called. The tensor's bytes stay
-where they are. Source: torch/serialization.py, torch/_utils.py::_rebuild_tensor_v2; Python's pickletools.
+The file is a zip archive with a pickle that describes the objects, and one uncompressed member for each storage. This
+module interprets the few pickle operations that build dictionaries, numbers, strings and tensors. It refuses all other
+operations and all other globals, and never imports or calls a name of the pickle. Tensor data is not copied.
+Source: torch/serialization.py, torch/_utils.py::_rebuild_tensor_v2; Python's pickletools.
 """
 
 import io
@@ -39,7 +39,7 @@ LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    """A name that a pickle asks for; never looked up."""
+    """A global that a pickle names. It is never imported."""
 
     module: str
     name: str
@@ -47,7 +47,7 @@ class _Global:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A file of the archive that holds elements."""
+    """A member of the archive that holds elements."""
 
     key: str
     dtype: str
@@ -66,36 +66,39 @@ _MARK = object()
 
 
 def read_torch_zip(file: Path) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`; a tensor becomes the `TensorInfo` of its bytes in the file.
+    """The dictionary in a file of `torch.save`. A tensor becomes the `TensorInfo` of its bytes in the file.
 
     Raises:
-        UnsupportedError: anything but a dictionary of contiguous tensors, numbers and strings.
+        UnsupportedError: the file holds something other than a dictionary of contiguous tensors, numbers and strings.
+        CheckpointError: the file ends before a tensor does.
     """
     if not file.is_file():
-        raise _refusal(file, "is no regular file")
+        raise _refusal(file, "not-a-regular-file", "not a regular file")
     try:
         with zipfile.ZipFile(file) as archive:
-            if any(item.header_offset < 0 for item in archive.infolist()):  # what stood before was cut off
+            if any(item.header_offset < 0 for item in archive.infolist()):  # the file lacks its beginning
                 raise zipfile.BadZipFile
             if len(archive.infolist()) > MAX_MEMBERS:
-                raise _refusal(file, "has more members than a dictionary of tensors needs")
+                raise _refusal(file, "too-many-members", f"found more than {MAX_MEMBERS} members in the archive")
             pickle = next((item for item in archive.infolist() if item.filename.endswith("/data.pkl")), None)
             if pickle is None or pickle.file_size > MAX_PICKLE_BYTES or not _is_plain(pickle):
-                raise _refusal(file, "has no small data.pkl, which torch.save writes")
+                raise _refusal(
+                    file, "no-pickle", f"expected a data.pkl of at most {MAX_PICKLE_BYTES} bytes in the archive"
+                )
             value = _Machine(file).run(archive.read(pickle))
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-                raise _refusal(file, "holds no dictionary")
+                raise _refusal(file, "not-a-dictionary", "expected a dictionary with text keys")
             root = pickle.filename.removesuffix("data.pkl")
             return {
                 key: _find_bytes(item, key, archive, root, file) if isinstance(item, _Tensor) else item
                 for key, item in value.items()
             }
     except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
-        raise _refusal(file, "is no archive of torch.save") from error
+        raise _refusal(file, "not-an-archive", "not an archive of torch.save") from error
 
 
 class _Machine:
-    """The stack of a pickle, without any way to import or to call."""
+    """The stack machine of a pickle, without operations that import or call."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -109,14 +112,15 @@ class _Machine:
             while code := stream.read(1):
                 opcode = OPCODES.get(code.decode("latin-1"))
                 if opcode is None or opcode.name not in KNOWN:
-                    raise _refusal(self._file, f"asks for the pickle operation {opcode.name if opcode else code!r}")
+                    name = opcode.name if opcode else repr(code)
+                    raise _refusal(self._file, "pickle-operation", f"asks for the pickle operation {name}", name)
                 argument = _argument(opcode, stream)
                 if opcode.name == "STOP":
                     return self._stack.pop()
                 self._step(opcode.name, argument)
         except (ValueError, IndexError, KeyError, TypeError) as error:
-            raise _refusal(self._file, "holds a damaged pickle") from error
-        raise _refusal(self._file, "holds a pickle without an end")
+            raise _refusal(self._file, "pickle-damaged", "the pickle is damaged") from error
+        raise _refusal(self._file, "pickle-damaged", "the pickle has no end")
 
     def _step(self, name: str, argument: Any) -> None:
         if name in LITERALS:
@@ -138,18 +142,18 @@ class _Machine:
         else:
             module, _, name = argument.partition(" ")
         if (module, name) not in (REBUILD, ORDERED) and not (module == "torch" and name in STORAGES):
-            raise _refusal(self._file, f"asks for {module}.{name}")
+            raise _refusal(self._file, "pickle-global", f"asks for {module}.{name}", f"{module}.{name}")
         self._stack.append(_Global(module, name))
 
     def pop_mark(self) -> list[Any]:
-        """Everything above the last mark."""
+        """Remove and return the items above the last mark."""
         at = max(index for index, item in enumerate(self._stack) if item is _MARK)
         items = self._stack[at + 1 :]
         del self._stack[at:]
         return items
 
     def push_tuple(self, count: int | None = None) -> None:
-        """A tuple of the last `count` items, or of everything above the mark."""
+        """Replace the last `count` items, by default the items above the last mark, by one tuple."""
         if count is None:
             self._stack.append(tuple(self.pop_mark()))
             return
@@ -158,9 +162,9 @@ class _Machine:
         self._stack.append(items)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Put keys and values into the dictionary below them."""
+        """Put keys and values, which alternate in `pairs`, into the dictionary on top of the stack."""
         if not isinstance(self._stack[-1], dict):
-            raise ValueError("no dictionary to put items into")
+            raise ValueError("expected a dictionary on the stack")
         self._stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def set_item(self) -> None:
@@ -168,24 +172,24 @@ class _Machine:
         self.set_items([key, value])
 
     def load_storage(self) -> None:
-        """A storage by its persistent id: ('storage', class, key, device, number of elements)."""
+        """Replace a persistent id, ('storage', class, key, device, number of elements), by its storage."""
         kind, storage, key, _, _ = self._stack.pop()
         if kind != "storage" or not isinstance(storage, _Global) or storage.name not in STORAGES:
-            raise _refusal(self._file, "refers to something that is no storage")
+            raise _refusal(self._file, "not-a-storage", "refers to something other than a storage")
         self._stack.append(_Storage(str(key), STORAGES[storage.name]))
 
     def reduce(self) -> None:
-        """The two calls that are known: an empty ordered dictionary, and a tensor."""
+        """Replace a call by its result. Known calls make an empty ordered dictionary or a tensor."""
         arguments, function = self._stack.pop(), self._stack.pop()
         if function == _Global(*ORDERED) and arguments == ():
             self._stack.append({})
             return
         if function != _Global(*REBUILD):
-            raise _refusal(self._file, "calls something that is no tensor")
+            raise _refusal(self._file, "pickle-call", "calls a function other than the one that makes a tensor")
         storage, offset, shape, stride = arguments[:4]
         has_storage = isinstance(storage, _Storage) and isinstance(offset, int) and offset >= 0
         if not has_storage or not _is_contiguous(shape, stride):
-            raise _refusal(self._file, "holds a tensor that is not contiguous")
+            raise _refusal(self._file, "not-contiguous", "holds a tensor that is not contiguous")
         self._stack.append(_Tensor(storage, offset, shape))
 
 
@@ -217,18 +221,18 @@ KNOWN = frozenset(
         "STACK_GLOBAL", "PROTO", "FRAME", "STOP",
     }
 )  # fmt: skip
-"""The operations that are read at all; the first other one ends the reading."""
+"""The operations that are interpreted."""
 
 
 def _argument(opcode: pickletools.OpcodeInfo, stream: io.BytesIO) -> Any:
-    """An operation's argument; the two lines of a global are taken as they are, without escapes."""
+    """The argument of an operation. The two lines of GLOBAL may contain no escapes."""
     if opcode.name == "GLOBAL":
         return " ".join(stream.readline().rstrip(b"\n").decode("ascii") for _ in range(2))
     return opcode.arg.reader(stream) if opcode.arg is not None else None
 
 
 def _is_plain(member: zipfile.ZipInfo) -> bool:
-    """Whether a member's bytes stand in the archive as they are."""
+    """Whether a member is neither compressed nor encrypted."""
     return member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & ENCRYPTED
 
 
@@ -246,23 +250,28 @@ def _is_contiguous(shape: Any, stride: Any) -> bool:
 
 
 def _find_bytes(tensor: _Tensor, name: str, archive: zipfile.ZipFile, root: str, file: Path) -> TensorInfo:
-    """Where a tensor's bytes lie in the file: behind the local header of its storage, which is stored as it is."""
+    """The location of a tensor's bytes in the file. They follow the local header of the storage's member."""
     try:
         member = archive.getinfo(f"{root}data/{tensor.storage.key}")
     except KeyError as error:
-        raise _refusal(file, f"lacks the storage of {name!r}") from error
+        raise _refusal(file, "no-storage", f"lacks the storage of {name!r}", name) from error
     width = int(DTYPE_BYTES[tensor.storage.dtype])
     begin, num_bytes = tensor.offset * width, math.prod(tensor.shape) * width
     if not _is_plain(member) or begin + num_bytes > member.file_size:
-        raise CheckpointError(f"the storage of {name!r} is smaller than its tensor", path=file)
+        raise CheckpointError(
+            f"the storage of {name!r} is smaller than its tensor", id="storage-too-small", path=file, field=name
+        )
     with file.open("rb") as stream:
         stream.seek(member.header_offset)
         header = LOCAL_HEADER.unpack(stream.read(LOCAL_HEADER.size))
     data = member.header_offset + LOCAL_HEADER.size + header[-2] + header[-1]
     if data + member.file_size > file.stat().st_size:
-        raise CheckpointError(f"truncated: {file.stat().st_size} bytes", path=file)
+        size = file.stat().st_size
+        raise CheckpointError(f"truncated: {size} bytes", id="file-truncated", path=file, found=size)
     return TensorInfo(name, tensor.storage.dtype, tensor.shape, file, data + begin, data + begin + num_bytes)
 
 
-def _refusal(file: Path, why: str) -> UnsupportedError:
-    return UnsupportedError(f"{file}: {why}; pickles are never executed, so it is refused")
+def _refusal(file: Path, id: str, why: str, found: str | None = None) -> UnsupportedError:
+    return UnsupportedError(
+        f"{why}; pickles are never executed, so the file is refused", id=f"torch-zip-{id}", path=file, found=found
+    )

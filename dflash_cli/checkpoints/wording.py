@@ -1,4 +1,4 @@
-"""Descriptions and differences of checkpoints in words, a line each, for a terminal."""
+"""Describe checkpoints and their differences in lines for a terminal."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from dflash_cli.formats.unserved import unserved_in_words
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
 MOST_NAMED = 10
-"""A group of more tensors than this is one line instead of a line each, unless all are asked for."""
+"""The most tensors of a group that have a line each. A larger group is one line, unless `with_tensors`."""
 
 FIELD_NAMES = {
     "num_layers": "layers",
@@ -26,26 +26,25 @@ FIELD_NAMES = {
     "vocab_size": "vocabulary",
     "draft_vocab_size": "ids the draft can propose",
 }
-"""Field -> its name in words, where the field's own words do not say it."""
+"""Field -> its name in words. Other fields are named by their own words."""
 
 BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
-"""Fields of a target that the words on its layers say."""
+"""Fields of a target that `layers_in_words` describes."""
 
 
 def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
-    """What a checkpoint is, a label and a text a line."""
+    """The description of a checkpoint, one labelled line for each aspect."""
     rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
-    rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
+    weights = f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
+    files = ", ".join(file.name for file in found.checkpoint.weight_files)
+    rows = [("kind", title), *rows, ("weights", weights), ("files", files)]
     if found.unserved:
         rows.insert(1, ("not served", unserved_in_words(found.unserved)))
     if found.borrowed:
-        rows.append(
-            (
-                "not loaded",
-                f"{', '.join(found.borrowed)}: copies of the target's weights, or tensors that only training needs",
-            )
-        )
+        text = "copies of the target's weights, or tensors that only training needs"
+        rows.append(("not loaded", f"{', '.join(found.borrowed)}: {text}"))
     if found.carried:
         rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not used here; dflash convert copies them"))
     for label, text in rows:
@@ -56,7 +55,7 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
 
 
 def difference_lines(difference: Difference, *, with_tensors: bool = False) -> Iterator[str]:
-    """What differs between two checkpoints."""
+    """The differences between two checkpoints, one line each."""
     not_compared = f"{difference.num_not_compared} tensors have the same type and shape; values were not compared"
     if difference.is_empty:
         tensors = "" if difference.num_not_compared else f" and all {difference.num_equal} tensors"
@@ -85,7 +84,7 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
 def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
     depth = f" of the target's {config.num_target_layers}" if config.num_target_layers is not None else " of the target"
     taps = ", ".join(map(str, config.target_layer_ids))
-    reduced = f", of which the draft can propose {config.draft_vocab_size}" if config.has_reduced_vocab else ""
+    reduced = f"; the draft proposes {config.draft_vocab_size} of them" if config.has_reduced_vocab else ""
     rows = [
         ("block", f"{config.block_size} tokens: the last committed one and {config.num_draft_tokens} drafted ones"),
         ("tapped", f"layers {taps}{depth} (counted from 0); their outputs feed the draft"),
@@ -97,7 +96,7 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
     ]
     if config.verifier is not None:
         rows.append(("target", config.verifier.name_or_path))
-    scales = _scales(config)
+    scales = ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
     return [*rows, ("scales", scales)] if scales else rows
 
 
@@ -132,21 +131,8 @@ def _reach(config: DraftConfig | TargetFacts) -> str:
     return f"up to {config.max_position_embeddings or 'an unstated number of'} positions"
 
 
-def _scales(config: DraftConfig) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
-
-
-def _weights(found: Description) -> str:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
-    return f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
-
-
-def _files(found: Description) -> str:
-    return ", ".join(file.name for file in found.checkpoint.weight_files)
-
-
 def _field_lines(difference: Difference) -> Iterator[str]:
-    """Each field that differs; what is said layer by layer as one line, objects by their parts."""
+    """A line for each field that differs, for the layers of both, and for each part of an object that differs."""
     fields = dict(difference.fields)
     first, second = difference.first.config, difference.second.config
     if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):
@@ -168,13 +154,13 @@ def _field_lines(difference: Difference) -> Iterator[str]:
 
 
 def _attention(config: DraftConfig) -> list[tuple[int | None, bool]]:
-    """Window and causality of each layer; of one where all layers agree, however many they are."""
+    """Window and causality of each layer, or of one layer if all layers agree."""
     layers = list(zip(config.windows, config.causal, strict=True))
     return layers[:1] if len(set(layers)) == 1 else layers
 
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
-    """A field by itself, or the parts of an object; `params` adds no word of its own."""
+    """Name -> value of a field, or of each part of an object. The key `params` is left out of names."""
     if not isinstance(value, Mapping):
         return {} if value is None else {name: value}
     parts: dict[str, Any] = {}
@@ -189,7 +175,7 @@ def _contrast(label: str, one: str, other: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value as a config states it, without quotes and brackets where they say nothing."""
+    """A value of a config without quotes and brackets."""
     if value is None:
         return "not stated"
     if isinstance(value, str):

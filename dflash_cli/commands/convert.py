@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dflash_cli.conversion.request import ConversionSpec, Verification
+from dflash_cli.conversion.spec import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions

@@ -1,1 +1,1 @@
-"""Steps of a conversion: a request becomes a plan, and a plan is written, read back and renamed into its directory."""
+"""Convert drafts: plan a conversion, write the result, verify it, and rename it into its directory."""

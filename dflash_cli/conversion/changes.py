@@ -1,4 +1,4 @@
-"""What became of every config key and tensor: the body of `conversion.json`."""
+"""Record what a conversion does with every config key: the body of `conversion.json`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ WHY_DERIVED = {
     "target_layer_ids": "the dialects number layers differently, from 0 or from 1",
     "causal": "the dialects state causality in different keys",
     "windows": "layer_types, sliding_window and use_sliding_window state windows together",
-    "rope": "rope is stated under every key that some reader looks for",
-    "block_size": "also stated as the number of drafted tokens, the block size minus one",
+    "rope": "rope is stated under every key that readers use",
+    "block_size": "also stated as the number of draft tokens, the block size minus one",
     "num_target_layers": "taken from the target",
-    "verifier": "the name under which others find the target",
+    "verifier": "the published name of the target",
     "draft_vocab_size": "the draft now proposes over the target's whole vocabulary",
 }
 WHY_DROPPED = {
     "auto_map": "names code in the source repository, which is not copied",
-    "_name_or_path": "says only where the source was loaded from",
-    "tie_word_embeddings": "a draft has no embedding to tie its head to",
+    "_name_or_path": "names only the folder from which the source was loaded",
+    "tie_word_embeddings": "a draft does not own an embedding, so it cannot tie its head to one",
     "torch_dtype": "dtype says the same",
-    "rope_is_neox_style": "is_neox_style says the same, and every engine that knows rope styles reads it",
+    "rope_is_neox_style": "is_neox_style says the same, and every engine with rope styles reads it",
     "max_anchors": "a setting of the training only",
     "attention_mode": "the numbers of attention heads say the same",
     "attention_modes": "the numbers of attention heads say the same",
@@ -37,7 +37,7 @@ FOLLOWS_FROM = {"num_draft_tokens": "block_size"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of one key, tensor or file."""
+    """The change of one key, tensor or file."""
 
     from_: Annotated[str | None, "null if only the result has it"]
     to: Annotated[str | None, "null if only the source has it"]
@@ -46,7 +46,7 @@ class Change:
 
 
 def flatten(config: Mapping[str, Any], containers: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a config; only the dialect's own containers are opened."""
+    """Dotted key -> value of a config. Only the dialect's containers are flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if key in containers and isinstance(value, dict):
@@ -59,7 +59,7 @@ def flatten(config: Mapping[str, Any], containers: Collection[str], prefix: str 
 def key_changes(
     source: Mapping[str, Any], source_format: Format, result: Mapping[str, Any], result_format: Format
 ) -> list[Change]:
-    """What became of every key of the source, and the origin of every key that is new in the result."""
+    """The change of every key of the source, and the origin of every new key of the result."""
     before, after = flatten(source, source_format.containers), flatten(result, result_format.containers)
     fields = _fields(source_format)
     changes = [_change(key, value, fields.get(key), after, result_format) for key, value in before.items()]
@@ -90,17 +90,17 @@ def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format:
     for key in after:
         if key not in reached:
             yield Change(
-                None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "added for readers that look for it here")
+                None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "added for readers that use this key")
             )
 
 
 def _fields(dialect: Format) -> dict[str, str]:
-    """Dotted key -> the field it states."""
+    """Dotted key -> the field that it states."""
     return {key: FOLLOWS_FROM.get(field, field) for field, keys in dialect.keys.items() for key in keys}
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Equal as JSON, where true is not 1."""
+    """Whether two values are equal as JSON, where true and 1 differ."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 

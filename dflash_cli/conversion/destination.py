@@ -1,4 +1,4 @@
-"""Which directory a conversion may write or replace: nothing is ever removed that no conversion or checkpoint has."""
+"""Check the destination of a conversion. --force removes only files that conversions and checkpoints have."""
 
 import os
 import re
@@ -24,40 +24,47 @@ def check_destination(destination: Path, *, force: bool) -> None:
     """Refuse a destination before anything is read.
 
     Raises:
-        UsageError: its parent folder is missing, it exists and is not to be replaced, or it may not be replaced.
+        UsageError: the parent folder is missing, the destination exists and `force` is not given, or it may not be
+            replaced.
     """
     if destination.name == "..":
-        raise UsageError(f"{destination}: ends in .., expected the directory's own name")
+        text = "ends in .., expected the directory's own name"
+        raise UsageError(text, id="destination-without-name", path=destination, expected="the directory's own name")
     check_output(destination, force=force)
     if not os.path.lexists(destination):
         return
     if destination.is_symlink():
-        raise UsageError(f"{destination}: is a link, and --force replaces no links", hint="name the directory itself")
+        text = "is a link, and --force does not replace links"
+        raise UsageError(text, id="destination-is-link", path=destination, hint="name the directory itself")
     if destination.is_dir():
         _refuse_held(destination)
     refuse_foreign(destination, destination)
 
 
 def refuse_foreign(directory: Path, named: Path) -> None:
-    """Refuse to remove what is no draft, or a draft with files beside it; `named` is what the message calls it.
+    """Refuse to replace a directory that is not a draft, or a draft beside other files. Errors call it `named`.
 
     Raises:
-        UsageError: naming the files.
+        UsageError: the path is not a draft or an empty directory, or has other files, which the message lists.
     """
     if not directory.is_dir() or not (_is_marked(directory) or not any(directory.iterdir())):
-        raise UsageError(f"{named}: is no draft, and --force replaces nothing else")
+        text = "is not a draft; --force replaces only drafts and empty directories"
+        raise UsageError(text, id="destination-not-a-draft", path=named, expected="a draft or an empty directory")
     foreign = sorted(foreign_files(directory))
     if foreign:
         rest = len(foreign) - MOST_LISTED
         listed = ", ".join(foreign[:MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
         raise UsageError(
-            f"{named}: holds {listed}, which no checkpoint has and --force would remove",
+            f"contains {listed}, which are not files of a checkpoint, and --force would remove them",
+            id="destination-has-other-files",
+            path=named,
+            found=foreign,
             hint="move them elsewhere, or name another directory",
         )
 
 
 def foreign_files(directory: Path) -> Iterator[str]:
-    """The names in a directory that neither a conversion nor a checkpoint has; a folder is one of them."""
+    """The names of folders in a directory, and of files that neither a conversion nor a checkpoint has."""
     weights = _weight_names(directory)
     for item in directory.iterdir():
         is_known = item.name in CHECKPOINT_FILES or item.name in weights or WEIGHTS.fullmatch(item.name)
@@ -66,10 +73,10 @@ def foreign_files(directory: Path) -> Iterator[str]:
 
 
 def remove_checkpoint(directory: Path, *, more: frozenset[str] = frozenset()) -> None:
-    """Remove the files that a checkpoint has, and the directory if nothing else is in it.
+    """Remove the files of a checkpoint and the files named in `more`, then the directory.
 
     Raises:
-        OSError: something else is in it, which stays.
+        OSError: other files are in the directory. They stay.
     """
     foreign = set(foreign_files(directory)) - more
     for item in list(directory.iterdir()):
@@ -79,48 +86,60 @@ def remove_checkpoint(directory: Path, *, more: frozenset[str] = frozenset()) ->
 
 
 def protect_inputs(destination: Path, plan: ConversionPlan) -> None:
-    """Refuse to replace what the conversion reads, and to write into its source.
+    """Refuse to replace the source or the target of a conversion, and to write into its source.
 
     Raises:
-        UsageError: the destination is or contains the source or the target, or lies in the source.
+        UsageError: the destination is or contains the source or the target, or is inside the source.
     """
     inputs = {"source": plan.draft.checkpoint} | ({"target": plan.target.checkpoint} if plan.target else {})
     for noun, checkpoint in inputs.items():
-        places = {item.resolve().parent for item in (checkpoint.config_path, *checkpoint.weight_files)}
-        if any(_holds(destination, place) for place in (checkpoint.path, *places)):
-            raise UsageError(f"{destination}: is or contains the {noun}, which the conversion would delete")
-    if _holds(plan.draft.checkpoint.path, destination):
-        raise UsageError(f"{destination}: lies in the source, where readers would find two checkpoints")
+        folders = {item.resolve().parent for item in (checkpoint.config_path, *checkpoint.weight_files)}
+        if any(_contains(destination, folder) for folder in (checkpoint.path, *folders)):
+            raise UsageError(
+                f"is or contains the {noun}, which the conversion would delete",
+                id=f"destination-holds-{noun}",
+                path=destination,
+            )
+    if _contains(plan.draft.checkpoint.path, destination):
+        text = "is inside the source, where readers would find two checkpoints"
+        raise UsageError(text, id="destination-in-source", path=destination, hint="name a directory outside the source")
 
 
-def _holds(outer: Path, inner: Path) -> bool:
-    """Whether one path is another or lies in it: by name, and by what the system says is the same directory."""
+def _contains(outer: Path, inner: Path) -> bool:
+    """Whether two paths are the same directory, or the first contains the second, by name or by the system's ids."""
     resolved, home = inner.resolve(), outer.resolve()
     if resolved.is_relative_to(home):
         return True
     if not home.exists():
         return False
-    return any(place.exists() and place.samefile(home) for place in (resolved, *resolved.parents))
+    return any(item.exists() and item.samefile(home) for item in (resolved, *resolved.parents))
 
 
 def _refuse_held(directory: Path) -> None:
-    """Refuse a directory that the system does not let anyone rename."""
+    """Refuse a directory that the system does not allow to rename."""
     if Path.cwd().is_relative_to(directory.resolve()):
-        raise UsageError(f"{directory}: is or contains the working directory, which cannot be replaced")
+        raise UsageError(
+            "is or contains the working directory, which cannot be replaced",
+            id="destination-is-working-directory",
+            path=directory,
+        )
     if directory.is_mount():
         raise UsageError(
-            f"{directory}: is a mount point, which cannot be replaced", hint=f"name a directory in it: {directory}/NAME"
+            "is a mount point, which cannot be replaced",
+            id="destination-is-mount-point",
+            path=directory,
+            hint=f"name a directory in it: {directory}/NAME",
         )
 
 
 def _is_marked(directory: Path) -> bool:
-    """Whether a manifest of ours or a config that some dialect recognises says that a directory is a draft."""
+    """Whether a directory has a manifest of this tool, or a config that some dialect recognises."""
     manifest, config = (_read(directory, name) for name in (MANIFEST_FILE, "config.json"))
     return manifest.get("tool") == "dflash" or find_dialect(config, frozenset()) is not None
 
 
 def _read(directory: Path, name: str) -> dict[str, object]:
-    """A JSON object, or an empty one where there is none to read; links that lead outside are not followed."""
+    """A JSON object in a directory, {} if it cannot be read. Links that lead outside are not followed."""
     try:
         refuse_escape(directory, directory / name)
         return read_json(directory / name)
@@ -129,7 +148,7 @@ def _read(directory: Path, name: str) -> dict[str, object]:
 
 
 def _weight_names(directory: Path) -> frozenset[str]:
-    """The files that the checkpoint reads its weights from, whatever they are called."""
+    """The names of a checkpoint's weight files."""
     try:
         return frozenset(file.name for file in Checkpoint(directory).weight_files)
     except (DFlashError, OSError):

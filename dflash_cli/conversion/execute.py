@@ -1,28 +1,35 @@
-"""Carry out a planned conversion: write beside the destination, verify, rename.
+"""Carry out a planned conversion: write the result beside the destination, verify it, and rename it.
 
-Tensor bytes are copied and never decoded. `conversion.json` in the result says what became of every key and tensor.
+Tensor bytes are copied and never decoded. `conversion.json` in the result lists every key, tensor and file.
 """
 
+import json
+import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
-from dflash_cli.conversion.logits import LogitComparison, verify_logits
-from dflash_cli.conversion.manifest import HashedConfigs, HashedWeights, Manifest
+from dflash_cli.conversion.logits import verify_logits
+from dflash_cli.conversion.manifest import HashedConfigs, HashedFile, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.request import Verification
-from dflash_cli.conversion.side_files import MANIFEST_FILE
+from dflash_cli.conversion.side_files import CARD, MANIFEST_FILE, provenance
+from dflash_cli.conversion.spec import Verification
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
-from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan
-from dflash_runtime.documents import fields_of
+from dflash_runtime.checkpoint.digests import hash_file
+from dflash_runtime.checkpoint.files import INDEX_FILE
+from dflash_runtime.documents import fields_of, to_json
 
 SLACK_BYTES = 1024 * 1024
-"""Room for the config, the manifest and the header beside the weights."""
+"""Bytes reserved for the config, the manifest and the headers."""
 
 
 def convert_draft(
@@ -33,63 +40,45 @@ def convert_draft(
     progress: Progress = silent,
     force: bool = False,
 ) -> Manifest:
-    """Carry out a plan and return its manifest. Whatever happens, no half-written destination is left.
+    """Carry out a plan and return its manifest. The destination is complete or unchanged afterwards.
 
-    With `force` a draft that stands at the destination is replaced.
+    With `force` a draft at the destination is replaced.
 
     Raises:
-        UsageError: the destination cannot be written, or holds what the plan reads.
+        UsageError: the destination cannot be written, or contains the source or the target.
         GateFailed: the result does not read back as planned.
-        CapacityError: no room on the disk.
+        CapacityError: not enough disk space.
     """
     protect_inputs(destination, plan)
     seconds: dict[str, float] = {}
-    with ended_by_sigterm(), _stage(plan, destination, force=force) as stage:
+    source = plan.draft.checkpoint
+    with _ended_by_sigterm(), _stage(plan, destination, force=force) as stage:
         with _timed(seconds, "copy_s"):
-            write_plan(plan, stage, progress)
+            _write_plan(plan, stage, progress)
         with _timed(seconds, "verify_s"):
-            logits = _verify(plan, stage, verification, progress)
+            logits = None
+            if verification != "none":
+                verify_roundtrip(plan, stage, progress)
+            if verification == "logits":
+                logits = verify_logits(plan.draft, open_draft(stage), plan.target)
         with _timed(seconds, "hash_s"):
-            weights, configs = _hash_weights(plan, stage, progress), _hash_configs(plan, stage)
+            weights = HashedWeights(
+                source=_hash_files(source.weight_files, progress),
+                result=_hash_files([stage / name for name in plan.files], progress),
+            )
+            paths = (source.config_path, stage / "config.json")
+            configs = HashedConfigs(*(HashedFile(path.stat().st_size, hash_file(path)) for path in paths))
+        facts = fields_of(plan.facts)
         manifest = Manifest(
-            **fields_of(plan.facts),
-            verified=verification,
-            logits=logits,
-            weights=weights,
-            configs=configs,
-            timings=seconds,
+            **facts, verified=verification, logits=logits, weights=weights, configs=configs, timings=seconds
         )
-        write_json(stage / MANIFEST_FILE, manifest)
+        _write_json(stage / MANIFEST_FILE, manifest)
     return manifest
 
 
-def _verify(
-    plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress
-) -> LogitComparison | None:
-    """Verify the written result; returns how far the logits differ, if they were compared."""
-    if verification == "none":
-        return None
-    verify_roundtrip(plan, stage, progress)
-    return None if verification == "roundtrip" else verify_logits(plan.draft, open_draft(stage), plan.target)
-
-
-def _hash_weights(plan: ConversionPlan, stage: Path, progress: Progress) -> HashedWeights:
-    return HashedWeights(
-        source=hash_files(plan.draft.checkpoint.weight_files, progress),
-        result=hash_files([stage / name for name in plan.files], progress),
-    )
-
-
-def _hash_configs(plan: ConversionPlan, stage: Path) -> HashedConfigs:
-    source, result = plan.draft.checkpoint.config_path, stage / "config.json"
-    return HashedConfigs(
-        source=hash_files([source], silent)[source.name], result=hash_files([result], silent)[result.name]
-    )
-
-
 def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where the result is written, once it is known that there is room for it."""
-    side_bytes = [item.source.stat().st_size for item in plan.side_files]
+    """The hidden directory for the result, after checking the disk space."""
+    side_bytes = [item.stat().st_size for item in plan.side_files]
     weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
     needed = sum(weight_bytes) + sum(side_bytes) + SLACK_BYTES
     return staged(destination, needed, largest_file_bytes=max([0, *weight_bytes, *side_bytes]), force=force)
@@ -100,3 +89,53 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - started, 6)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Turn SIGTERM in the block into KeyboardInterrupt, so that the unfinished result is removed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # keep the caller's own handler
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
+    """Write the weights, the side files and at last the config."""
+    total = plan.num_bytes
+    for name, tensors in plan.files.items():
+        write_tensors(stage / name, tensors, lambda count: progress("copy", count, total))
+    if len(plan.files) > 1:
+        weight_map = {info.name: name for name, tensors in plan.files.items() for info in tensors}
+        _write_json(stage / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for item in plan.side_files:
+        shutil.copyfile(item, stage / item.name)
+        if item.name == CARD:
+            with (stage / CARD).open("a", encoding="utf-8") as card:
+                card.write(provenance(plan.draft, plan.format))
+    _write_json(stage / "config.json", plan.config_json)
+
+
+def _write_json(path: Path, document: Any) -> None:
+    """Write a JSON document with indentation."""
+    text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _hash_files(files: list[Path], progress: Progress) -> dict[str, HashedFile]:
+    """Size and SHA-256 of each file."""
+    sizes = {file: file.stat().st_size for file in files}
+
+    def observe(num_bytes: int) -> None:
+        progress("hash", num_bytes, sum(sizes.values()))
+
+    return {file.name: HashedFile(size, hash_file(file, observe)) for file, size in sizes.items()}

@@ -1,52 +1,59 @@
-"""`t2d`, which says of each of the target's ids whether a reduced draft proposes it; it follows from `d2t`.
+"""Compute `t2d` from `d2t`, the map of a reduced draft.
 
-`d2t` [D] holds offsets: row i of the reduced head is the target's id i + d2t[i]. `t2d` [V] is true for those ids.
+`d2t` [D] holds offsets: row i of the reduced head proposes the target's id i + d2t[i]. `t2d` [V] is true for these ids.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
 from sys import byteorder
 
-from dflash_cli.checkpoints.byte_comparison import same_as_made
+from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.formats.dialect import Format
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.notices import Notice
 
 TYPE_CODES = {"I64": "q", "I32": "i", "I16": "h", "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "I8": "b"}
 
 
 def with_inverse(
     draft: DraftCheckpoint, tensors: Sequence[WrittenTensor], result: Format
-) -> tuple[list[WrittenTensor], list[str]]:
-    """The tensors with a `t2d` that follows from `d2t`, where the result's readers ask for one, and warnings.
+) -> tuple[list[WrittenTensor], list[Notice]]:
+    """The tensors with a `t2d` that follows from `d2t`, if the result's readers ask for `t2d`; and warnings.
 
     Raises:
-        CheckpointError: an id map that is no map.
+        CheckpointError: see `read_ids`.
     """
     maps = {tensor.name: tensor for tensor in tensors if tensor.name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT)}
     forward, inverse = maps.get(DRAFT_TO_TARGET), maps.get(TARGET_TO_DRAFT)
     if not result.derives_inverse or not isinstance(forward, TensorInfo):
         return list(tensors), []
     made = _make_inverse(forward, draft.config.vocab_size)
-    if isinstance(inverse, TensorInfo) and inverse.shape == made.shape and same_as_made(made, inverse):
+    if isinstance(inverse, TensorInfo) and inverse.shape == made.shape and same_bytes(made, inverse):
         return list(tensors), []
     others = [tensor for tensor in tensors if tensor is not inverse]
-    contradiction = f"{TARGET_TO_DRAFT} contradicts {DRAFT_TO_TARGET}, which engines use, and is made anew from it"
-    return [*others, made], [] if inverse is None else [contradiction]
+    text = f"{TARGET_TO_DRAFT} contradicts {DRAFT_TO_TARGET}, which engines use, and is computed from it"
+    return [*others, made], [] if inverse is None else [Notice(text, id="inverse-map-contradicts")]
 
 
 def read_ids(forward: TensorInfo, vocab_size: int) -> list[int]:
-    """The target's id of each row of a reduced head.
+    """The target's token id of each row of a reduced head.
 
     Raises:
-        CheckpointError: no integers, an id outside the vocabulary, or one twice.
+        CheckpointError: `d2t` is not a list of integers, or names an id outside the vocabulary or twice.
     """
     code = TYPE_CODES.get(forward.dtype)
     if code is None or len(forward.shape) != 1:
-        raise CheckpointError(f"{DRAFT_TO_TARGET} is {forward.dtype} {list(forward.shape)}", path=forward.file)
+        raise CheckpointError(
+            id="id-map-form",
+            path=forward.file,
+            field=DRAFT_TO_TARGET,
+            found=f"{forward.dtype} {list(forward.shape)}",
+            expected="a list of integers",
+        )
     with forward.file.open("rb") as stream:
         stream.seek(forward.begin)
         offsets = array(code, stream.read(forward.num_bytes))
@@ -54,9 +61,21 @@ def read_ids(forward: TensorInfo, vocab_size: int) -> list[int]:
         offsets.byteswap()
     ids = [row + offset for row, offset in enumerate(offsets)]
     if any(not 0 <= found < vocab_size for found in ids):
-        raise CheckpointError(f"{DRAFT_TO_TARGET} leads outside the vocabulary of {vocab_size}", path=forward.file)
+        raise CheckpointError(
+            f"{DRAFT_TO_TARGET} names an id outside the vocabulary of {vocab_size}",
+            id="id-map-outside",
+            path=forward.file,
+            field=DRAFT_TO_TARGET,
+            expected=f"ids from 0 to {vocab_size - 1}",
+        )
     if len(set(ids)) < len(ids):
-        raise CheckpointError(f"{DRAFT_TO_TARGET} names an id twice", path=forward.file)
+        raise CheckpointError(
+            f"{DRAFT_TO_TARGET} names an id twice",
+            id="id-map-repeats",
+            path=forward.file,
+            field=DRAFT_TO_TARGET,
+            expected="each id once",
+        )
     return ids
 
 

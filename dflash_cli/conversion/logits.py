@@ -1,7 +1,7 @@
-"""Send the same inputs through a draft and its converted form and compare the logits, in float32 on the CPU.
+"""Compare the logits of a draft and its converted form for the same inputs, in float32 on the CPU.
 
-Each target layer's features are random numbers of a generator seeded with the layer, so a form that taps other layers
-gets other features. The embedding and the head are the target's where a target is given, random otherwise.
+The features of each target layer are random numbers seeded with the layer's number, so a draft that taps other layers
+gets other features. The embedding and the head are the target's if a target is given, and random otherwise.
 
 Axis letters: T context rows, N block rows, F features, V output vocabulary.
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-5
-"""Of the largest logit. Equal files differ only where a head of another height is multiplied in another order."""
+"""The largest difference, relative to the largest logit. Heads of different heights round differently."""
 
 MIN_CONTEXT_LEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LogitComparison:
-    """How far the logits of two drafts are apart, over the ids that both propose."""
+    """The largest difference between the logits of two drafts, over the ids that both propose."""
 
     max_difference: float
     largest_logit: float
@@ -37,10 +37,10 @@ class LogitComparison:
 def verify_logits(
     source: DraftCheckpoint, result: DraftCheckpoint, target: TargetSource | None = None
 ) -> LogitComparison:
-    """Compare two drafts.
+    """Compare the logits of two drafts.
 
     Raises:
-        GateFailed: the logits differ by more than rounding.
+        GateFailed: the logits differ by more than TOLERANCE.
     """
     import torch
 
@@ -59,8 +59,11 @@ def verify_logits(
         )
     if not found.max_difference <= TOLERANCE * max(1.0, found.largest_logit):
         raise GateFailed(
-            f"the result's logits differ from the source's by {found.max_difference:g} where the largest is "
-            f"{found.largest_logit:g}"
+            f"the result's logits differ from the source's by up to {found.max_difference:g}; the largest logit is "
+            f"{found.largest_logit:g}",
+            id="logits-differ",
+            found=found.max_difference,
+            expected=f"at most {TOLERANCE:g} of the largest logit",
         )
     return found
 
@@ -68,7 +71,7 @@ def verify_logits(
 def draft_logits(
     draft: DraftCheckpoint, borrowed: Any, features: "Tensor", anchor_id: int = 0
 ) -> "tuple[Tensor, Tensor]":
-    """Logits [N - 1, V] of one block after a context of features [T, F], and the target id of each column [V].
+    """Logits [N - 1, V] of one block after a context of features [T, F], and the target's token id of each column [V].
 
     `borrowed` has the target's `embedding` and `head`.
     """
@@ -94,14 +97,14 @@ def draft_logits(
 
 
 def _context_len(config: DraftConfig) -> int:
-    """Longer than every window, where the draft's positions reach that far."""
+    """The number of context rows: more than every window, if the draft's positions allow it."""
     windows = [window for window in config.windows if window is not None]
     wanted = max(MIN_CONTEXT_LEN, *(window + 8 for window in windows)) if windows else MIN_CONTEXT_LEN
     return max(1, min(wanted, config.max_position_embeddings - config.block_size))
 
 
 def _features(config: DraftConfig) -> "Tensor":
-    """[T, F], each tapped layer's part from a generator of its own."""
+    """Random features [T, F], with a generator for each tapped layer."""
     import torch
 
     context_len = _context_len(config)
@@ -114,7 +117,7 @@ def _features(config: DraftConfig) -> "Tensor":
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """What a draft takes from its target. Rows of the embedding are not scaled: that is the affair of what runs it."""
+    """The weights that a draft borrows from its target. The embedding is not scaled."""
 
     embedding: Any
     head: Any

@@ -1,19 +1,19 @@
-"""Decide a conversion before anything is written: the new config, which tensors go along, and what is refused."""
+"""Plan a conversion before anything is written: the new config, the copied tensors and files, and all refusals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
-from dflash_cli.conversion.manifest import ConversionFacts
-from dflash_cli.conversion.origin import name_of, origin_of_target, without_paths
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
 from dflash_cli.conversion.result_config import result_config, with_stored_type
-from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
+from dflash_cli.conversion.side_files import choose_side_files, file_changes
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
 from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
@@ -27,22 +27,22 @@ from dflash_runtime.notices import Notice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """Everything that will be written, and why. `files` are the weights by file name."""
+    """The files of a result, and the reasons. `files` has the tensors of each weight file."""
 
     draft: DraftCheckpoint
-    request: ConversionSpec
+    spec: ConversionSpec
     format: Format
     config: DraftConfig
     config_json: Json
     files: Mapping[str, tuple[WrittenTensor, ...]]
     dropped: tuple[Change, ...]
-    side_files: tuple[SideFile, ...]
-    warnings: tuple[str, ...]
+    side_files: tuple[Path, ...]
+    warnings: tuple[Notice, ...]
 
     @property
     def target(self) -> TargetSource | None:
         """The target that was given."""
-        return self.request.target
+        return self.spec.target
 
     @property
     def kept(self) -> tuple[WrittenTensor, ...]:
@@ -56,29 +56,29 @@ class ConversionPlan:
 
     @property
     def key_changes(self) -> list[Change]:
-        """What becomes of every key of the source's config."""
+        """The change of every config key."""
         return key_changes(self.draft.checkpoint.config, self.draft.format, self.config_json, self.format)
 
     @property
     def tensor_changes(self) -> list[Change]:
-        """What becomes of every tensor of the source, by its stored name."""
+        """The change of every tensor, by its stored name."""
         stored = self.draft.checkpoint.stored_rows
         dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
         return [*tensor_changes(self.draft, self.kept), *dropped]
 
     @property
     def file_changes(self) -> list[Change]:
-        """What becomes of every file that is neither config nor weights."""
-        return [*(item.change for item in self.side_files), *left_behind(self.draft, self.side_files)]
+        """The change of every file other than config and weights."""
+        return list(file_changes(self.draft, self.side_files))
 
     @property
     def facts(self) -> ConversionFacts:
         """The part of the manifest that is known before anything is written."""
         return ConversionFacts(
             version=__version__,
-            source=name_of(self.draft.checkpoint.path),
-            target=origin_of_target(self.target),
-            argv=tuple(without_paths(redacted(self.request.argv))),
+            source=Origin.of(self.draft.checkpoint.path),
+            target=None if self.target is None else TargetOrigin.of(self.target),
+            argv=tuple(without_paths(redacted(self.spec.argv))),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             source_dialect=self.draft.format.name,
             destination_dialect=self.format.name,
@@ -90,28 +90,26 @@ class ConversionPlan:
         )
 
 
-def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> ConversionPlan:
+def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion, or refuse it. Writes nothing.
 
     Raises:
         TensorMismatch, PairMismatch: the source is malformed, or was not made for the target.
-        LossyConversion, UnsupportedError: something would be lost.
-        UsageError: no such dialect, or the target has to be named.
+        LossyConversion, UnsupportedError: the result would lose a part of the draft.
+        UsageError: no such dialect, or the dialect needs the target or its name.
     """
-    result = get_writable(request.to)
+    result = get_writable(spec.to)
     selection = draft.select_tensors()
-    _refuse_doubt(draft, result)
-    if request.target is not None:
-        check_pair(DraftSource(draft.config, draft.checkpoint), request.target)
-    side_files, file_warnings = choose_side_files(draft, result, allow_lossy=request.allow_lossy)
-    dropped, tensor_warnings = drop_tensors(
-        draft, selection.skip, result, request.target, allow_lossy=request.allow_lossy
-    )
+    _refuse_source(draft, result)
+    if spec.target is not None:
+        check_pair(DraftSource(draft.config, draft.checkpoint), spec.target)
+    side_files, file_warnings = choose_side_files(draft, result, allow_lossy=spec.allow_lossy)
+    dropped, tensor_warnings = drop_tensors(draft, selection.skip, result, spec.target, allow_lossy=spec.allow_lossy)
     tensors = keep_tensors(draft, dropped)
-    config, config_warnings = result_config(draft, request, result, dropped)
-    tap_warnings: list[str] = []
-    if request.normalise_taps and not taps_ascend(config):
-        config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=request.allow_lossy)
+    config, config_warnings = result_config(draft, spec, result, dropped)
+    tap_warnings: list[Notice] = []
+    if spec.normalise_taps and not taps_ascend(config):
+        config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=spec.allow_lossy)
     tensors, map_warnings = with_inverse(draft, tensors, result)
     if draft.quantization is None:
         config, type_warnings = with_stored_type(config, tensors)
@@ -121,11 +119,11 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> Conversi
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,
-        request=request,
+        spec=spec,
         format=result,
         config=config,
         config_json=config_json,
-        files=assign_files(tensors, request.max_shard_bytes),
+        files=assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),
@@ -133,7 +131,7 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> Conversi
 
 
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[Notice]]:
-    """The draft in the new dialect: its canonical config, its JSON, and warnings about readers of that dialect."""
+    """The canonical config and the JSON of the draft in the new dialect, and warnings about readers of the dialect."""
     result.refuse_misread(config)
     result.refuse_style(carried)
     warnings = list(result.warnings(config, carried))
@@ -141,17 +139,34 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
     return config, result.write_config(config, carried), warnings
 
 
-def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
-    """Refuse a source that contradicts itself on causality, or packed weights if the dialect cannot state them."""
-    path = draft.checkpoint.config_path
+def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
+    """Refuse another draft family, contradictory causality, and quantised weights that the dialect cannot state."""
+    path, family = draft.checkpoint.config_path, draft.config.family
+    if family != result.family:
+        holding = [item.name for item in writable_formats() if item.family == family]
+        raise LossyConversion(
+            f"a draft of the family {family!r}, but {result.title} holds drafts of the family {result.family!r}",
+            id="other-family",
+            path=path,
+            field="family",
+            found=family,
+            expected=result.family,
+            hint=f"convert with --to {' or '.join(holding)}" if holding else None,
+        )
     if draft.parsed.has_doubtful_causality:
         raise UnsupportedError(
-            f"{path}: is_causal and dflash_config.causal contradict each other, but the result can state only one",
+            "is_causal and dflash_config.causal contradict each other, but the result can state only one",
+            id="causality-contradicts",
+            path=path,
+            field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
         )
     if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
         allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"{path}: quantised weights ({draft.quantization}), and {result.title} has no keys for their settings",
+            f"quantised weights ({draft.quantization}), but {result.title} lacks keys for their settings",
+            id="quantised-weights",
+            path=path,
+            found=draft.quantization,
             hint=f"to copy them as they are, convert with --to and one of {allowing}",
         )

@@ -1,7 +1,7 @@
 """Write a corrected copy of a draft: apply the repairs of its findings, convert it, and validate the copy.
 
-The conversion also corrects everything that it writes anew: keys that belong in two places, names of tensors, and
-windows without effect. Faults that only the trainer can correct stay and are listed.
+The conversion also corrects keys that belong in two places, names of tensors, and windows without effect. Faults that
+only the trainer can correct stay and are listed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.conversion.destination import check_destination
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.formats.fields import with_keys
@@ -41,15 +41,17 @@ class Repaired:
 
 
 def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
-    """Write a corrected copy and validate it like the original. None if no finding asks for a copy; nothing is written.
+    """Write a corrected copy and validate it like the original. If no finding needs a copy, write nothing: None.
 
     Raises:
         UsageError: the destination exists, or the draft is not local.
-        CheckpointError: the draft cannot be read even with the repairs.
-        UnsupportedError: the copy would lose something.
+        CheckpointError, UnsupportedError: the draft cannot be read even with the repairs.
+        LossyConversion: the copy would lose a part of the draft.
     """
     if not isinstance(request.draft, Path):
-        raise UsageError("--fix-out needs the whole draft, not only its headers", id="draft-not-local")
+        raise UsageError(
+            "--fix-out needs the whole draft, not only its headers", id="draft-not-local", field="--fix-out"
+        )
     mendable = [item for item in before.findings if item.level != "run" and not item.is_about_training]
     if not mendable:
         return None
@@ -76,7 +78,7 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
 
 
 def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
-    """The dialect of the strictest named engine, unless it serves the draft's own dialect; else the draft's own."""
+    """The dialect of the copy: the draft's own if the strictest engine serves it, else the dialect of that engine."""
     strictest = max(engines, key=lambda engine: engine.strictness, default=None)
     if strictest is not None and own.name not in strictest.serves_as_is:
         return strictest.dialect

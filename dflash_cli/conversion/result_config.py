@@ -1,4 +1,4 @@
-"""The canonical config of a conversion's result: the source's, with what the request and the dialect change."""
+"""Derive the canonical config of a conversion's result from the source's config."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,84 +7,86 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
 from dflash_cli.formats.fields import SCALES
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, Verifier
+from dflash_runtime.notices import Notice
 
 
 def result_config(
-    draft: DraftCheckpoint, request: ConversionSpec, result: Format, dropped: Sequence[Change]
-) -> tuple[DraftConfig, list[str]]:
+    draft: DraftCheckpoint, spec: ConversionSpec, result: Format, dropped: Sequence[Change]
+) -> tuple[DraftConfig, list[Notice]]:
     """The canonical config of the result, and warnings for the user."""
     config = draft.config
-    warnings: list[str] = []
-    if request.target is not None and config.num_target_layers is None:
-        config = replace(config, num_target_layers=request.target.facts.num_layers)
+    warnings: list[Notice] = []
+    if spec.target is not None and config.num_target_layers is None:
+        config = replace(config, num_target_layers=spec.target.facts.num_layers)
     if any(change.from_ == HEAD for change in dropped):
         config = replace(config, draft_vocab_size=config.vocab_size)
     if "verifier" in result.unstated:
         config = replace(config, verifier=None)
     else:
-        verifier, warnings = _verifier(config, request)
+        verifier, warnings = _verifier(config, spec)
         config = replace(config, verifier=verifier)
     if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
         config = replace(config, target_hidden_size=None)
-    if request.allow_lossy:
+    if spec.allow_lossy:
         config, lost = _without_scales(config, result)
         warnings += lost
     return config, warnings
 
 
-def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> tuple[DraftConfig, list[str]]:
-    """The config with the element type of the draft's own tensors, where it states another and they have one."""
+def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> tuple[DraftConfig, list[Notice]]:
+    """The config with the element type of the draft's own tensors, if they share one; and a warning if it changes."""
     borrowed = {HEAD, EMBEDDING}
     names = {stored: name for name, stored in STORED_AS.items()}
     kinds = {item.dtype for item in tensors if item.name not in borrowed and item.dtype in names}
     if config.dtype not in STORED_AS or len(kinds) != 1 or STORED_AS[config.dtype] in kinds:
         return config, []
     actual = names[kinds.pop()]
-    return replace(config, dtype=actual), [
-        f"dtype: {config.dtype} is stated, the result says {actual}, as the weights are"
-    ]
+    text = f"dtype: the source states {config.dtype}; the result states {actual}, the type of the weights"
+    return replace(config, dtype=actual), [Notice(text, id="dtype-corrected")]
 
 
-def _verifier(config: DraftConfig, request: ConversionSpec) -> tuple[Verifier | None, list[str]]:
-    """--target-name, else the name in the source, else the hub id, else a local directory's name with a warning."""
-    target = request.target
+def _verifier(config: DraftConfig, spec: ConversionSpec) -> tuple[Verifier | None, list[Notice]]:
+    """The target as the result names it, and warnings.
+
+    The name is --target-name, else the name in the source, else the hub id, else the local directory's name.
+    """
+    target = spec.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
     if not architectures and carried is not None:
         architectures = carried.architectures
-    name = request.verifier
+    name = spec.verifier
     if name is None and carried is not None:
         name = carried.name_or_path
     if name is not None:
         return Verifier(name_or_path=name, architectures=architectures), []
-    if target is None or request.target_reference is None:
+    if target is None or spec.target_reference is None:
         return None, []
-    name, warnings = _target_name(request.target_reference, target.checkpoint.path.resolve().name)
+    name, warnings = _target_name(spec.target_reference, target.checkpoint.path.resolve().name)
     return Verifier(name_or_path=name, architectures=architectures), warnings
 
 
-def _target_name(reference: str, directory: str) -> tuple[str, list[str]]:
-    """The name under which others find the target that a reference names."""
+def _target_name(reference: str, directory: str) -> tuple[str, list[Notice]]:
+    """The published name of a referenced target, else the name of its directory and a warning."""
     if reference == TINY:
         return TINY_TARGET_NAME, []
     if is_hub_id(reference):
         return reference.partition("@")[0], []
-    return directory, [
-        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --target-name ORG/REPO"
-    ]
+    text = f"the target is stored as {directory!r}, the name of its directory; vLLM needs --target-name ORG/REPO"
+    return directory, [Notice(text, id="target-named-by-directory")]
 
 
-def _without_scales(config: DraftConfig, result: Format) -> tuple[DraftConfig, list[str]]:
-    """The draft without the scales that the dialect cannot state."""
+def _without_scales(config: DraftConfig, result: Format) -> tuple[DraftConfig, list[Notice]]:
+    """The config without the scales that the dialect cannot state, and a warning that names them."""
     off: Json = {key: value for key, value in SCALES.items() if key in result.unstated}
     lost = [key for key, value in off.items() if getattr(config, key) != value]
     if not lost:
         return config, []
-    warning = f"scales are left out ({', '.join(lost)}), so the converted draft computes other values"
-    return replace(config, **off), [warning]
+    text = f"scales are left out ({', '.join(lost)}), so the converted draft computes other values"
+    return replace(config, **off), [Notice(text, id="scales-dropped")]

@@ -1,7 +1,7 @@
-"""A directory that appears whole or not at all: written under a hidden name beside it, and renamed into its place.
+"""Write a directory under a hidden name beside its destination, and rename it when it is complete.
 
-`.NAME.tmp-*` is what is being written, `.NAME.old-*` what stood at NAME and is about to be removed. A run that was
-killed leaves them; the next one to the same destination finds and names them.
+`.NAME.tmp-*` is the unfinished result, and `.NAME.old-*` the replaced checkpoint. A killed conversion leaves them. The
+next conversion to the same destination finds and names them.
 """
 
 import ctypes
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from dflash_cli.conversion.destination import check_destination, refuse_foreign, remove_checkpoint
 from dflash_runtime.errors import CapacityError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.whole_files import hidden_path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that say that there is no room: on the disk, for the user, or in one file."""
+"""Error numbers for a full disk, an exceeded quota of the user, or an exceeded limit on the size of a file."""
 
 UNWRITABLE = frozenset(
     {
@@ -28,10 +29,12 @@ UNWRITABLE = frozenset(
         errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EMLINK,
     }
 )  # fmt: skip
-"""Error numbers by which a file system says that it cannot be written here."""
+"""Error numbers of a file system that cannot be written."""
 
 MARKER = ".writing"
-"""In a directory that is being written, from when its lock is held until it is whole."""
+"""A file in an unfinished directory that its writer has locked. It is removed when the directory is complete."""
+
+RAISE_LIMIT = "raise the limit (ulimit -f), or pass --max-shard-size"
 
 AT_FDCWD = -100
 RENAME_NOREPLACE = 1
@@ -40,13 +43,13 @@ NOT_SUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
 @contextmanager
 def staged(destination: Path, num_bytes: int, *, largest_file_bytes: int = 0, force: bool = False) -> Iterator[Path]:
-    """A hidden directory beside the destination, renamed to it on success and removed on anything else.
+    """A hidden directory beside the destination. It is renamed to the destination on success, and otherwise removed.
 
-    Without `force` nothing that stands at the destination, or appears there meanwhile, is replaced.
+    Without `force` no destination is replaced, even one that appears while the block runs.
 
     Raises:
-        CapacityError: less room than is needed, on the disk or in one file.
-        UsageError: the folder cannot be written, or something is at the destination that may not be replaced.
+        CapacityError: the disk has not enough space, or the largest file exceeds the limit on files.
+        UsageError: the folder cannot be written, or the destination may not be replaced.
     """
     check_destination(destination, force=force)
     parent = destination.absolute().parent
@@ -68,11 +71,11 @@ def staged(destination: Path, num_bytes: int, *, largest_file_bytes: int = 0, fo
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def clear_remains(destination: Path, *, is_dry: bool = False) -> list[str]:
-    """What earlier runs to a destination have left, a sentence each.
+def clear_remains(destination: Path, *, is_dry: bool = False) -> list[Notice]:
+    """Remove the unfinished results of killed conversions to a destination. Return a warning for each directory found.
 
-    What a run was writing is removed where that run is certainly dead: it had locked the directory, which ends with
-    its process, and nobody holds the lock now. Everything else is only named, and so is everything if `is_dry`.
+    A marked directory without a lock is removed, because a lock ends with the process of its writer. Every other
+    directory is only named. With `is_dry` nothing is removed.
     """
     parent = destination.absolute().parent
     pattern = re.compile(rf"\.{re.escape(destination.name)}\.(tmp|old)-[0-9a-f]{{8}}")
@@ -83,10 +86,10 @@ def clear_remains(destination: Path, *, is_dry: bool = False) -> list[str]:
 
 
 def move_new(source: Path, destination: Path) -> None:
-    """Rename a directory to a name that nothing has.
+    """Rename a directory to an unused name.
 
     Raises:
-        FileExistsError: something has it.
+        FileExistsError: the name is used.
         OSError: the system refuses.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -97,23 +100,21 @@ def move_new(source: Path, destination: Path) -> None:
         number = ctypes.get_errno()
         if number not in NOT_SUPPORTED:
             raise OSError(number, os.strerror(number), str(destination))
+    taken = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
     if os.path.lexists(destination):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
+        raise taken
     try:
-        source.rename(destination)  # which replaces nothing that appears in between but an empty directory
-    except (FileExistsError, NotADirectoryError) as error:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination)) from error
+        source.rename(destination)  # this could replace an empty directory that appears at this moment
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):
             raise
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination)) from error
+        raise taken from error
 
 
 def _place(stage: Path, destination: Path, *, force: bool) -> None:
-    """Rename the stage to the destination; what stands there, and may be replaced, is put back if that fails.
+    """Rename the stage to the destination. A replaced checkpoint is put back if that fails.
 
-    At every moment the old checkpoint or the new one is whole: at the destination, or beside it under the hidden name
-    that ends what stands here.
+    At every moment the old or the new checkpoint is complete, at the destination or under a hidden name:
 
     | after           | destination | `.NAME.old-*` | `.NAME.tmp-*` |
     |-----------------|-------------|---------------|---------------|
@@ -125,14 +126,16 @@ def _place(stage: Path, destination: Path, *, force: bool) -> None:
     try:
         if force and os.path.lexists(destination):
             move_new(destination, aside)
-            refuse_foreign(aside, destination)  # what stands there may be another than the one that was looked at
+            refuse_foreign(aside, destination)  # another directory may have appeared since the first check
         move_new(stage, destination)
     except BaseException as error:
         if os.path.lexists(aside) and stage.exists():
             move_new(aside, destination)
         if isinstance(error, FileExistsError):
             raise UsageError(
-                f"{destination}: appeared while the conversion ran, and is left as it is",
+                "appeared while the conversion ran, and is left as it is",
+                id="destination-appeared",
+                path=destination,
                 hint="name another directory, or remove it and convert again",
             ) from error
         raise
@@ -141,33 +144,31 @@ def _place(stage: Path, destination: Path, *, force: bool) -> None:
 
 
 def _check_room(parent: Path, num_bytes: int, largest_file_bytes: int) -> None:
+    """Refuse a folder on a disk without enough space, or with a limit on files below the largest file."""
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
-        raise CapacityError(f"{parent}: {free} bytes free, {num_bytes} needed")
+        text = f"{free} bytes free, {num_bytes} needed"
+        raise CapacityError(text, id="disk-full", path=parent, found=free, expected=f"{num_bytes} bytes")
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and largest_file_bytes > limit:
-        raise CapacityError(
-            f"{parent}: the largest file takes {largest_file_bytes} bytes, and a file may have {limit} here",
-            hint="raise the limit (ulimit -f), or pass --max-shard-size",
-        )
+        text = f"the largest file needs {largest_file_bytes} bytes, but the limit on files is {limit} bytes"
+        raise CapacityError(text, id="file-limit", path=parent, found=largest_file_bytes, hint=RAISE_LIMIT)
 
 
 def _explained(error: OSError, parent: Path) -> CapacityError | UsageError:
-    """What the system says, in one line."""
+    """An error of the system as our error."""
     if error.errno == errno.EFBIG:
-        return CapacityError(
-            f"{parent}: a file has reached the limit on its size; nothing was left behind",
-            hint="raise the limit (ulimit -f), or pass --max-shard-size",
-        )
+        text = "a file has reached the limit on its size; nothing was left behind"
+        return CapacityError(text, id="file-limit", path=parent, hint=RAISE_LIMIT)
     if error.errno in FULL:
-        return CapacityError(f"{parent}: the disk is full; nothing was left behind")
+        return CapacityError("the disk is full; nothing was left behind", id="disk-full", path=parent)
     where = f" ({error.filename})" if error.filename is not None else ""
-    return UsageError(f"{parent}: cannot be written: {error.strerror}{where}")
+    return UsageError(f"cannot be written: {error.strerror}{where}", id="output-not-writable", path=parent)
 
 
 @contextmanager
 def _marked(stage: Path) -> Iterator[None]:
-    """Hold the lock of a directory while it is written; where the file system has no locks there is no marker."""
+    """Lock and mark a directory in the block. It is not marked if the file system does not support locks."""
     handle = os.open(stage, os.O_RDONLY)
     try:
         if _lock(handle):
@@ -179,6 +180,7 @@ def _marked(stage: Path) -> Iterator[None]:
 
 
 def _lock(handle: int) -> bool:
+    """Lock an open directory. False if another process has locked it, or the file system does not support locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -186,24 +188,27 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _clear(item: Path, destination: Path, *, is_dry: bool) -> str:
-    """One remain: removed or named."""
+def _clear(item: Path, destination: Path, *, is_dry: bool) -> Notice:
+    """Remove a directory that a killed conversion left, or only name it."""
     if ".old-" in item.name.removeprefix(f".{destination.name}"):
         if os.path.lexists(destination):
-            return f"{item} is what stood at {destination} before a conversion replaced it and was killed: remove it"
-        return f"{item} is what stood at {destination} before a conversion was killed: mv {item} {destination}"
+            text = f"{item} is the previous {destination}; a conversion was killed before it removed it: remove it"
+            return Notice(text, id="replaced-checkpoint-left")
+        text = f"{item} is the previous {destination}; a conversion was killed: mv {item} {destination}"
+        return Notice(text, id="replaced-checkpoint-aside")
     handle = os.open(item, os.O_RDONLY)
+    left = f"{item} is left from a conversion that was killed"
     try:
         if not _lock(handle):
-            return f"another conversion to {destination} is running; it writes {item}"
+            return Notice(f"another conversion to {destination} is running; it writes {item}", id="conversion-running")
         if not (item / MARKER).exists():
-            return f"{item} is left from a conversion that was killed: remove it if no other is running"
+            return Notice(f"{left}: remove it if no other conversion is running", id="unfinished-result-left")
         if is_dry:
-            return f"{item} is left from a conversion that was killed; the next one removes it"
+            return Notice(f"{left}; the next conversion removes it", id="unfinished-result-left")
         try:
             remove_checkpoint(item, more=frozenset({MARKER}))
         except OSError:
-            return f"{item} is left from a conversion that was killed: remove it"
-        return f"removed {item}, left from a conversion that was killed"
+            return Notice(f"{left}: remove it", id="unfinished-result-left")
+        return Notice(f"removed {item}, left from a conversion that was killed", id="unfinished-result-removed")
     finally:
         os.close(handle)

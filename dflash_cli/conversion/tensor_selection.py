@@ -1,4 +1,4 @@
-"""Which tensors are copied and into which files, which are left out, and why that is safe."""
+"""Choose the tensors that a conversion copies, the files that hold them, and the tensors that it drops."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,44 +6,51 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
 from dflash_cli.conversion.changes import Change
+from dflash_cli.conversion.side_files import ALLOW_HINT
 from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import LossyConversion, UnsupportedError
-
-ALLOW_HINT = "--allow-lossy converts without it"
+from dflash_runtime.notices import Notice
 
 
 def drop_tensors(
     draft: DraftCheckpoint, skipped: Sequence[str], result: Format, target: TargetSource | None, *, allow_lossy: bool
-) -> tuple[list[Change], list[str]]:
-    """The tensors that are left out, each with the reason why that is safe, and warnings for the user.
+) -> tuple[list[Change], list[Notice]]:
+    """The dropped tensors, each with the reason why that is safe, and warnings.
 
     `skipped` names the tensors that readers skip.
 
     Raises:
-        LossyConversion: a head or an embedding that the result has no place for and that is not the target's.
-        UnsupportedError: an id map that contradicts the config.
+        LossyConversion: the result cannot hold a head or an embedding that differs from the target's.
+        UnsupportedError: an id map contradicts the config.
     """
     names = draft.checkpoint.tensors
     is_full = not draft.config.has_reduced_vocab
     changes = [
-        Change(name, None, "dropped", "readers make it from the target or the config")
+        Change(name, None, "dropped", "readers compute it from the target or the config")
         for name in skipped
         if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq")
     ]
     maps = [name for name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT) if name in names]
-    if is_full:
-        changes += [_drop_identity_map(draft, name) for name in maps]
-    if result.keeps_head or draft.config.has_own_width:  # those that keep no head cannot state the width either
+    for name in maps if is_full else ():
+        if not is_identity_map(draft.checkpoint, name):
+            text = f"{name} reorders ids although draft_vocab_size is the whole vocabulary"
+            raise UnsupportedError(text, id="id-map-reorders", path=draft.checkpoint.path, field=name)
+        changes.append(Change(name, None, "dropped", "maps every id to itself"))
+    if result.keeps_head or draft.config.has_own_width:  # dialects without a head cannot state the width
         return changes, []
-    warnings: list[str] = []
+    warnings: list[Notice] = []
     if HEAD in names or not is_full:
         changes.append(_drop_copy(draft, result, target, HEAD))
     if not is_full:
         changes += [Change(name, None, "dropped", "the result has no reduced vocabulary") for name in maps]
-        warnings.append(_reduced_head_warning(draft))
+        text = (
+            f"the reduced head ({draft.config.draft_vocab_size} of {draft.config.vocab_size} ids) equals the target's "
+            f"rows and is dropped: the converted draft proposes over the whole vocabulary, so its proposals change"
+        )
+        warnings.append(Notice(text, id="reduced-head-dropped"))
     if EMBEDDING in names:
         change, warned = _drop_embedding(draft, result, target, allow_lossy=allow_lossy)
         changes.append(change)
@@ -59,7 +66,7 @@ def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[Writ
 
 
 def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
-    """What became of each stored tensor that is copied."""
+    """The change of each copied tensor."""
     for tensor in kept:
         if isinstance(tensor, MadeTensor) and tensor.name == TARGET_TO_DRAFT:
             source = tensor.name if tensor.name in draft.checkpoint.tensors else None
@@ -78,7 +85,7 @@ def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Ite
 
 
 def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dict[str, tuple[WrittenTensor, ...]]:
-    """The files of the result: those of the source, or as many as `max_bytes` asks for, under the usual names.
+    """The tensors of each file of the result. None for `max_bytes` keeps the source's division into files.
 
     A tensor larger than `max_bytes` has a file of its own.
     """
@@ -102,34 +109,26 @@ def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dic
     return {f"model-{at:05d}-of-{count:05d}.safetensors": tuple(group) for at, group in enumerate(groups, start=1)}
 
 
-def _drop_identity_map(draft: DraftCheckpoint, name: str) -> Change:
-    if not is_identity_map(draft.checkpoint, name):
-        raise UnsupportedError(
-            f"{draft.checkpoint.path}: {name} reorders ids although draft_vocab_size is the whole vocabulary"
-        )
-    return Change(name, None, "dropped", "maps every id to itself")
-
-
-def _reduced_head_warning(draft: DraftCheckpoint) -> str:
-    config = draft.config
-    return (
-        f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
-        f"dropped: the converted draft proposes over the whole vocabulary, so its drafts change"
-    )
-
-
 def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | None, name: str) -> Change:
+    """The change that drops a tensor that equals the target's, or the refusal to drop it."""
     path = draft.checkpoint.path
     if target is None:
         raise LossyConversion(
-            f"{path}: {name} can be dropped only if it equals the target's rows, and no target is given",
+            f"{name} can be dropped only if it equals the target's rows, and no target is given",
+            id="copy-not-compared",
+            path=path,
+            field=name,
             hint="pass --target TARGET to compare them",
         )
     difference = find_difference(draft, name, target)
     if difference is not None:
         keepers = " or ".join(item.name for item in writable_formats() if item.keeps_head)
         raise LossyConversion(
-            f"{path}: {name} cannot be dropped: {difference}",
+            f"{name} cannot be dropped: {difference}",
+            id="copy-differs",
+            path=path,
+            field=name,
+            found=difference,
             hint=f"{result.title} cannot hold it; --to {keepers} can",
         )
     return Change(name, None, "dropped", "equals the target's rows bit for bit")
@@ -137,11 +136,13 @@ def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | No
 
 def _drop_embedding(
     draft: DraftCheckpoint, result: Format, target: TargetSource | None, *, allow_lossy: bool
-) -> tuple[Change, list[str]]:
+) -> tuple[Change, list[Notice]]:
     if allow_lossy:
-        warning = f"{EMBEDDING} is dropped: readers use the target's, which was not compared with it"
-        return Change(EMBEDDING, None, "dropped", "readers use the target's (--allow-lossy)"), [warning]
+        text = f"{EMBEDDING} is dropped: readers use the target's, which was not compared with it"
+        warnings = [Notice(text, id="embedding-not-compared")]
+        return Change(EMBEDDING, None, "dropped", "readers use the target's (--allow-lossy)"), warnings
     try:
         return _drop_copy(draft, result, target, EMBEDDING), []
     except LossyConversion as error:
-        raise LossyConversion(error.message, hint=f"{error.hint}; {ALLOW_HINT}") from error
+        error.hint = f"{error.hint}; {ALLOW_HINT}"
+        raise

@@ -17,7 +17,6 @@ ARCHITECTURE = "Qwen3DFlashDraftModel"
 class Automodel(Native):
     """Checkpoints of NeMo Automodel."""
 
-    name: ClassVar[str] = "automodel"
     title: ClassVar[str] = "DFlash, native dialect as NeMo Automodel exports it"
     priority: ClassVar[int] = 61
     writable: ClassVar[bool] = False

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_cli.formats.dialect import Json, all_formats
 from dflash_cli.formats.fields import Keys
+from dflash_runtime.checkpoint.hf_config import BODY_KEYS as SIZE_KEYS
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
@@ -13,21 +14,11 @@ from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.notices import Notice
 
 BODY_FIELDS: Keys = {
-    "hidden_size": ("hidden_size",),
-    "intermediate_size": ("intermediate_size",),
-    "num_layers": ("num_hidden_layers",),
-    "num_heads": ("num_attention_heads",),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "rms_norm_eps": ("rms_norm_eps",),
-    "max_position_embeddings": ("max_position_embeddings",),
+    **{field: (key,) for key, field in SIZE_KEYS.items()},
+    **{key: (key,) for key in ("head_dim", "rms_norm_eps", "vocab_size", "hidden_act", "attention_bias", "model_type")},
     "rope": ("rope_theta", "rope_scaling", "rope_parameters"),
-    "vocab_size": ("vocab_size",),
     "windows": ("layer_types", "sliding_window", "use_sliding_window"),
-    "hidden_act": ("hidden_act",),
-    "attention_bias": ("attention_bias",),
     "dtype": ("dtype", "torch_dtype"),
-    "model_type": ("model_type",),
 }
 """Canonical field -> the keys that state it in a decoder config."""
 
@@ -57,12 +48,8 @@ def write_body(config: DraftConfig) -> Json:
     """
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
-        raise LossyConversion(
-            f"windows of sizes {sizes}: a config states one sliding_window for all layers",
-            id="several-windows",
-            field="sliding_window",
-            found=sizes,
-        )
+        text = f"windows of sizes {sizes}: a config states one sliding_window for all layers"
+        raise LossyConversion(text, id="several-windows", field="sliding_window", found=sizes)
     return {
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,

@@ -57,12 +57,12 @@ class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
     The dialect itself:
-    name                the word after `--to`
+    name                the word after `--to`, which `FORMATS.register` sets
     title               its name in messages
-    priority            its turn in detection, ascending
+    priority            its turn in detection, ascending; among equals the order of registration
     writable            whether `write_config` exists for it
     engine              the serving engine it is written for, None if it is written for all
-    family              the draft family of the runtime that runs it
+    family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
@@ -245,7 +245,7 @@ class Unrecognised(Format):
 NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
-FORMATS: Registry[type[Format]] = Registry("format")
+FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
 
@@ -330,12 +330,8 @@ def get_writable(name: str) -> Format:
         return found[name]
     known = ", ".join(found)
     if name in FORMATS:
-        raise UsageError(
-            f"dialect {name!r} can be read but not written (writable: {known})",
-            id="read-only-dialect",
-            field="--to",
-            found=name,
-        )
+        text = f"dialect {name!r} can be read but not written (writable: {known})"
+        raise UsageError(text, id="read-only-dialect", field="--to", found=name)
     close = difflib.get_close_matches(name, found, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
     raise UsageError(

@@ -46,12 +46,8 @@ class EngineNative(Native):
     def refuse_misread(self, config: DraftConfig) -> None:
         super().refuse_misread(config)
         if config.hidden_act != "silu":
-            raise LossyConversion(
-                f"hidden_act {config.hidden_act!r}: {self.engine} runs DFlash drafts with silu only",
-                id="activation",
-                field="hidden_act",
-                found=config.hidden_act,
-            )
+            text = f"hidden_act {config.hidden_act!r}: {self.engine} runs DFlash drafts with silu only"
+            raise LossyConversion(text, id="activation", field="hidden_act", found=config.hidden_act)
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)

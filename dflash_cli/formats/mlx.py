@@ -19,7 +19,6 @@ FLAT_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
 class Mlx(Native):
     """Flat native configs."""
 
-    name: ClassVar[str] = "mlx"
     title: ClassVar[str] = "DFlash, native dialect with flat keys"
     priority: ClassVar[int] = 63
     keeps_mask: ClassVar[bool] = False

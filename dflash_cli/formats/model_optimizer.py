@@ -4,8 +4,7 @@
 Only vLLM reads the window. Attention is not causal. Exports without a window are plain native files.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import WINDOW_KEYS, Native
@@ -15,14 +14,7 @@ from dflash_cli.formats.native import WINDOW_KEYS, Native
 class ModelOptimizer(Native):
     """Exports of Model-Optimizer with a window."""
 
-    name: ClassVar[str] = "model-optimizer"
     title: ClassVar[str] = "DFlash, native dialect as Model-Optimizer exports it"
     priority: ClassVar[int] = 62
     writable: ClassVar[bool] = False
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        nested = config.get("dflash_config")
-        if not isinstance(nested, dict):
-            return None
-        key = next((key for key in WINDOW_KEYS if key in nested), None)
-        return f"dflash_config.{key} is {nested[key]!r}" if key is not None else None
+    marks: ClassVar[tuple[str, ...]] = WINDOW_KEYS

@@ -52,7 +52,6 @@ WINDOW_KEYS = ("use_swa", "swa_window_size")
 class Native(Format):
     """Native checkpoints: flat tensor names, no embedding, no head."""
 
-    name: ClassVar[str] = "native"
     title: ClassVar[str] = "DFlash, native dialect"
     priority: ClassVar[int] = 100
     writable: ClassVar[bool] = True
@@ -83,7 +82,13 @@ class Native(Format):
     trains_causal: ClassVar[bool] = True
     """Whether a sliding layer is causal if no key states causality."""
 
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Keys of `dflash_config` by which exports of a variant are recognised."""
+
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        if self.marks:
+            nested = as_object(config.get("dflash_config"))
+            return next((f"dflash_config.{key} is {nested[key]!r}" for key in self.marks if key in nested), None)
         if ARCHITECTURE in named_architectures(config):
             return f"architectures names {ARCHITECTURE}"
         return "config.json has dflash_config" if isinstance(config.get("dflash_config"), dict) else None
@@ -200,12 +205,8 @@ def refuse_common(config: DraftConfig) -> None:
     if config.sample_from_anchor:
         raise cannot_state("sample_from_anchor", True, "the native dialect")
     if config.num_target_layers is None:
-        raise UsageError(
-            "num_target_layers: the native dialect needs it, but the source does not state it",
-            id="target-depth-unknown",
-            field="num_target_layers",
-            hint="pass --target TARGET",
-        )
+        text = "num_target_layers: the native dialect needs it, but the source does not state it"
+        raise UsageError(text, id="target-depth-unknown", field="num_target_layers", hint="pass --target TARGET")
 
 
 def _carried(source: NativeConfig) -> Json:

@@ -90,9 +90,7 @@ DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transfor
 class Domino(Relative):
     """Domino, also under the architecture name DFlashDraftModel."""
 
-    name = "domino"
     title = "Domino"
-    priority = 10
     projectors = frozenset({"domino"})
     architectures = r"Domino"
     markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
@@ -105,9 +103,7 @@ class Domino(Relative):
 class DSpark(Relative):
     """DSpark, and files with markov_rank 0 that are published as DFlash."""
 
-    name = "dspark"
     title = "DSpark"
-    priority = 11
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
@@ -125,9 +121,7 @@ class DSpark(Relative):
 class DFlash2(Relative):
     """DFlash 2."""
 
-    name = "dflash2"
     title = "DFlash 2"
-    priority = 12
     types = frozenset({"dflash2"})
     architectures = r".*DFlash2"
     markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
@@ -142,9 +136,7 @@ class DFlash2(Relative):
 class XPress(Relative):
     """XPress."""
 
-    name = "xpress"
     title = "XPress"
-    priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
     markers = frozenset({"xpress_topc"})
@@ -156,9 +148,7 @@ class XPress(Relative):
 class LiLiCorr(Relative):
     """LiLiCorr."""
 
-    name = "lilicorr"
     title = "LiLiCorr"
-    priority = 14
     architectures = r"LiLiCorr"
     difference = "a correction step changes the tokens that the block proposes"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
@@ -168,9 +158,7 @@ class LiLiCorr(Relative):
 class Laguna(Relative):
     """Laguna's DFlash."""
 
-    name = "laguna"
     title = "Laguna DFlash"
-    priority = 15
     architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
     difference = "its attention is gated, and each tapped layer's output has its own norm"
@@ -181,9 +169,7 @@ class Laguna(Relative):
 class Muse(Relative):
     """The assistant model of Muse Glimmer."""
 
-    name = "muse"
     title = "Muse Glimmer assistant"
-    priority = 16
     model_types = frozenset({"muse_glimmer_assistant"})
     architectures = rf"MuseGlimmerAssistant|MuseSpark(?!{TARGET_CLASS})"
     difference = "its context encoder has other tensor names, and only transformers reads its settings"
@@ -194,9 +180,7 @@ class Muse(Relative):
 class Eagle3(Relative):
     """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
 
-    name = "eagle3"
     title = "EAGLE-3"
-    priority = 17
     types = frozenset({"eagle", "eagle3"})
     architectures = r".*Eagle"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
@@ -208,7 +192,6 @@ class Eagle3(Relative):
 class PEagle(Relative):
     """P-EAGLE."""
 
-    name = "peagle"
     title = "P-EAGLE"
     priority = 8
     types = frozenset({"peagle"})
@@ -223,9 +206,7 @@ class PEagle(Relative):
 class Mtp(Relative):
     """Multi-token prediction layers."""
 
-    name = "mtp"
     title = "MTP"
-    priority = 18
     types = frozenset({"mtp"})
     architectures = r".*MTP"
     difference = "it is a chain of prediction layers that belong to the target"
@@ -236,9 +217,7 @@ class Mtp(Relative):
 class HunYuan(Relative):
     """DFlash of HunYuan targets. Its projections have the same shapes as DFlash's, so it is recognised by names."""
 
-    name = "hunyuan"
     title = "HunYuan DFlash"
-    priority = 19
     architectures = r".*(HunYuan|Hunyuan)"
     model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
     tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."

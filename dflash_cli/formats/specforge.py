@@ -6,8 +6,7 @@ readers then serve sliding layers as causal. Only `dflash_config.attention_mode`
 a note.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import Native
@@ -18,15 +17,8 @@ from dflash_cli.formats.unserved import MODE_KEYS
 class SpecForge(Native):
     """Exports of SpecForge with an attention mode."""
 
-    name: ClassVar[str] = "specforge"
     title: ClassVar[str] = "DFlash, native dialect as SpecForge exports it"
     priority: ClassVar[int] = 60
     writable: ClassVar[bool] = False
     trains_causal: ClassVar[bool] = False
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        nested = config.get("dflash_config")
-        if not isinstance(nested, dict):
-            return None
-        key = next((key for key in MODE_KEYS if key in nested), None)
-        return f"dflash_config.{key} is {nested[key]!r}" if key is not None else None
+    marks: ClassVar[tuple[str, ...]] = MODE_KEYS

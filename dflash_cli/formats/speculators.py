@@ -54,11 +54,13 @@ TOP = "speculators."
 WRITTEN_VERSION = "0.9.0"
 """The release of speculators that `write_config` follows."""
 
+SAME_KEYS = ("mask_token_id", "block_size", "draft_vocab_size", "target_hidden_size", "num_target_layers")
+"""Fields whose key has the same name."""
+
 TOP_KEYS = frozenset(
     {
-        "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
-        "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
-        NON_CAUSAL_FLAG, "sample_from_anchor", "num_target_layers", "tie_word_embeddings", "dtype",
+        *SAME_KEYS, "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
+        "aux_hidden_state_layer_ids", NON_CAUSAL_FLAG, "sample_from_anchor", "tie_word_embeddings", "dtype",
         "torch_dtype", "model_type",
     }
 )  # fmt: skip
@@ -68,7 +70,6 @@ TOP_KEYS = frozenset(
 class SpeculatorsFormat(Format):
     """speculators checkpoints."""
 
-    name: ClassVar[str] = "speculators"
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True
@@ -88,12 +89,8 @@ class SpeculatorsFormat(Format):
         AUX_KEY: (BODY + AUX_KEY, AUX_KEY),
         "quantization_config": ("quantization_config", f"{BODY}quantization_config"),
         "target_layer_ids": ("aux_hidden_state_layer_ids",),
-        "mask_token_id": ("mask_token_id",),
-        "block_size": ("block_size",),
+        **{key: (key,) for key in SAME_KEYS},
         "num_draft_tokens": ("speculators_config.proposal_methods",),
-        "draft_vocab_size": ("draft_vocab_size",),
-        "target_hidden_size": ("target_hidden_size",),
-        "num_target_layers": ("num_target_layers",),
         "causal": (NON_CAUSAL_FLAG,),
         "sample_from_anchor": ("sample_from_anchor", f"{BODY}{NESTED}sample_from_anchor"),
         "verifier": ("speculators_config.verifier",),

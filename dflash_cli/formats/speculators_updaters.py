@@ -94,12 +94,8 @@ def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
     if any(item < 0 for item in value):
         raise InvalidConfig(key, value, "layers numbered from 1")
     if 0 in value:
-        raise UnsupportedError(
-            f"{key} {value}: 0 taps the embedding's output, but only outputs of layers, numbered from 1, are served",
-            id="embedding-tapped",
-            field=key,
-            found=value,
-        )
+        text = f"{key} {value}: 0 taps the embedding's output, but only outputs of layers, numbered from 1, are served"
+        raise UnsupportedError(text, id="embedding-tapped", field=key, found=value)
     return list(value)
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 source, out, to, verification = sys.argv[1:]
 plan = plan_conversion(open_draft(Path(source)), ConversionSpec(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)

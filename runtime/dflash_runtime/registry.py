@@ -12,10 +12,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name -> item, in order of registration. `kind` is the noun for an item in messages."""
+    """Name -> item, in order of registration. `kind` is the noun for an item in messages.
 
-    def __init__(self, kind: str) -> None:
+    With `sets_name` a registered class gets its name as the attribute `name`.
+    """
+
+    def __init__(self, kind: str, *, sets_name: bool = False) -> None:
         self._kind = kind
+        self._sets_name = sets_name
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -28,6 +32,8 @@ class Registry(Generic[T]):
         def decorate(item: T) -> T:
             if name in self._items:
                 raise ValueError(f"{self._kind} {name!r} is registered twice")
+            if self._sets_name:
+                item.name = name  # type: ignore[attr-defined]
             self._items[name] = item
             return item
 

@@ -115,6 +115,7 @@ class Toy(Native):
     name = "toy"
     title = "toy"
     priority = 1
+    family = "toy"
 
     def evidence(self, config, tensor_names):
         return "config.json has toy" if config.get("toy") else None
@@ -122,7 +123,7 @@ class Toy(Native):
     def read_config(self, config, path):
         plain = {key: value for key, value in config.items() if key != "toy"}
         reading = super().read_config(plain, path)
-        return replace(reading, config=replace(reading.config, family="toy"))
+        return replace(reading, config=replace(reading.config, family=self.family))
 
     def write_config(self, config, carried):
         return {**super().write_config(config, carried), "toy": True}
@@ -281,10 +282,13 @@ def test_every_command_takes_a_draft_of_the_new_family(tmp_path: Path, add: Add)
 def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(tmp_path: Path, add: Add) -> None:
     add(dflash_cli.formats, DIALECT)
     add(dflash_runtime.drafts, DRAFT)
-    outcome = support.invoke("convert", make_draft(tmp_path / "draft", 1), tmp_path / "out", "--to", "native")
-    assert outcome.code != 0
-    assert "family" in outcome.err
-    assert not (tmp_path / "out").exists()
+    for source, dialect, family in (("toy", "native", "toy"), ("dflash", "toy", "dflash")):
+        draft = make_draft(tmp_path / source, 1) if source == "toy" else support.make_native(tmp_path / source)
+        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", dialect, "--dry-run")
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "other-family", "family")
+        assert outcome.error is not None
+        assert (outcome.error.path, outcome.error.found) == (draft / "config.json", family)
+        assert ("--to toy" in str(outcome.error.hint)) == (source == "toy")
 
 
 def test_the_toys_are_removed() -> None:

@@ -15,7 +15,7 @@ from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -27,7 +27,7 @@ def script(source: Path, out: Path, before: str) -> list[str]:
     """A conversion in a process of its own, after some preparation."""
     code = (
         "import os, signal, sys, time\nfrom pathlib import Path\n"
-        "import dflash_cli.conversion.staging as staging\nimport dflash_cli.conversion.write as write\n"
+        "import dflash_cli.conversion.staging as staging\nimport dflash_cli.conversion.execute as execute\n"
         "from dflash_cli.main import main\n"
         f"{before}\n"
         f"sys.argv = ['dflash', 'convert', {str(source)!r}, {str(out)!r}, '--to', 'native', '--force']\n"
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-SLOW = "def slow(*args):\n    print('copying', flush=True)\n    time.sleep(60)\nwrite.write_tensors = slow"
+SLOW = "def slow(*args):\n    print('copying', flush=True)\n    time.sleep(60)\nexecute.write_tensors = slow"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

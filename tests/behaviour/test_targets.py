@@ -226,7 +226,7 @@ def test_junk_under_any_key_is_read_or_refused(name: str) -> None:
                 "model       qwen3_5_moe_text, in text_config of a multimodal model",
                 "layers      60 layers: 45 linear, 15 full, every 4th",
                 "rope        default, theta 10000, partial_rotary_factor 0.25, up to 32768 positions",
-                "experts     256, of which a token goes through 8",
+                "experts     256, 8 per token",
                 "quantised   fp8 (e4m3)",
             ],
         ),

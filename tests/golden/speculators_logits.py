@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_testing import checkpoints as support
 
 PROMPT = [5, 3, 17, 8, 29, 2, 11, 23, 7, 19, 1, 13, 30, 4, 26, 9, 21, 6, 15, 28]

@@ -9,7 +9,7 @@ Layout of a safetensors file: u64 header length, JSON header, data. Source: hugg
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from dflash_runtime.json_values import is_int
 if TYPE_CHECKING:
     import torch
 
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_FILE = f"model{INDEX_SUFFIX}"
 SINGLE_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.safetensors"
 """A learned mask embedding: a file in the folder of the weights that is not one of the weight files."""
@@ -100,8 +101,19 @@ class Checkpoint:
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint by name, from the headers."""
         if self._tensors is None:
-            self._tensors = _read_all_headers(self.path)
+            self._tensors = _read_tensors(self)
         return self._tensors
+
+    @property
+    def file_names(self) -> frozenset[str]:
+        """The names of the files beside `config.json`."""
+        return frozenset(item.name for item in self.path.iterdir())
+
+    def read_headers(self, names: Sequence[str]) -> Iterable[dict[str, TensorInfo]]:
+        """Read the headers of the named weight files, in this order."""
+        for name in names:
+            refuse_escape(self.path, self.path / name)
+            yield read_header(self.path / name)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -147,57 +159,49 @@ class Checkpoint:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse and check one safetensors header, and return its tensors by name.
+    """Read the header of one safetensors file, and return its tensors by name.
 
-    The header fits the file. Every entry has a known dtype, and its shape agrees with its offsets. The tensors cover
-    the data without holes or overlaps.
+    Raises:
+        CheckpointError: the file cannot be read; see also `parse_header`.
+    """
+    try:
+        size = regular_size(file)  # before the file is opened, because opening a pipe would wait
+        with file.open("rb") as stream:
+            return parse_header(stream.read, size, file)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+
+
+def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[str, TensorInfo]:
+    """Parse and check the header of a file of `size` bytes, and return its tensors by name.
+
+    `read` returns the next bytes of the file. The header fits the file. Every entry has a known dtype, and its shape
+    agrees with its offsets. The tensors cover the data without holes or overlaps.
 
     Raises:
         CheckpointError: the header breaks one of these rules; names the file and the tensor.
     """
-    try:
-        size = regular_size(file)
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            if len(prefix) < 8:
-                raise CheckpointError(
-                    f"{size} bytes, expected at least 8: not a safetensors file",
-                    id="not-safetensors",
-                    path=file,
-                    field="file size",
-                    found=size,
-                    expected="at least 8 bytes",
-                )
-            (length,) = struct.unpack("<Q", prefix)
-            if length > MAX_HEADER_BYTES or length < 2:
-                raise CheckpointError(
-                    f"header length {length}, expected 2..{MAX_HEADER_BYTES}: not a safetensors file",
-                    id="not-safetensors",
-                    path=file,
-                    field="header length",
-                    found=length,
-                    expected=f"2..{MAX_HEADER_BYTES}",
-                )
-            if length > size - 8:
-                raise CheckpointError(
-                    f"truncated: header of {length} bytes in a file of {size}",
-                    id="header-truncated",
-                    path=file,
-                    field="header length",
-                    found=length,
-                    expected=f"at most {size - 8}",
-                )
-            text = stream.read(length)
-            if text.count(b'"data_offsets"') > MAX_TENSORS:
-                raise CheckpointError(
-                    f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads",
-                    id="too-many-tensors",
-                    path=file,
-                    expected=f"at most {MAX_TENSORS} tensors",
-                )
-            header = parse_json(text, file)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+    prefix = read(8)
+    if len(prefix) < 8:
+        text, expected = f"{size} bytes, expected at least 8: not a safetensors file", "at least 8 bytes"
+        raise CheckpointError(text, id="not-safetensors", path=file, field="file size", found=size, expected=expected)
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES or length < 2:
+        expected = f"2..{MAX_HEADER_BYTES}"
+        text = f"header length {length}, expected {expected}: not a safetensors file"
+        raise CheckpointError(
+            text, id="not-safetensors", path=file, field="header length", found=length, expected=expected
+        )
+    if length > size - 8:
+        text, expected = f"truncated: header of {length} bytes in a file of {size}", f"at most {size - 8}"
+        raise CheckpointError(
+            text, id="header-truncated", path=file, field="header length", found=length, expected=expected
+        )
+    data = read(length)
+    if data.count(b'"data_offsets"') > MAX_TENSORS:
+        text, expected = f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", f"at most {MAX_TENSORS}"
+        raise CheckpointError(text, id="too-many-tensors", path=file, expected=expected)
+    header = parse_json(data, file)
     _check_metadata(header.pop("__metadata__", None), file)
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
@@ -248,125 +252,121 @@ def _check_coverage(infos: Mapping[str, TensorInfo], file: Path, base: int, size
     position = base
     for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != position:
-            overlaps = info.begin < position
+            begin, overlaps = info.begin - base, info.begin < position
             problem = "overlaps the tensor before it" if overlaps else "leaves a hole before it"
-            raise CheckpointError(
-                f"tensor {info.name!r} {problem} (byte {info.begin - base})",
-                id="tensor-overlap" if overlaps else "tensor-hole",
-                path=file,
-                field=info.name,
-                found=info.begin - base,
-                expected=f"begin at byte {position - base}",
-            )
+            text, expected = f"tensor {info.name!r} {problem} (byte {begin})", f"begin at byte {position - base}"
+            id = "tensor-overlap" if overlaps else "tensor-hole"
+            raise CheckpointError(text, id=id, path=file, field=info.name, found=begin, expected=expected)
         position = info.end
     if position != size:
         problem = "truncated" if position > size else "oversized"
-        raise CheckpointError(
-            f"{problem}: {size} bytes, expected {position} from the header",
-            id=f"file-{problem}",
-            path=file,
-            field="file size",
-            found=size,
-            expected=f"{position} bytes",
-        )
+        text, expected = f"{problem}: {size} bytes, expected {position} from the header", f"{position} bytes"
+        raise CheckpointError(text, id=f"file-{problem}", path=file, field="file size", found=size, expected=expected)
 
 
 def _is_count_list(value: Any) -> bool:
     return isinstance(value, list) and all(is_int(item) and 0 <= item < 2**63 for item in value)
 
 
-def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
-    index_path = _find_index(path)
-    if index_path is not None:
-        refuse_escape(path, index_path)
-        return _read_sharded(path, index_path)
-    files = sorted(
-        item for item in path.glob("*.safetensors") if not item.name.startswith(".") and item.name != MASK_FILE
-    )
-    if not files:
-        _refuse_without_safetensors(path)
-    tensors: dict[str, TensorInfo] = {}
-    for file in [path / SINGLE_FILE] if path / SINGLE_FILE in files else files:
-        refuse_escape(path, file)
-        for name, info in read_header(file).items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"tensor {name!r} is also in {tensors[name].file.name}",
-                    id="tensor-in-two-files",
-                    path=file,
-                    field=name,
-                    found=(tensors[name].file.name, file.name),
-                    expected="one file",
-                )
-            tensors[name] = info
-    return tensors
+def _read_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Return the tensors of a checkpoint: of the shards that its index names, or of the weight files without an index.
 
-
-def _find_index(path: Path) -> Path | None:
-    """Return the index of the usual name, or else the only index of another name if no single weight file exists."""
-    if (path / INDEX_FILE).exists():
-        return path / INDEX_FILE
-    others = [item for item in path.glob("*.safetensors.index.json") if not item.name.startswith(".")]
-    return others[0] if len(others) == 1 and not (path / SINGLE_FILE).exists() else None
-
-
-def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            id="index-without-map",
-            path=index_path,
-            field="weight_map",
-            found=MISSING if weight_map is None else weight_map,
-            expected="an object from tensor name to file name",
-        )
-    headers: dict[str, dict[str, TensorInfo]] = {}
-    for shard in _shard_names(weight_map, index_path):
-        file = path / shard
-        if not file.exists():
-            raise CheckpointError(
-                f"names {shard}, which is not there",
-                id="shard-missing",
-                path=index_path,
-                field="weight_map",
-                found=shard,
-                expected="files that exist",
-                hint="download the checkpoint again, with all its files",
-            )
-        refuse_escape(path, file)
-        headers[shard] = read_header(file)
+    Raises:
+        CheckpointError: no weights, a malformed index, or a tensor in two files.
+        TensorMismatch: the index and its shards do not hold the same tensors.
+    """
+    names = checkpoint.file_names
+    index = _find_index(names)
+    if index is None:
+        files = _loose_files(names, checkpoint.path)
+        return _merge(dict(zip(files, checkpoint.read_headers(files), strict=True)), checkpoint.path)
+    path = checkpoint.path / index
+    weight_map = _weight_map(checkpoint.read_optional_json(index) or {}, names, path)
+    shards = sorted(set(weight_map.values()))
+    headers = dict(zip(shards, checkpoint.read_headers(shards), strict=True))
     missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
-    orphans = find_orphans(weight_map, headers)
-    if missing or orphans:
-        raise TensorMismatch(missing=missing, unexpected=orphans, path=index_path)
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
-
-
-def find_orphans(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]) -> list[str]:
-    """Return tensors that a shard holds and the index does not assign to it: some readers load them, others do not."""
-    return [
+    orphans = [
         f"{name} (in {shard}; the index gives it to {weight_map[name]})" if name in weight_map else name
         for shard, header in headers.items()
         for name in header
         if weight_map.get(name) != shard
     ]
+    if missing or orphans:  # some readers load orphans, others do not
+        raise TensorMismatch(missing=missing, unexpected=orphans, path=path)
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
-def _shard_names(weight_map: Mapping[str, Any], index_path: Path) -> list[str]:
-    """Return the shards of an index. Refuse all but plain file names: a checkpoint must stay in its directory."""
-    strays = [shard for shard in weight_map.values() if not isinstance(shard, str)]
-    names = sorted(set(weight_map.values())) if not strays else []
-    strays += [name for name in names if not _is_plain_name(name)]
-    if strays:
+def _find_index(names: Iterable[str]) -> str | None:
+    """Return the index of the usual name, or else the only index of another name if no single weight file exists."""
+    if INDEX_FILE in names:
+        return INDEX_FILE
+    others = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
+    return others[0] if len(others) == 1 and SINGLE_FILE not in names else None
+
+
+def _loose_files(names: Iterable[str], path: Path) -> list[str]:
+    """Return the weight files of a checkpoint without an index."""
+    files = sorted(
+        name for name in names if name.endswith(".safetensors") and not name.startswith(".") and name != MASK_FILE
+    )
+    if files:
+        return [SINGLE_FILE] if SINGLE_FILE in files else files
+    pickles = sorted(name for name in names if name.endswith(PICKLE_SUFFIXES))
+    if pickles:
         raise CheckpointError(
-            f"weight_map names {strays[0]!r}, expected a file beside the index",
-            id="shard-outside",
-            path=index_path,
-            field="weight_map",
-            found=strays[0],
-            expected="a file beside the index",
+            f"only pickle weights ({pickles[0]}), which can run code when read; refused",
+            id="pickle-weights",
+            path=path,
+            found=pickles[0],
+            expected="safetensors weights",
+            hint="save the checkpoint as safetensors with the code that made it",
         )
-    return names
+    text = "no *.safetensors file, expected the weights beside config.json"
+    raise CheckpointError(text, id="no-weights", path=path, expected="*.safetensors beside config.json")
+
+
+def _merge(headers: Mapping[str, Mapping[str, TensorInfo]], path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of all weight files."""
+    tensors: dict[str, TensorInfo] = {}
+    for file, header in headers.items():
+        for name, info in header.items():
+            if name in tensors:
+                found = (tensors[name].file.name, file)
+                text, id = f"tensor {name!r} is also in {found[0]}", "tensor-in-two-files"
+                raise CheckpointError(text, id=id, path=path / file, field=name, found=found, expected="one file")
+            tensors[name] = info
+    return tensors
+
+
+def _weight_map(index: Mapping[str, Any], names: Collection[str], path: Path) -> dict[str, str]:
+    """Return tensor -> shard of the index at `path`, after checking that each shard is a file beside the index."""
+    found = index.get("weight_map", MISSING)
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(
+            id="index-without-map",
+            path=path,
+            field="weight_map",
+            found=MISSING if found is None else found,
+            expected="an object from tensor name to file name",
+        )
+    for shard in found.values():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            text, expected = f"weight_map names {shard!r}, expected a file beside the index", "a file beside the index"
+            raise CheckpointError(
+                text, id="shard-outside", path=path, field="weight_map", found=shard, expected=expected
+            )
+    missing = next((shard for shard in sorted(set(found.values())) if shard not in names), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"names {missing}, which is not there",
+            id="shard-missing",
+            path=path,
+            field="weight_map",
+            found=missing,
+            expected="files that exist",
+            hint="download the checkpoint again, with all its files",
+        )
+    return found
 
 
 def _is_plain_name(name: str) -> bool:
@@ -399,22 +399,3 @@ def refuse_escape(root: Path, file: Path) -> None:
             found=str(file.readlink()),
             expected="a file in the checkpoint",
         )
-
-
-def _refuse_without_safetensors(path: Path) -> None:
-    pickles = sorted(item.name for item in path.iterdir() if item.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        raise CheckpointError(
-            f"only pickle weights ({pickles[0]}), which can run code when read; refused",
-            id="pickle-weights",
-            path=path,
-            found=pickles[0],
-            expected="safetensors weights",
-            hint="save the checkpoint as safetensors with the code that made it",
-        )
-    raise CheckpointError(
-        "no *.safetensors file, expected the weights beside config.json",
-        id="no-weights",
-        path=path,
-        expected="*.safetensors beside config.json",
-    )

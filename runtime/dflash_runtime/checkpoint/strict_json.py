@@ -38,13 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         size = regular_size(path)
         if size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{size} bytes, expected at most {MAX_JSON_BYTES}",
-                id="json-too-large",
-                path=path,
-                found=size,
-                expected=f"at most {MAX_JSON_BYTES} bytes",
-            )
+            raise too_large_json(size, path)
         text = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -110,13 +104,15 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def too_large_json(size: int, path: Path) -> CheckpointError:
+    """Return the error about a JSON file of more than MAX_JSON_BYTES bytes."""
+    text = f"{size} bytes, expected at most {MAX_JSON_BYTES}"
+    return CheckpointError(text, id="json-too-large", path=path, found=size, expected=f"at most {MAX_JSON_BYTES} bytes")
+
+
 def _too_deep(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels",
-        id="json-too-deep",
-        path=path,
-        expected=f"at most {MAX_DEPTH} levels",
-    )
+    text = f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels"
+    return CheckpointError(text, id="json-too-deep", path=path, expected=f"at most {MAX_DEPTH} levels")
 
 
 def _is_deeper(value: dict[str, Any], depth: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which checkpoint a result is of: the same wherever it lies, another after any change that decides a result."""
+"""The digest of a checkpoint does not depend on its folder, and changes with every part that decides a result."""
 
 import json
 import os
@@ -55,14 +55,14 @@ def test_a_copy_is_the_same_and_has_no_path_in_it(tmp_path: Path) -> None:
     ],
     ids=["last byte", "a weight", "config", "template", "generation config"],
 )
-def test_any_change_is_another(change: Callable[[Path], object], tmp_path: Path) -> None:
+def test_any_change_changes_the_digest(change: Callable[[Path], object], tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "a")
     before = of(path)
     change(path)
     assert of(path).digest != before.digest
 
 
-def test_what_decides_nothing_changes_nothing(tmp_path: Path) -> None:
+def test_other_files_do_not_change_the_identity(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "a")
     before = of(path)
     (path / "README.md").write_text("about")

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken for: a draft, a target, or neither; the question is asked once."""
+"""A checkpoint is recognised as a draft, a target, or neither, and detection runs once."""
 
 from pathlib import Path
 
@@ -9,9 +9,10 @@ from dflash_cli.checkpoints.description import describe
 from dflash_cli.formats.dialect import find_dialect
 from dflash_runtime.errors import UnknownFormat
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 
-def test_the_dialect_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dialect_is_detected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def count(*args: object) -> object:
@@ -32,11 +33,11 @@ def test_a_target(tmp_path: Path) -> None:
 
 def test_neither(tmp_path: Path) -> None:
     path = support.write_checkpoint(tmp_path / "other", {"architectures": ["Bert"]}, support.body_arrays())
-    with pytest.raises(UnknownFormat, match=r"not a DFlash draft .*Bert"):
+    with refuses(UnknownFormat, "not-a-draft", path=path / "config.json"):
         describe(path)
 
 
 def test_a_relative_is_refused_by_name(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "draft", architectures=["DFlash2DraftModel"])
-    with pytest.raises(UnknownFormat, match=r"DFlash 2 .*not DFlash"):
+    with refuses(UnknownFormat, "relative-of-dflash", found="dflash2"):
         describe(path)

@@ -1,4 +1,4 @@
-"""Which target a draft is held against or runs with, in every command that takes a pair."""
+"""The target of a draft, in every command that takes a pair."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, fetch_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 
 def named(path: Path, target: object) -> Path:
@@ -37,7 +38,7 @@ def test_the_bundled_pair_fills_in(draft: str | None, target: str | None, expect
 def test_a_target_alone_decodes_plainly_or_is_refused() -> None:
     pair = complete_pair(None, "org/target", find=fetch_directory, needs_draft=False)
     assert (pair.draft, pair.draft_location, pair.target) == (None, None, "org/target")
-    with pytest.raises(UsageError, match="without a draft"):
+    with refuses(UsageError, "target-without-draft", field="--draft"):
         complete_pair(None, "org/target", find=fetch_directory)
 
 
@@ -45,27 +46,29 @@ def test_a_draft_alone_takes_the_target_it_names(tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target")
     pair = complete_pair(str(named(tmp_path / "draft", target)), None, find=fetch_directory)
     assert pair.find_target(fetch_directory) == target
-    assert pair.note == f"using the target that the draft names: {target}"
+    assert pair.note is not None
+    assert (pair.note.id, str(target) in pair.note) == ("target-named-by-draft", True)
 
 
 def test_errors_say_who_named_the_target(tmp_path: Path) -> None:
     draft = named(tmp_path / "draft", tmp_path / "absent")
-    with pytest.raises(CheckpointNotFound, match=f"absent: no such.*; {draft} names it as its target"):
+    with refuses(CheckpointNotFound, "named-target-not-found", found=str(tmp_path / "absent")) as error:
         complete_pair(str(draft), None, find=fetch_directory).find_target(fetch_directory)
-    with pytest.raises(CheckpointNotFound) as error:
+    assert str(draft) in error.value.message
+    with refuses(CheckpointNotFound, "not-a-reference", path=tmp_path / "typed") as error:
         complete_pair(str(draft), str(tmp_path / "typed"), find=fetch_directory).find_target(fetch_directory)
-    assert "names it" not in error.value.message
+    assert str(draft) not in error.value.message
 
 
-def test_a_draft_that_names_none(tmp_path: Path) -> None:
+def test_a_draft_that_does_not_name_its_target(tmp_path: Path) -> None:
     pair = complete_pair(str(support.make_native(tmp_path / "draft")), None, find=fetch_directory)
     assert pair.target is None
-    with pytest.raises(UsageError, match="does not name its target"):
+    with refuses(UsageError, "target-not-named", field="--target"):
         pair.find_target(fetch_directory)
 
 
 class TestValidate:
-    """A target that nobody typed is a help, and no reason to fail."""
+    """A target that only the draft names is a help. Its faults are notes."""
 
     def test_the_named_target_is_checked_against(self, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target", support.Shape(hidden=24))
@@ -73,23 +76,23 @@ class TestValidate:
         assert outcome.code == 3
         assert "P01 error" in outcome.out
         assert f"against {target}" in outcome.out
-        assert f"note: using the target that the draft names: {target}" in outcome.err
+        assert outcome.notices == ("target-named-by-draft",)
 
     @pytest.mark.parametrize("more", [(), ("--level", "weights")])
-    def test_one_that_is_not_there_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:
+    def test_an_absent_named_target_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:
         draft = named(tmp_path / "draft", "acme/absent")
         outcome = support.invoke("validate", draft, *more)
         assert outcome.code == 0, outcome.err
-        assert "nothing was checked against the target that the draft names: acme/absent: " in outcome.err
+        assert "acme/absent" in outcome.err
         assert "against" not in outcome.out
 
-    def test_one_that_cannot_be_read_is_a_note(self, tmp_path: Path) -> None:
+    def test_an_unreadable_named_target_is_a_note(self, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target", layer_types=["linear_attention"] * 4)
         outcome = support.invoke("validate", named(tmp_path / "draft", target))
         assert outcome.code == 0, outcome.err
         assert "linear_attention" in outcome.out
 
-    def test_one_that_was_typed_must_be_there(self, tmp_path: Path) -> None:
+    def test_a_typed_target_must_exist(self, tmp_path: Path) -> None:
         outcome = support.invoke("validate", named(tmp_path / "draft", tmp_path), "--target", tmp_path / "absent")
         assert outcome.code == 4
 

@@ -28,7 +28,7 @@ def test_a_native_draft(tmp_path: Path) -> None:
 
 def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
-    assert "vocabulary  32 ids, of which the draft can propose 12" in outcome.out
+    assert "vocabulary  32 ids; the draft proposes 12 of them" in outcome.out
     assert "target      acme/target" in outcome.out
     assert "not loaded  t2d: copies of the target's weights, or tensors that only training needs" in outcome.out
 

@@ -1,7 +1,8 @@
-"""Conversion: what is written, what is refused, what is proved, and that the destination is whole or absent."""
+"""Conversions between dialects: written configs and tensors, manifests, dropped copies and refusals."""
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.verify import differing_fields
+from dflash_cli.formats.dialect import writable_formats
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.errors import LossyConversion, PairMismatch, UnsupportedError
+from dflash_runtime.errors import LossyConversion, PairMismatch, TensorMismatch, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 NOT_STATED = frozenset({"verifier"})
 
@@ -44,7 +50,7 @@ ROPES = st.sampled_from([None, YARN, {"type": "linear", "factor": 2.0}])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, rope=ROPES, causal=st.sampled_from([False, None]), data=st.data())
 def test_there_and_back(shape: support.Shape, rope: Any, causal: Any, data: st.DataObject, tmp_path: Path) -> None:
-    """native -> speculators -> native: every field both can state and every byte is the same."""
+    """native -> speculators -> native keeps every byte, and every field that both dialects state."""
     work = tmp_path / data.draw(st.uuids().map(str))
     changes = {} if causal is not None else {"is_causal": support.REMOVED}
     source = support.make_native(work / "source", shape, rope_scaling=rope, **changes)
@@ -59,7 +65,7 @@ def test_there_and_back(shape: support.Shape, rope: Any, causal: Any, data: st.D
     assert second["verified"] == "roundtrip"
 
 
-def test_keys_without_a_home_survive_both_ways(tmp_path: Path) -> None:
+def test_carried_keys_survive_both_ways(tmp_path: Path) -> None:
     config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "mask_token": "<mask>"}
     source = support.make_native(tmp_path / "source", dflash_config=config, use_cache=True)
     support.convert(source, tmp_path / "there", "speculators", verifier="acme/target")
@@ -69,8 +75,8 @@ def test_keys_without_a_home_survive_both_ways(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_native_to_native_states_what_engines_look_for(tmp_path: Path) -> None:
-    """The forms of NeMo Automodel (its own architecture) and Model-Optimizer (use_swa) become plain native."""
+def test_native_to_native_states_the_keys_of_engines(tmp_path: Path) -> None:
+    """Exports of NeMo Automodel (its own architecture) and Model-Optimizer (use_swa) become plain native."""
     config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "use_swa": True, "swa_window_size": 16, "causal": False}
     source = support.make_native(
         tmp_path / "source", architectures=["Qwen3DFlashDraftModel"], dflash_config=config, is_causal=support.REMOVED
@@ -86,9 +92,10 @@ def test_native_to_native_states_what_engines_look_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["native", "speculators"])
 def test_the_result_states_the_type_of_its_weights(to: str, tmp_path: Path) -> None:
     source = support.make_native(tmp_path / "source", dtype="bfloat16")
-    manifest = support.convert(source, tmp_path / "out", to, verifier="acme/target")
+    plan = plan_conversion(open_draft(source), ConversionSpec(to=to, verifier="acme/target"))
+    assert [warning.id for warning in plan.warnings] == ["dtype-corrected"]
+    convert_draft(plan, tmp_path / "out")
     assert open_draft(tmp_path / "out").config.dtype == "float32"
-    assert "dtype: bfloat16 is stated, the result says float32, as the weights are" in manifest["warnings"]
 
 
 class TestManifest:
@@ -99,10 +106,8 @@ class TestManifest:
         assert changes["dflash_config.target_layer_ids"]["change"] == "derived"
         assert changes["dflash_config.target_layer_ids"]["to"] == "aux_hidden_state_layer_ids"
         assert changes["hidden_size"]["change"] == "moved"
-        assert changes["auto_map"] == {
-            "from": "auto_map", "to": None, "change": "dropped",
-            "why": "names code in the source repository, which is not copied",
-        }  # fmt: skip
+        assert (changes["auto_map"]["to"], changes["auto_map"]["change"]) == (None, "dropped")
+        assert changes["auto_map"]["why"]
         config = json.loads((source / "config.json").read_text())
         flat = {key for key in config if key != "dflash_config"} | {
             f"dflash_config.{k}" for k in config["dflash_config"]
@@ -121,7 +126,7 @@ class TestManifest:
             config = (directory / "config.json").read_bytes()
             assert manifest["configs"][side]["sha256"] == hashlib.sha256(config).hexdigest()
 
-    def test_papers_go_along(self, tmp_path: Path) -> None:
+    def test_model_card_and_licence_are_copied(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         (source / "README.md").write_text("a draft")
         (source / "LICENSE").write_text("MIT")
@@ -130,7 +135,8 @@ class TestManifest:
         assert changes == {"LICENSE": ("LICENSE", "kept"), "README.md": ("README.md", "kept")}
         card = (tmp_path / "out" / "README.md").read_text()
         assert card.startswith("a draft\n\n## Provenance\n")
-        assert "from `source` (DFlash, native dialect) to DFlash, speculators dialect" in card
+        dialects = {item.name: item.title for item in writable_formats()}
+        assert all(text in card for text in ("`source`", dialects["native"], dialects["speculators"]))
 
     def test_permissions_are_ordinary(self, tmp_path: Path) -> None:
         support.convert(
@@ -158,8 +164,7 @@ class TestVerifier:
     def test_local_target_gives_its_name_and_a_warning(self, tmp_path: Path) -> None:
         source, target = support.make_native(tmp_path / "source"), support.make_target(tmp_path / "Qwen3-8B")
         outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target", target)
-        assert outcome.code == 0
-        assert "the target is stored as 'Qwen3-8B'" in outcome.err
+        assert (outcome.code, outcome.notices) == (0, ("target-named-by-directory",))
         verifier = open_draft(tmp_path / "out").config.verifier
         assert verifier is not None
         assert (verifier.name_or_path, verifier.architectures) == ("Qwen3-8B", ("Qwen3ForCausalLM",))
@@ -167,8 +172,7 @@ class TestVerifier:
     def test_none(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators")
-        assert outcome.code == 2
-        assert "--target-name" in outcome.err
+        assert (outcome.code, outcome.error_id) == (2, "verifier-unknown")
 
 
 class TestReducedHead:
@@ -184,11 +188,10 @@ class TestReducedHead:
         support.assert_same_tensors(pair[0], tmp_path / "out")
         assert open_draft(tmp_path / "out").config == open_draft(pair[0]).config
 
-    def test_dropped_where_it_equals_the_targets_rows(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_dropped_if_it_equals_the_targets_rows(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         draft, target = pair
         outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target)
-        assert outcome.code == 0
-        assert "proposes over the whole vocabulary, so its drafts change" in outcome.err
+        assert (outcome.code, outcome.notices) == (0, ("reduced-head-dropped",))
         assert outcome.out == f"{tmp_path / 'out'}\n"
         config = open_draft(tmp_path / "out").config
         assert config.draft_vocab_size == config.vocab_size == 32
@@ -211,37 +214,37 @@ class TestReducedHead:
         support.convert(draft, tmp_path / "out", "native", target=target)
 
     @pytest.mark.parametrize("allow_lossy", [False, True])
-    def test_refused_where_one_bit_differs(self, pair: tuple[Path, Path], tmp_path: Path, allow_lossy: bool) -> None:
+    def test_refused_if_one_bit_differs(self, pair: tuple[Path, Path], tmp_path: Path, allow_lossy: bool) -> None:
         draft, target = pair
         arrays = load(draft)
         arrays["lm_head.weight"].view(np.uint8)[7, 0] ^= 1
         support.write_checkpoint(draft, support.speculators_config(support.REDUCED), arrays)
         args = ["--allow-lossy"] if allow_lossy else []
         outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target, *args)
-        assert outcome.code == 5
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "copy-differs", "lm_head.weight")
         row = int(support.kept_ids(support.REDUCED)[7])
-        assert f"row 7 of lm_head.weight is not the target's row {row}" in outcome.err
+        assert outcome.error is not None
+        assert re.findall(r"\d+", outcome.error.found) == ["7", str(row)]
         assert not (tmp_path / "out").exists()
 
     def test_refused_without_a_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         outcome = support.invoke("convert", pair[0], tmp_path / "out", "--to", "native")
-        assert outcome.code == 5
-        assert "pass --target TARGET" in outcome.err
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "copy-not-compared", "lm_head.weight")
 
     def test_refused_for_another_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         other = support.make_target(tmp_path / "other", replace(support.REDUCED, vocab=40))
-        with pytest.raises(PairMismatch, match="vocab_size"):
+        with refuses(PairMismatch, field="vocab_size"):
             support.convert(pair[0], tmp_path / "out", "native", target=other)
 
     def test_pieces_cover_every_row(self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pieces far smaller than the head still compare each row once."""
+        """If pieces are much smaller than the head, each row is still compared once."""
         from dflash_cli.checkpoints import target_copies
 
         monkeypatch.setattr(target_copies, "PIECE_BYTES", 200)
         draft = open_draft(pair[0])
         target = open_target(pair[1])
         mine, theirs = draft.checkpoint.tensors["lm_head.weight"], target.checkpoint.tensors["lm_head.weight"]
-        ids = target_copies._kept_ids(draft, "lm_head.weight")
+        ids = target_copies.target_ids(draft, "lm_head.weight")
         pieces = list(target_copies._pieces(mine, theirs, ids))
         assert [row for begin, end in pieces for row in range(begin, end)] == list(range(12))
         assert len(pieces) > 3
@@ -253,7 +256,7 @@ def load(path: Path) -> support.Arrays:
 
 
 class TestFullCopies:
-    """speculators 0.5 to 0.8 wrote the target's embedding and head into full-vocabulary files too."""
+    """speculators 0.5 to 0.8 wrote the target's embedding and head into files with a full vocabulary as well."""
 
     def source(self, tmp_path: Path, *, identity: bool = True) -> Path:
         target = support.target_arrays()
@@ -270,30 +273,29 @@ class TestFullCopies:
             self.source(tmp_path), tmp_path / "out", "native", target=support.make_target(tmp_path / "target")
         )
         dropped = {entry["from"]: entry["why"] for entry in manifest["tensors"] if entry["change"] == "dropped"}
-        assert dropped["embed_tokens.weight"] == dropped["lm_head.weight"] == "equals the target's rows bit for bit"
-        assert dropped["d2t"] == dropped["t2d"] == "maps every id to itself"
+        assert dropped["embed_tokens.weight"] == dropped["lm_head.weight"] != dropped["d2t"] == dropped["t2d"]
         assert set(load(tmp_path / "out")) == set(support.body_arrays())
 
     def test_refused_without_a_target(self, tmp_path: Path) -> None:
-        with pytest.raises(LossyConversion, match="no target is given"):
+        with refuses(LossyConversion, "copy-not-compared", field="lm_head.weight"):
             support.convert(self.source(tmp_path), tmp_path / "out", "native")
 
     def test_embedding_may_be_dropped_on_demand(self, tmp_path: Path) -> None:
         target = support.target_arrays()
         extra: support.Arrays = {"embed_tokens.weight": target["model.embed_tokens.weight"]}
         source = support.make_speculators(tmp_path / "source", extra=extra, num_target_layers=4)
-        with pytest.raises(LossyConversion) as caught:
+        with refuses(LossyConversion, "copy-not-compared", field="embed_tokens.weight") as caught:
             support.convert(source, tmp_path / "out", "native")
         assert "--allow-lossy" in str(caught.value.hint)
-        manifest = support.convert(source, tmp_path / "out", "native", allow_lossy=True)
-        assert any("which was not compared with it" in warning for warning in manifest["warnings"])
+        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--allow-lossy")
+        assert (outcome.code, outcome.notices) == (0, ("embedding-not-compared",))
 
     def test_kept_in_their_dialect_but_for_the_identity_map(self, tmp_path: Path) -> None:
         support.convert(self.source(tmp_path), tmp_path / "out", "speculators")
         assert set(load(tmp_path / "out")) == {*support.body_arrays(), "embed_tokens.weight", "lm_head.weight"}
 
     def test_a_map_that_reorders_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedError, match="reorders ids"):
+        with refuses(UnsupportedError, "id-map-reorders", field="d2t"):
             support.convert(self.source(tmp_path, identity=False), tmp_path / "out", "speculators")
 
 
@@ -301,9 +303,7 @@ class TestRefusals:
     def test_depth_must_be_known(self, tmp_path: Path) -> None:
         source = support.make_speculators(tmp_path / "source")
         outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native")
-        assert outcome.code == 2
-        assert "num_target_layers" in outcome.err
-        assert "pass --target" in outcome.err
+        assert (outcome.code, outcome.error_id) == (2, "target-depth-unknown")
         target = support.make_target(tmp_path / "target")
         support.convert(source, tmp_path / "out", "native", target=target)
         assert open_draft(tmp_path / "out").config.num_target_layers == 4
@@ -312,10 +312,10 @@ class TestRefusals:
         config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "output_multiplier": 0.5}
         source = support.make_native(tmp_path / "source", dflash_config=config)
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
-        assert support.invoke(*args).code == 5
+        refused = support.invoke(*args)
+        assert (refused.code, refused.field) == (5, "output_multiplier")
         outcome = support.invoke(*args, "--allow-lossy")
-        assert outcome.code == 0
-        assert "scales are left out" in outcome.err
+        assert (outcome.code, outcome.notices) == (0, ("scales-dropped",))
 
     def test_mask_embedding(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
@@ -323,19 +323,20 @@ class TestRefusals:
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
         refused = support.invoke(*args)
         assert refused.code == 5
-        assert "mask_embedding.pt" in refused.err
+        assert refused.error is not None
+        assert refused.error.path == source / "mask_embedding.pt"
         assert support.invoke(*args, "--allow-lossy").code == 0
 
     def test_causal_full_layers(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source", is_causal=True)
-        with pytest.raises(LossyConversion, match="full layers are never causal"):
+        with refuses(LossyConversion, "causal-full-layers", field="causal"):
             support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
 
     def test_mixed_layers_warn_about_vllm(self, tmp_path: Path) -> None:
         shape = support.Shape(windows=(16, None))
         source = support.make_native(tmp_path / "source", shape, is_causal=support.REMOVED)
-        manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-        assert any("vLLM 0.33 makes every layer causal" in warning for warning in manifest["warnings"])
+        plan = plan_conversion(open_draft(source), ConversionSpec(to="speculators", verifier="acme/target"))
+        assert "causality-differs" in [warning.id for warning in plan.warnings]
 
     def test_malformed_tensors(self, tmp_path: Path) -> None:
         arrays = support.body_arrays()
@@ -343,11 +344,12 @@ class TestRefusals:
         arrays["extra"] = np.zeros(1, dtype=np.float32)
         source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
         outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
-        assert outcome.code == 3
-        assert "missing tensors: norm.weight; unexpected tensors: extra" in outcome.err
+        assert (outcome.code, outcome.error_id) == (3, "tensor-mismatch")
+        assert isinstance(outcome.error, TensorMismatch)
+        assert (outcome.error.missing, outcome.error.unexpected) == (("norm.weight",), ("extra",))
 
     @pytest.mark.parametrize("force", [False, True])
-    def test_a_destination_that_is_no_checkpoint(self, tmp_path: Path, force: bool) -> None:
+    def test_a_destination_that_is_not_a_checkpoint(self, tmp_path: Path, force: bool) -> None:
         precious = tmp_path / "out"
         precious.mkdir()
         (precious / "thesis.txt").write_text("years of work")
@@ -359,8 +361,7 @@ class TestRefusals:
     def test_the_source_is_not_replaced(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         outcome = support.invoke("convert", source, source, "--to", "native", "--force")
-        assert outcome.code == 2
-        assert "contains the source" in outcome.err
+        assert (outcome.code, outcome.error_id) == (2, "destination-holds-source")
 
 
 def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`conversion.json` is read back as it was written, and a malformed one is refused with the field."""
+"""`conversion.json` is read as it was written. A malformed one is refused with the field."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`mask_embedding.pt`: found in its file without unpickling, or refused; and where each result puts it."""
+"""The learned mask embedding is found in `mask_embedding.pt` without unpickling, and copied if readers use it."""
 
 import collections
 import contextlib
@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
+from dflash_runtime.errors import MISSING, CheckpointError, DFlashError, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 EMBEDDING = torch.arange(16, dtype=torch.bfloat16) / 8
 
@@ -61,32 +62,33 @@ class TestReader:
         assert found == {"more": {}}
 
     @pytest.mark.parametrize(
-        ("value", "message"),
+        ("value", "id", "found"),
         [
-            (torch.ones(2), "holds no dictionary"),
-            ({1: torch.ones(2)}, "holds no dictionary"),
-            ({"a": torch.ones(2, 3).T}, "not contiguous"),
-            ({"a": torch.nn.Parameter(torch.ones(2))}, "_rebuild_parameter"),
-            ({"a": torch.ones(2, dtype=torch.bool)}, "torch.BoolStorage"),
-            ({"a": np.ones(2)}, "asks for numpy"),
+            (torch.ones(2), "torch-zip-not-a-dictionary", ""),
+            ({1: torch.ones(2)}, "torch-zip-not-a-dictionary", ""),
+            ({"a": torch.ones(2, 3).T}, "torch-zip-not-contiguous", ""),
+            ({"a": torch.nn.Parameter(torch.ones(2))}, "torch-zip-pickle-global", "torch._utils._rebuild_parameter"),
+            ({"a": torch.ones(2, dtype=torch.bool)}, "torch-zip-pickle-global", "torch.BoolStorage"),
+            ({"a": np.ones(2)}, "torch-zip-pickle-global", "numpy."),
         ],
     )
-    def test_anything_else_is_refused(self, value: Any, message: str, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedError, match=message):
+    def test_anything_else_is_refused(self, value: Any, id: str, found: str, tmp_path: Path) -> None:
+        with refuses(UnsupportedError, id, path=tmp_path / "a.pt") as caught:
             read_torch_zip(save(tmp_path / "a.pt", value))
+        assert str(caught.value.found or "").startswith(found)
 
     @pytest.mark.parametrize("data", [b"", b"not a zip", pickle.dumps({"a": 1})])
-    def test_no_archive(self, data: bytes, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_an_archive(self, data: bytes, tmp_path: Path) -> None:
         path = tmp_path / "a.pt"
         path.write_bytes(data)
-        with pytest.raises(UnsupportedError, match=r"no archive of torch\.save"):
+        with refuses(UnsupportedError, "torch-zip-not-an-archive", path=path):
             read_torch_zip(path)
 
     def test_an_archive_without_its_beginning(self, tmp_path: Path) -> None:
-        """The offsets of its members then lie before the file."""
+        """The offsets of its members are then negative."""
         path = save(tmp_path / "a.pt", {"embedding": torch.ones(4)})
         path.write_bytes(path.read_bytes()[10:])
-        with pytest.raises(UnsupportedError, match=r"no archive of torch\.save"):
+        with refuses(UnsupportedError, "torch-zip-not-an-archive", path=path):
             read_torch_zip(path)
 
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,7 +103,7 @@ class TestReader:
             read_torch_zip(path)
 
     def test_code_is_never_run(self, tmp_path: Path) -> None:
-        """The classic: a pickle that calls `os.system`."""
+        """The pickle calls `os.system`."""
 
         class Bomb:
             def __reduce__(self) -> Any:
@@ -109,7 +111,7 @@ class TestReader:
 
         path = tmp_path / "a.pt"
         torch.save({"embedding": Bomb()}, path)
-        with pytest.raises(UnsupportedError, match=r"asks for \w+.system; pickles are never executed"):
+        with refuses(UnsupportedError, "torch-zip-pickle-global", found=f"{os.system.__module__}.system"):
             read_torch_zip(path)
         assert not (tmp_path / "ran").exists()
 
@@ -121,8 +123,7 @@ class TestReader:
         path = source(tmp_path, {"embedding": Bomb()})
         for to in ("native", "vllm", "sglang"):
             outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
-            assert outcome.code == 5
-            assert "never executed" in outcome.err
+            assert (outcome.code, outcome.error_id) == (5, "torch-zip-pickle-global")
         assert not (tmp_path / "ran").exists()
 
     def test_a_tensor_past_its_storage(self, tmp_path: Path) -> None:
@@ -132,13 +133,13 @@ class TestReader:
         with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
             for name, data in members.items():
                 archive.writestr(name, data[:8] if "/data/" in name else data)
-        with pytest.raises(CheckpointError, match="smaller than its tensor"):
+        with refuses(CheckpointError, "storage-too-small", field="embedding"):
             read_torch_zip(tmp_path / "b.pt")
 
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
-    def test_damage_is_an_error_of_ours(self, data: st.DataObject, tmp_path: Path) -> None:
-        """Random bytes changed in the pickle, which stands in the file as it is."""
+    def test_a_damaged_pickle_raises_an_error_for_the_user(self, data: st.DataObject, tmp_path: Path) -> None:
+        """Random bytes of the uncompressed pickle are changed."""
         buffer = io.BytesIO()
         torch.save({"embedding": EMBEDDING, "mask_token_id": 31}, buffer)
         with zipfile.ZipFile(buffer) as archive:
@@ -157,15 +158,15 @@ class TestReader:
 
 class TestConversion:
     def test_native_keeps_the_pickle_and_says_who_reads_it(self, tmp_path: Path) -> None:
-        """No safetensors file beside the weights: z-lab's MLX loader and vLLM take every one of them for weights."""
+        """z-lab's MLX loader and vLLM read every safetensors file as weights, so the result has only one."""
         path = source(tmp_path)
-        manifest = support.convert(path, tmp_path / "out", "native")
+        outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+        assert outcome.notices == ("mask-embedding-copied",)
         assert (tmp_path / "out" / "mask_embedding.pt").read_bytes() == (path / "mask_embedding.pt").read_bytes()
         assert [item.name for item in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
-        assert "mask_embedding.pt is copied: vLLM and SGLang read it" in manifest["warnings"][-1]
 
-    def test_weights_are_not_mistaken(self, tmp_path: Path) -> None:
-        """The file lies beside weights of any name and is none of them."""
+    def test_the_mask_file_is_not_read_as_weights(self, tmp_path: Path) -> None:
+        """The file is not read as weights, whatever the names of the weight files are."""
         path = source(tmp_path)
         (path / "model.safetensors").rename(path / "weights.safetensors")
         support.convert(path, tmp_path / "out", "native")
@@ -181,40 +182,42 @@ class TestConversion:
         assert torch.equal(loaded["embedding"], EMBEDDING)
 
     @pytest.mark.parametrize("to", ["speculators", "mlx"])
-    def test_others_have_no_place(self, to: str, tmp_path: Path) -> None:
+    def test_other_dialects_cannot_hold_it(self, to: str, tmp_path: Path) -> None:
         args = ["convert", source(tmp_path), tmp_path / "out", "--to", to, "--target-name", "a/b"]
         outcome = support.invoke(*args)
-        assert outcome.code == 5
-        assert "cannot hold" in outcome.err
-        assert "--allow-lossy converts without it" in outcome.err
+        assert (outcome.code, outcome.error_id) == (5, "mask-embedding")
+        assert outcome.error is not None
+        assert "--allow-lossy" in str(outcome.error.hint)
         assert support.invoke(*args, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
     @pytest.mark.parametrize("to", ["native", "mlx", "vllm", "sglang"])
-    def test_safetensors_is_not_what_engines_read(self, to: str, tmp_path: Path) -> None:
+    def test_engines_do_not_read_it_from_safetensors(self, to: str, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "source")
         save_file({"embedding": EMBEDDING.float().numpy()}, path / "mask_embedding.safetensors")
         outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
-        assert outcome.code == 5
-        assert "which engines read from mask_embedding.pt only" in outcome.err
+        assert (outcome.code, outcome.error_id) == (5, "mask-embedding")
+        assert outcome.error is not None
+        assert outcome.error.path == path / "mask_embedding.safetensors"
         assert support.invoke("convert", path, tmp_path / "out", "--to", to, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
     @pytest.mark.parametrize(
-        ("value", "message"),
+        ("value", "id", "found"),
         [
-            ({"embedding": EMBEDDING, "mask_token_id": 30}, "mask_token_id 30, expected 31"),
-            ({"embedding": EMBEDDING[:8].clone()}, r"found [8], expected [16]"),
-            ({"mask_token_id": 31}, "found no tensor"),
+            ({"embedding": EMBEDDING, "mask_token_id": 30}, "other-mask-token", 30),
+            ({"embedding": EMBEDDING[:8].clone()}, "mask-embedding-shape", [8]),
+            ({"mask_token_id": 31}, "mask-embedding-shape", MISSING),
         ],
     )
-    def test_one_of_another_draft(self, value: Any, message: str, tmp_path: Path) -> None:
+    def test_the_embedding_of_another_draft(self, value: Any, id: str, found: object, tmp_path: Path) -> None:
         outcome = support.invoke("convert", source(tmp_path, value), tmp_path / "out", "--to", "native")
-        assert outcome.code == 3
-        assert message in outcome.err
+        assert (outcome.code, outcome.error_id) == (3, id)
+        assert outcome.error is not None
+        assert outcome.error.found == found
 
 
-def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
+def test_copied_and_dropped_files(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "source")
     for name in ("LICENSE", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         (path / name).write_text(name)
@@ -229,13 +232,8 @@ def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
     for name in kept:
         assert (tmp_path / "out" / name).read_text() == name
     dropped = {entry["from"]: entry["why"] for entry in manifest["files"] if entry["change"] == "dropped"}
-    assert dropped == {
-        "assets": "a directory",
-        "modeling_dflash.py": "code, which is never copied",
-        "old.gguf": "weights that the checkpoint does not name",
-        "optimizer.pt": "a pickle file",
-        "training_args.json": "not a file that readers of a checkpoint look for",
-    }
+    assert set(dropped) == {"assets", "modeling_dflash.py", "old.gguf", "optimizer.pt", "training_args.json"}
+    assert len(set(dropped.values())) == 5
 
 
 def test_a_side_file_that_leads_outside_is_refused(tmp_path: Path) -> None:
@@ -243,5 +241,4 @@ def test_a_side_file_that_leads_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (path / "README.md").symlink_to(tmp_path / "secret")
     outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
-    assert outcome.code == 3
-    assert "outside the checkpoint" in outcome.err
+    assert (outcome.code, outcome.error_id) == (3, "link-outside")

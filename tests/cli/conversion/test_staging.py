@@ -1,4 +1,4 @@
-"""Where a system refuses a directory, that is one line; what killed runs have left is found at the next."""
+"""Errors of the system are one line and leave nothing. A conversion finds the files of killed conversions."""
 
 import errno
 import json
@@ -63,11 +63,12 @@ class TestRefusals:
         monkeypatch.setattr(resource, "getrlimit", lambda which: (10_000, 10_000))
         monkeypatch.setattr(safetensors_writer, "MOVES", ())
         outcome = convert(tmp_path)
-        assert outcome.code == 6
-        assert "the largest file takes 24064 bytes, and a file may have 10000 here" in outcome.err
+        assert (outcome.code, outcome.error_id) == (6, "file-limit")
+        assert outcome.error is not None
+        assert outcome.error.found == 24064
 
     def test_a_real_limit_on_files(self, tmp_path: Path) -> None:
-        """The header takes the file over a limit that its tensors keep to."""
+        """The tensors alone do not exceed the limit, but the file with its header does."""
         source = support.make_native(tmp_path / "source")
         code = (
             "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (24100, 24100))\n"
@@ -77,7 +78,7 @@ class TestRefusals:
         env = {**os.environ, **support.IMPORT_PATHS}
         done = subprocess.run(args, capture_output=True, text=True, env=env, check=False)
         assert done.returncode == 6, done.stderr
-        assert "a file has reached the limit on its size; nothing was left behind" in done.stderr
+        assert "--max-shard-size" in done.stderr
         assert "Traceback" not in done.stderr
         assert names(tmp_path) == ["source"]
 
@@ -89,17 +90,17 @@ class TestRemains:
             (remain / ".writing").touch()
         return remain
 
-    def test_those_of_a_dead_run_are_removed_and_named(self, tmp_path: Path) -> None:
+    def test_the_files_of_a_dead_run_are_removed_and_named(self, tmp_path: Path) -> None:
         remain = self.stage(tmp_path)
         outcome = convert(tmp_path)
-        assert outcome.code == 0
-        assert f"removed {remain}, left from a conversion that was killed" in outcome.err
+        assert (outcome.code, outcome.notices) == (0, ("unfinished-result-removed",))
+        assert str(remain) in outcome.err
         assert names(tmp_path) == ["out", "source"]
 
     def test_a_dry_run_removes_nothing(self, tmp_path: Path) -> None:
         remain = self.stage(tmp_path)
         outcome = convert(tmp_path, "--dry-run")
-        assert f"{remain} is left from a conversion that was killed" in outcome.err
+        assert outcome.notices == ("unfinished-result-left",)
         assert remain.exists()
 
     def test_a_run_that_still_writes_keeps_its_own(self, tmp_path: Path) -> None:
@@ -107,12 +108,15 @@ class TestRemains:
         remain.mkdir()
         with staging._marked(remain):
             outcome = convert(tmp_path)
-            assert f"another conversion to {tmp_path / 'out'} is running; it writes {remain}" in outcome.err
+            assert outcome.notices == ("conversion-running",)
+            assert str(remain) in outcome.err
         assert remain.exists()
 
-    def test_one_that_says_nothing_of_its_writer_is_only_named(self, tmp_path: Path) -> None:
+    def test_a_directory_without_a_marker_is_only_named(self, tmp_path: Path) -> None:
         remain = self.stage(tmp_path, is_marked=False)
-        assert f"{remain} is left from a conversion that was killed: remove it" in convert(tmp_path).err
+        outcome = convert(tmp_path)
+        assert outcome.notices == ("unfinished-result-left",)
+        assert str(remain) in outcome.err
         assert remain.exists()
 
     def test_files_of_others_stay(self, tmp_path: Path) -> None:
@@ -121,17 +125,18 @@ class TestRemains:
         assert convert(tmp_path).code == 0
         assert (remain / "thesis.txt").read_text() == "x"
 
-    def test_what_stood_at_the_destination_is_never_removed(self, tmp_path: Path) -> None:
+    def test_a_replaced_checkpoint_is_never_removed(self, tmp_path: Path) -> None:
         old = self.stage(tmp_path, "old")
         outcome = convert(tmp_path)
+        assert outcome.notices == ("replaced-checkpoint-aside",)
         assert f"mv {old} {tmp_path / 'out'}" in outcome.err
         shutil.rmtree(tmp_path / "out")
         assert old.exists()
 
-    def test_other_names_are_nobodys_remains(self, tmp_path: Path) -> None:
+    def test_directories_of_other_names_are_ignored(self, tmp_path: Path) -> None:
         for name in (".out.tmp-mine", ".outer.tmp-0123abcd", "out.tmp-0123abcd", ".out.tmp-0123abcde"):
             (tmp_path / name).mkdir()
-        assert "left from" not in convert(tmp_path).err
+        assert convert(tmp_path).notices == ()
 
     def test_the_result_has_no_marker(self, tmp_path: Path) -> None:
         assert convert(tmp_path).code == 0
@@ -139,7 +144,7 @@ class TestRemains:
 
 
 def test_three_at_once_leave_one_result(tmp_path: Path) -> None:
-    """Each into the same destination, none with --force: one is served, two are told."""
+    """Three conversions to one destination without --force: one succeeds, and two are refused."""
     source = support.make_native(tmp_path / "source")
     wait = "import dflash_cli.conversion.execute as e, sys, time\nv = e.verify_roundtrip\n"
     wait += "def slow(*a):\n    v(*a)\n    print('written', flush=True)\n    sys.stdin.readline()\n"
@@ -153,7 +158,7 @@ def test_three_at_once_leave_one_result(tmp_path: Path) -> None:
     errors = [run.communicate("go\n", timeout=60)[1] for run in runs]
     codes = [run.returncode for run in runs]
     assert sorted(codes) == [0, 2, 2], errors
-    assert sum("appeared while the conversion ran" in error for error in errors) == 2
+    assert sum(f"error: {tmp_path / 'out'}: " in error for error in errors) == 2
     assert names(tmp_path) == ["out", "source"]
     written = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert written["destination_dialect"] == dialects[codes.index(0)]

@@ -1,4 +1,4 @@
-"""Taps out of order or repeated: refused where readers sort them, put in order on demand, with equal logits."""
+"""Unsorted or repeated taps are refused if readers sort them. --normalise-taps sorts them and keeps the logits."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,13 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion import tap_order as taps_module
 from dflash_cli.conversion.logits import verify_logits
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 FORMATS = ("native", "speculators", "vllm", "sglang", "mlx")
 
 
 def source(tmp_path: Path, taps: tuple[int, ...], dtype: torch.dtype = torch.float32, *, steps: bool = False) -> Path:
-    """A draft with these taps; with `steps`, the projection holds multiples of 1/8 whose sums are exact."""
+    """A draft with these taps. With `steps`, the projection holds multiples of 1/8, so their sums are exact."""
     shape = support.Shape(taps=taps)
     path = tmp_path / "source"
     path.mkdir()
@@ -36,17 +37,17 @@ def arguments(path: Path, out: Path, to: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("to", ["speculators", "vllm", "sglang"])
 @pytest.mark.parametrize("taps", [(2, 0), (0, 2, 2)])
-def test_refused_where_readers_sort(to: str, taps: tuple[int, ...], tmp_path: Path) -> None:
+def test_refused_if_readers_sort(to: str, taps: tuple[int, ...], tmp_path: Path) -> None:
     outcome = support.invoke(*arguments(source(tmp_path, taps), tmp_path / "out", to))
-    assert outcome.code == 5
-    assert f"target_layer_ids {list(taps)}" in outcome.err
-    assert "--normalise-taps" in outcome.err
+    assert (outcome.code, outcome.error_id) == (5, "unsorted-taps")
+    assert outcome.error is not None
+    assert outcome.error.found == list(taps)
+    assert "--normalise-taps" in str(outcome.error.hint)
 
 
-def test_kept_with_a_warning_where_readers_follow_the_file(tmp_path: Path) -> None:
+def test_kept_with_a_warning_if_readers_follow_the_file(tmp_path: Path) -> None:
     outcome = support.invoke(*arguments(source(tmp_path, (2, 0)), tmp_path / "out", "native"))
-    assert outcome.code == 0
-    assert "engines mix up the columns" in outcome.err
+    assert (outcome.code, outcome.notices) == (0, ("unsorted-taps",))
     assert open_draft(tmp_path / "out").config.target_layer_ids == (2, 0)
 
 
@@ -62,7 +63,7 @@ def test_in_order_with_equal_logits(to: str, taps: tuple[int, ...], tmp_path: Pa
     assert manifest["logits"]["max_difference"] < 1e-5
     assert manifest["logits"]["same_best_share"] == 1
     entry = next(item for item in manifest["tensors"] if item["to"] == "fc.weight")
-    assert (entry["change"], entry["why"]) == ("derived", "its columns are reordered to match the sorted tapped layers")
+    assert entry["change"] == "derived"
     assert verify_logits(open_draft(path), result).largest_logit > 0
 
 
@@ -85,20 +86,19 @@ def test_pieces_of_any_size(piece: int, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class TestRounding:
-    """Sums that the element type cannot hold are refused, or rounded once on demand."""
+    """Sums that the element type rounds are refused, unless --allow-lossy rounds them."""
 
     def test_refused(self, tmp_path: Path) -> None:
         path = source(tmp_path, (0, 0), torch.bfloat16)
         outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
-        assert outcome.code == 5
-        assert "BF16 rounds" in outcome.err
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "taps-rounded", "fc.weight")
         assert not (tmp_path / "out").exists()
 
     def test_rounded_on_demand(self, tmp_path: Path) -> None:
         path = source(tmp_path, (0, 0), torch.bfloat16)
         outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps", "--allow-lossy"))
         assert outcome.code == 0
-        assert "BF16 rounds, by up to" in outcome.err
+        assert "taps-rounded" in outcome.notices
         before, after = (load_file(place / "model.safetensors")["fc.weight"] for place in (path, tmp_path / "out"))
         assert torch.equal(after, (before[:, :16].double() + before[:, 16:].double()).bfloat16())
 
@@ -108,8 +108,7 @@ class TestRounding:
         arrays["fc.weight"] = arrays["fc.weight"].astype(np.int8)
         support.write_checkpoint(path, support.native_config(support.Shape(taps=(2, 0))), arrays)
         outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
-        assert outcome.code == 5
-        assert "packed weights cannot be reordered" in outcome.err
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "quantised-weights", "fc.weight")
 
 
 def test_ascending_taps_are_left_alone(tmp_path: Path) -> None:
@@ -122,18 +121,17 @@ def test_ascending_taps_are_left_alone(tmp_path: Path) -> None:
 def test_a_last_layer_tap_is_kept_and_warned_about(to: str, tmp_path: Path) -> None:
     path = source(tmp_path, (0, 3))
     outcome = support.invoke(*arguments(path, tmp_path / "out", to))
-    assert outcome.code == 0
-    assert "the draft taps layer 3, the target's last" in outcome.err
+    assert (outcome.code, outcome.notices) == (0, ("last-layer-tapped",))
     assert open_draft(tmp_path / "out").config.target_layer_ids == (0, 3)
 
 
 def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is compared with the projection made anew, not with what was written."""
+    """The result is compared with a newly computed projection."""
     from dflash_cli.checkpoints import safetensors_writer
-    from dflash_cli.conversion import write as write_module
+    from dflash_cli.conversion import execute
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionSpec
+    from dflash_cli.conversion.spec import ConversionSpec
     from dflash_runtime.checkpoint.files import read_header
     from dflash_runtime.errors import GateFailed
 
@@ -146,7 +144,7 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
             stream.seek(at)
             stream.write(b"\x01\x02")
 
-    monkeypatch.setattr(write_module, "write_tensors", corrupt)
+    monkeypatch.setattr(execute, "write_tensors", corrupt)
     plan = plan_conversion(open_draft(source(tmp_path, (2, 0))), ConversionSpec(to="native", normalise_taps=True))
-    with pytest.raises(GateFailed, match=r"fc\.weight: the result's bytes"):
+    with refuses(GateFailed, "result-differs", field="fc.weight"):
         convert_draft(plan, tmp_path / "out")

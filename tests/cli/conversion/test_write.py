@@ -1,4 +1,4 @@
-"""Where a conversion writes: the destination is whole or absent, files keep their structure, torch stays out."""
+"""The destination is complete or absent, files keep their structure, and torch is not imported."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from safetensors.numpy import load_file
 from dflash_cli.checkpoints import references, safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
-from dflash_cli.conversion import staging
-from dflash_cli.conversion import write as write_module
+from dflash_cli.conversion import execute, staging
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
-from dflash_cli.conversion.request import ConversionSpec
+from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
 from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -39,31 +39,28 @@ class TestDestination:
     def test_refused_before_anything_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         outcome = support.invoke("convert", tmp_path / "absent", tmp_path / "out", "--to", "native")
-        assert outcome.code == 2
-        assert "exists already" in outcome.err
+        assert (outcome.code, outcome.error_id) == (2, "output-exists")
 
     def test_a_missing_folder_is_refused_and_not_made(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         outcome = support.invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
-        assert outcome.code == 2
-        assert f"{tmp_path / 'absent'}: no such directory" in outcome.err
-        with pytest.raises(UsageError, match="no such directory"):
+        assert (outcome.code, outcome.error_id) == (2, "no-parent-directory")
+        with refuses(UsageError, "no-parent-directory", path=tmp_path / "absent"):
             convert_draft(plan(source), tmp_path / "absent" / "out")
         assert not (tmp_path / "absent").exists()
 
     @pytest.mark.parametrize("more", [(), ("--dry-run",)])
     @pytest.mark.parametrize("name", ["draft", "target", "."])
-    def test_neither_source_nor_target_is_replaced_though_they_are_given_by_name(
+    def test_a_bundled_source_or_target_is_not_replaced(
         self, name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`tiny` is a directory like any other."""
         home = tmp_path / "tiny"
         support.make_native(home / "draft")
         support.make_target(home / "target")
         monkeypatch.setattr(references, "tiny_directory", lambda: home)
         outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
-        assert outcome.code == 2
-        assert ("is or contains the source" if name == "draft" else "is no draft") in outcome.err
+        id = "destination-holds-source" if name == "draft" else "destination-not-a-draft"
+        assert (outcome.code, outcome.error_id) == (2, id)
         assert open_draft(home / "draft").format.name == "native"
         assert (home / "target" / "model.safetensors").exists()
 
@@ -80,8 +77,11 @@ class TestDestination:
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target", "--dry-run"]
         outcome = support.invoke(*args)
         assert outcome.code == 0
-        assert "derived  dflash_config.target_layer_ids -> aux_hidden_state_layer_ids" in outcome.out
-        assert "writes   model.safetensors  (24064 bytes of weights)" in outcome.out
+        lines = [line.split() for line in outcome.out.splitlines()]
+        assert ["derived", "dflash_config.target_layer_ids", "->", "aux_hidden_state_layer_ids"] in [
+            words[:4] for words in lines
+        ]
+        assert ["writes", "model.safetensors", "(24064"] in [words[:3] for words in lines]
         document = json.loads(support.invoke(*args, "--json").out)
         assert document["dry_run"] is True
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
@@ -132,7 +132,7 @@ class TestDestination:
     def test_a_full_disk_is_seen_before_writing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = support.make_native(tmp_path / "source")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-        with pytest.raises(CapacityError, match="10 bytes free"):
+        with refuses(CapacityError, "disk-full", path=tmp_path, found=10):
             convert_draft(plan(source), tmp_path / "out")
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
@@ -146,9 +146,10 @@ class TestDestination:
                 stream.seek(-4, os.SEEK_END)
                 stream.write(b"\x00\x00\x00\x00")
 
-        monkeypatch.setattr(write_module, "write_tensors", corrupt)
-        with pytest.raises(GateFailed, match="bytes are not the source's"):
+        monkeypatch.setattr(execute, "write_tensors", corrupt)
+        with refuses(GateFailed, "result-differs") as caught:
             convert_draft(plan(source), tmp_path / "out")
+        assert caught.value.field in support.body_arrays()
         assert not (tmp_path / "out").exists()
 
 
@@ -178,8 +179,8 @@ class TestFiles:
         support.assert_same_tensors(source, tmp_path / "out")
 
     @pytest.mark.parametrize("padding", [0, 8, 4000, 4096])
-    def test_data_lies_in_a_page_as_it_did(self, padding: int, tmp_path: Path) -> None:
-        """So that the system copies whole pages; the header is padded with spaces, as the format allows."""
+    def test_data_keeps_its_offset_within_a_page(self, padding: int, tmp_path: Path) -> None:
+        """The header is padded with spaces, so that the system can copy whole memory pages."""
         source = support.make_native(tmp_path / "source")
         file = source / "model.safetensors"
         data = file.read_bytes()
@@ -199,7 +200,7 @@ class TestFiles:
         assert len(header) % 8 == 0
 
     def test_empty_tensors_survive(self, tmp_path: Path) -> None:
-        """A tensor of no elements has no bytes to copy but keeps its entry."""
+        """A tensor with 0 elements keeps its entry in the header."""
         from safetensors.numpy import save_file
 
         from dflash_cli.checkpoints.safetensors_writer import write_tensors

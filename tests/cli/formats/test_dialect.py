@@ -14,7 +14,7 @@ from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 
-def test_what_can_be_written() -> None:
+def test_writable_dialects() -> None:
     assert [item.name for item in writable_formats()] == sorted(item.name for item in all_formats() if item.writable)
     assert all(get_writable(item.name) is item for item in writable_formats())
 
@@ -38,7 +38,7 @@ def test_other_names_are_refused_in_one_line(name: str, id: str, named: list[str
 
 def test_help_lists_every_writable_dialect() -> None:
     text = " ".join(support.invoke("convert", "--help").out.split())
-    assert f"Dialect to write: {', '.join(item.name for item in writable_formats())}." in text
+    assert ", ".join(item.name for item in writable_formats()) in text
 
 
 def texts(file: Path) -> Iterator[str]:

@@ -407,7 +407,7 @@ def convert(source: Path, destination: Path, to: str, *, target: Path | None = N
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionSpec
+    from dflash_cli.conversion.spec import ConversionSpec
 
     conversion = ConversionSpec(
         to=to,

@@ -2,13 +2,18 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from dflash_testing import checkpoints as support
 
 COMMIT = "1" * 40
 REVISIONS = ("", "main", "v2", COMMIT)
@@ -148,6 +153,32 @@ def serving() -> Iterator[LocalHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+TELL_THE_ERROR = """
+import json
+from unittest.mock import patch
+from dflash_cli import main as module
+def tell(error):
+    print(json.dumps({"id": error.id, "path": str(error.path), "hint": error.hint or ""}))
+with patch.object(module, "_report", tell):
+    module.main()
+"""
+
+
+def refusal(*args: object, env: Mapping[str, str]) -> dict[str, Any]:
+    """Exit code, id, path and hint of the error that ends a command, which runs in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-c", TELL_THE_ERROR, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **support.IMPORT_PATHS, **env},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode, done.stdout
+    assert not done.stderr, done.stderr
+    return {"code": done.returncode, **json.loads(done.stdout)}
 
 
 def environment(hub: LocalHub, home: Path) -> dict[str, str]:

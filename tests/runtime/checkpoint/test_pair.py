@@ -41,7 +41,7 @@ def test_each_misfit_names_its_field_and_both_values(field: str, value: Any, fou
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "target_hidden_size", "mask_token_id", "num_target_layers"])
-def test_a_missing_statement_is_no_misfit(field: str) -> None:
+def test_a_missing_statement_is_not_a_misfit(field: str) -> None:
     missing: dict[str, Any] = {field: None}
     assert list(find_misfits(replace(DRAFT, **missing), TARGET)) == []
 
