@@ -133,5 +133,5 @@ def head_dim_is_the_default(subject: Subject) -> Iterator[Problem]:
     actual = stored if stored is not None else hidden // heads if heads > 0 else None
     if actual is not None and actual != QWEN3_HEAD_DIM:
         which = "the weights have" if stored is not None else "hidden_size gives"
-        repair = {f"{subject.format.body}head_dim": stored} if stored is not None else {}
+        repair = {subject.format.decoder_key("head_dim"): stored} if stored is not None else {}
         yield Problem(subject.body_at("head_dim"), f"missing, engines assume 128 and {which} {actual}", repair=repair)

@@ -1,6 +1,7 @@
 """Rules on the tapped layers of the target."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from dflash_cli.formats.fields import AUX_KEY, guess_taps
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, check
@@ -45,14 +46,13 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 def taps_exist(subject: Subject) -> Iterator[Problem]:
     """Every tapped layer exists in a target of the depth that the draft states."""
     depth = subject.num_target_layers if subject.target is None else None  # P06 compares with a target that is given
-    first = _first_layer(subject)
     for index, tap in enumerate(subject.stated.taps or ()):
         if tap < 0 or (depth is not None and tap >= depth):
-            limit = f"{first}..{depth - 1 + first}" if depth is not None else f"{first} or more"
-            hint = "; 0 is the embedding's output" if tap + first == 0 else ""
-            yield Problem(
-                f"{subject.at(TAPS)}[{index}]", f"layer {tap + first} is outside the target's layers {limit}{hint}"
-            )
+            first = _spelled_layer(subject, 0)
+            limit = f"{first}..{_spelled_layer(subject, depth - 1)}" if depth is not None else f"{first} or more"
+            layer = _spelled_layer(subject, tap)
+            hint = "; 0 is the embedding's output" if layer == 0 else ""
+            yield Problem(f"{subject.at(TAPS)}[{index}]", f"layer {layer} is outside the target's layers {limit}{hint}")
 
 
 @check(
@@ -88,7 +88,7 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     The rule reports a list that looks copied unchanged from a dialect that counts from 0.
     """
     taps = subject.stated.taps
-    if taps is None or _first_layer(subject) != 1:
+    if taps is None or _spelled_layer(subject, 0) != 1:
         return
     listed = [tap + 1 for tap in taps]
     if listed in _usual_taps(subject, len(taps)):
@@ -112,7 +112,7 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
     The rule reports a list that looks copied unchanged from a dialect that counts from 1.
     """
     taps = subject.stated.taps
-    if taps is None or len(taps) < 3 or _first_layer(subject) != 0:
+    if taps is None or len(taps) < 3 or _spelled_layer(subject, 0) != 0:
         return
     shifted = [tap - 1 for tap in taps]
     if shifted in _usual_taps(subject, len(taps)):
@@ -139,10 +139,10 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.at(TAPS), f"the last of {depth} layers of the target is tapped")
 
 
-def _first_layer(subject: Subject) -> int:
-    """The number that the dialect gives to the output of the target's first layer."""
-    first: list[int] = subject.stated.spelled(TAPS, [0])
-    return first[0]
+def _spelled_layer(subject: Subject, layer: int) -> Any:
+    """A layer, counted from 0, as the dialect spells it in its list of tapped layers."""
+    spelled = subject.stated.spelled(TAPS, [layer])
+    return spelled[0] if isinstance(spelled, list) and spelled else spelled
 
 
 def _guess(subject: Subject) -> list[int] | None:
