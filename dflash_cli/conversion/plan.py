@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -138,7 +139,17 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
     result.refuse_style(carried)
     warnings = list(result.warnings(config, carried))
     config, carried = result.adapt(config, carried)
-    return config, result.write_config(config, carried), warnings
+    written = result.write_config(config, carried)
+    family = result.read_config(written, Path("config.json")).config.family
+    if family != config.family:
+        raise LossyConversion(
+            f"a draft of the family {config.family}, but {result.title} states drafts of the family {family}",
+            id="other-family",
+            field="family",
+            found=config.family,
+            expected=family,
+        )
+    return config, written, warnings
 
 
 def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:

@@ -63,7 +63,6 @@ class Format(ABC):
     priority            its turn in detection, ascending
     writable            whether `write_config` exists for it
     engine              the serving engine it is written for, None if it is written for all
-    family              the draft family of the runtime that runs it
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
@@ -73,7 +72,7 @@ class Format(ABC):
     body                prefix of the decoder keys with Hugging Face's names: `decoder.`, or empty
     decoder_names       Hugging Face's name of a decoder key -> the dotted key that this dialect has instead
     settings            prefixes of keys without a field; readers prefer the first
-    unstated            fields that no key states
+    unstated            fields that no key states, such as the mask token of a draft family without one
     containers          keys of the objects that hold this dialect's own keys
     own_prefix          prefix of carried keys that only this dialect has, or empty
     window_keys         dotted keys that give every layer a window, whatever `layer_types` says
@@ -97,7 +96,6 @@ class Format(ABC):
     priority: ClassVar[int]
     writable: ClassVar[bool] = False
     engine: ClassVar[str | None] = None
-    family: ClassVar[str] = "dflash"
     difference: ClassVar[str] = ""
 
     keys: ClassVar[Keys] = {}
