@@ -92,7 +92,8 @@ def command(request: ExplanationRequest) -> None:
         ("fix", fill(found.fix, GENERIC_WORDS)),
         ("source", found.source),
     ):
-        console.result(textwrap.fill(text, WIDTH, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
+        width = WIDTH if label != "fix" else 10 + len(text)  # a command to copy is on one line
+        console.result(textwrap.fill(text, width, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
     if found.text:
         console.result("\n" + "\n".join(textwrap.fill(part, WIDTH) for part in found.text.split("\n\n")))
 
