@@ -157,7 +157,7 @@ COMMANDS = {
         section=DEPLOY,
         summary="Convert a draft to another dialect, a checkpoint format.",
         examples=(
-            "dflash convert tiny ./draft-speculators --to speculators --target-name org/model",
+            "dflash convert tiny ./out --to speculators --target-name org/model",
             "dflash convert org/draft ./draft-vllm --to vllm --target org/model --dry-run",
         ),
         docs="formats",
@@ -228,7 +228,7 @@ class DFlashCommands(CommandTable):
     table = COMMANDS
     examples = (
         'dflash generate "def fibonacci(n):"     run the bundled pair',
-        "dflash eval-acceptance org/draft        measure a draft with the target that it names",
+        "dflash eval-acceptance org/draft        measure a draft with its target",
         "dflash COMMAND --help                   options and examples of one command",
     )
     docs = ""

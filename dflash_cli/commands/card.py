@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 from dflash_runtime.notices import Notice
 
@@ -67,8 +68,8 @@ class CardRequest(ForceOptions):
             )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenCard:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WrittenCard(Shown):
     """A card: the section and its metadata, and the whole text with the existing card around them."""
 
     made: "ModelCard"
@@ -91,8 +92,8 @@ class WrittenCard:
             left=tuple(self.written.left),
         )
 
-    def __repr__(self) -> str:
-        return f"WrittenCard({self.path or 'not written'}, {len(self.text.splitlines())} lines)"
+    def summary(self) -> list[str]:
+        return [f"{self.path or 'not written'}: {len(self.text.splitlines())} lines of a model card"]
 
     def _repr_markdown_(self) -> str:
         return self.made.block

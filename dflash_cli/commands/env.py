@@ -30,15 +30,7 @@ def command(request: EnvironmentRequest) -> None:
     if console.is_json():
         console.result_json(found)
     else:
-        console.result(f"{'python':16} {found.python} ({found.interpreter}), {found.platform}")
-        for name, version in found.packages.items():
-            console.result(f"{name:16} {version or 'not installed'}")
-        gpus = "unknown: nvidia-smi not found" if found.gpus is None else "; ".join(found.gpus) or "none"
-        console.result(f"{'gpu':16} {gpus}")
-        free = f", {found.cache_bytes_free / 2**30:.0f} GiB free" if found.cache_bytes_free is not None else ""
-        console.result(f"{'hub cache':16} {found.cache}{free}")
-        for name, value in found.variables.items():
-            console.result(f"{name:16} {value}")
-        console.result(f"{'script':16} {found.script or 'dflash is not on PATH'}")
+        for line in found.summary():
+            console.result(line)
     for warning in found.warnings:
         console.warn(warning)

@@ -11,6 +11,7 @@ from dflash_cli.rules.rule_document import ExplainDocument, RuleEntry, RuleListD
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78
@@ -38,21 +39,39 @@ class ExplanationRequest(Request):
             refuse_beside(self, ("engine", "severity"), "ID: it filters the list of rules")
 
 
+class Rules(Shown, list[Rule]):
+    """Rules, by id."""
+
+    def summary(self) -> list[str]:
+        return (
+            [f"{item.id} {item.severity}: {item.title}" for item in self] if len(self) == 1 else [f"{len(self)} rules"]
+        )
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(item.id, item.severity, item.title) for item in self]
+        return {"": (("rule", "severity", "title"), rows)} if len(self) > 1 else {}
+
+    @property
+    def document(self) -> RuleListDocument:
+        """The document of `dflash explain --json`."""
+        return RuleListDocument(tuple(map(RuleEntry.of, self)))
+
+
 @verb(ExplanationRequest)
-def explain(request: ExplanationRequest) -> list[Rule]:
+def explain(request: ExplanationRequest) -> Rules:
     """The rule of that id, or all rules that match.
 
     Raises:
         UsageError: an unknown rule or engine.
     """
     if request.rule is not None:
-        return [_find(request.rule)]
+        return Rules([_find(request.rule)])
     names = {item.name for item in parse_engines(",".join(request.engine))}
-    return [
+    return Rules(
         item
         for item in all_rules()
         if (not names or names & set(item.engines)) and request.severity in (None, item.severity)
-    ]
+    )
 
 
 def command(request: ExplanationRequest) -> None:
@@ -73,7 +92,8 @@ def command(request: ExplanationRequest) -> None:
         ("fix", fill(found.fix, GENERIC_WORDS)),
         ("source", found.source),
     ):
-        console.result(textwrap.fill(text, WIDTH, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
+        width = WIDTH if label != "fix" else 10 + len(text)  # a command to copy is on one line
+        console.result(textwrap.fill(text, width, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
     if found.text:
         console.result("\n" + "\n".join(textwrap.fill(part, WIDTH) for part in found.text.split("\n\n")))
 
@@ -101,10 +121,10 @@ def _find(name: str) -> Rule:
     )
 
 
-def _list(rules: list[Rule], *, as_json: bool) -> None:
+def _list(rules: Rules, *, as_json: bool) -> None:
     """The rules under their themes, in order of id."""
     if as_json:
-        console.result_json(RuleListDocument(tuple(map(RuleEntry.of, rules))))
+        console.result_json(rules.document)
         return
     for theme in dict.fromkeys(rule.theme for rule in rules):
         console.result(theme)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.publishing.report_format import ReportDocument, ReportedResult, ReportFormat
@@ -37,22 +39,25 @@ class ReportRequest(ForceOptions):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A written report: its form, its bytes, and the acceptance length of each result."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(Shown):
+    """A report: its form, its bytes, the acceptance length of each result, and the file it was written to."""
 
     format: "ReportFormat"
     content: bytes
     results: "tuple[ReportedResult, ...]"
+    path: Path | None
 
-    def document(self, output: Path) -> "ReportDocument":
+    @property
+    def document(self) -> "ReportDocument":
         """The document of `dflash report --json`."""
         from dflash_cli.publishing.report_format import ReportDocument
 
-        return ReportDocument(output=str(output), format=self.format, results=self.results)
+        return ReportDocument(output=str(self.path or "-"), format=self.format, results=self.results)
 
-    def __repr__(self) -> str:
-        return f"Report({self.format}, {len(self.content)} bytes, {len(self.results)} results)"
+    def summary(self) -> list[str]:
+        results = plural(len(self.results), "result")
+        return [f"{self.path or 'not written'}: {self.format}, {len(self.content)} bytes, {results}"]
 
 
 @verb(ReportRequest)
@@ -74,7 +79,7 @@ def report(request: ReportRequest) -> Report:
     if request.output is not None:
         write_whole(request.output, content)
     lengths = tuple(ReportedResult(item.name, item.evaluation.total.counts.acceptance_len or 0.0) for item in stored)
-    return Report(format=chosen, content=content, results=lengths)
+    return Report(format=chosen, content=content, results=lengths, path=request.output)
 
 
 def command(request: ReportRequest) -> None:
@@ -92,6 +97,6 @@ def command(request: ReportRequest) -> None:
     if request.output is None:
         console.result_bytes(made.content)
     elif console.is_json():
-        console.result_json(made.document(request.output))
+        console.result_json(made.document)
     else:
         console.result(str(request.output))

@@ -12,6 +12,7 @@ from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import DFlashError, UsageError
 
 
@@ -43,8 +44,8 @@ class ServeCommandRequest(TargetOptions, DraftOptions):
             raise UsageError(field="--engine", found=[], expected=f"an engine: {known_engines()}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeCommands:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServeCommands(Shown):
     """The command of each engine that serves the pair; `refusals` says why the others do not."""
 
     commands: dict[ServingEngine, ServeCommand]
@@ -59,8 +60,8 @@ class ServeCommands:
             tuple(ServedEngine(str(engine), item, verdicts[engine.name]) for engine, item in self.commands.items())
         )
 
-    def __repr__(self) -> str:
-        return "\n".join(command.text for command in self.commands.values())
+    def summary(self) -> list[str]:
+        return [line for command in self.commands.values() for line in command.text.splitlines()]
 
 
 @verb(ServeCommandRequest)

@@ -216,14 +216,14 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
 def print_finding(finding: Finding) -> None:
     """A line with id, severity, location and fault of a finding, then its effect and its fix, a line each.
 
-    Lines are wrapped on a terminal; in a pipe they are not, for grep.
+    Lines are wrapped on a terminal; in a pipe they are not, for grep. A fix is never wrapped: it has a command to copy.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
     _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
     if finding.effect:
         _say(f"effect: {finding.effect}", INDENT)
     if finding.fix:
-        _say(f"fix: {finding.fix}", INDENT)
+        console.result(f"{INDENT}fix: {finding.fix}")
 
 
 def _say(text: str, indent: str) -> None:

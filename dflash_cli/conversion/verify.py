@@ -43,6 +43,6 @@ def verify_roundtrip(plan: ConversionPlan, directory: Path, progress: Progress) 
 
 
 def differing_fields(one: DraftConfig, other: DraftConfig, *, ignored: frozenset[str] = frozenset()) -> list[str]:
-    """The names of the canonical fields in which two drafts differ."""
-    names = [field.name for field in fields(DraftConfig) if field.compare and field.name not in ignored]
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
+    """Names of the canonical fields in which two drafts differ, the fields of their family included."""
+    names = [field.name for field in fields(one) if field.compare and field.name not in ignored]
+    return [name for name in names if getattr(one, name) != getattr(other, name, None)]

@@ -105,8 +105,19 @@ class ServingEngine:
         """The oldest and the newest known release."""
         return (cls.releases[0], cls.releases[-1]) if cls.releases else ((),)
 
+    @classmethod
+    def read_release(cls, text: str) -> Release | None:
+        """The release of a text such as `0.33`; None if no release is written so."""
+        is_dotted = re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", text)
+        return tuple(map(int, text.split("."))) if is_dotted else None
+
+    @classmethod
+    def write_release(cls, release: Release) -> str:
+        """The text of a release. An engine that numbers its releases in another way overrides both methods."""
+        return release_text(release)
+
     def __str__(self) -> str:
-        return f"{self.name} {release_text(self.release)}".rstrip()
+        return f"{self.name} {self.write_release(self.release)}".rstrip()
 
     def outcome_of(self, habit: Habit) -> Outcome:
         """The outcome if this release serves a draft with the habit."""
@@ -239,7 +250,7 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
 
 def known_engines() -> str:
     """Every engine with its releases: `sglang@0.5.23, vllm@0.24..0.33`."""
-    return ", ".join(f"{engine.name}{_span(engine.releases)}" for engine in all_engines())
+    return ", ".join(f"{engine.name}{_span(engine)}" for engine in all_engines())
 
 
 def release_text(release: Release) -> str:
@@ -267,9 +278,8 @@ def _parse(text: str) -> ServingEngine:
     engine = known[name]
     if not release:
         return engine(engine.ends()[-1])
-    is_number = re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release)
-    numbers = tuple(int(part) for part in release.split(".")) if is_number else ()
-    if not any(numbers[: len(item)] == item for item in engine.releases):
+    numbers = engine.read_release(release)
+    if numbers is None or not any(numbers[: len(item)] == item for item in engine.releases):
         raise _refused("unknown-release", text, f"unknown release {text} (known: {known_engines()})")
     return engine(numbers)
 
@@ -278,8 +288,8 @@ def _refused(id: str, found: str, why: str) -> UsageError:
     return UsageError(f"--engine: {why}", id=id, field="--engine", found=found, expected=known_engines())
 
 
-def _span(releases: tuple[Release, ...]) -> str:
-    if not releases:
+def _span(engine: type[ServingEngine]) -> str:
+    if not engine.releases:
         return ""
-    ends = [release_text(item) for item in (releases[0], releases[-1])]
-    return f"@{ends[0]}" if len(releases) == 1 else f"@{ends[0]}..{ends[1]}"
+    texts = dict.fromkeys(engine.write_release(item) for item in engine.ends())
+    return f"@{'..'.join(texts)}"

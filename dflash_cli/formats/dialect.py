@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UnknownFormat, UnsupportedError, UsageError
+from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
 from dflash_runtime.registry import Registry
 
@@ -68,10 +69,11 @@ class Format(ABC):
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
     keys                field -> the dotted keys that state it; readers prefer the first
     added               field -> the dotted key to add if none states it, unless it is the first of `keys`
-    spellings           field -> how its value is spelled, unless the config holds the canonical value
-    body                prefix of the decoder keys, which have Hugging Face's names: `decoder.`, or empty
+    spellings           field -> how its value is spelled, unless the config holds the canonical value (`spelling_of`)
+    body                prefix of the decoder keys with Hugging Face's names: `decoder.`, or empty
+    decoder_names       Hugging Face's name of a decoder key -> the dotted key that this dialect has instead
     settings            prefixes of keys without a field; readers prefer the first
-    unstated            fields that no key states
+    unstated            fields that no key states, such as the mask token of a draft family without one
     containers          keys of the objects that hold this dialect's own keys
     own_prefix          prefix of carried keys that only this dialect has, or empty
     window_keys         dotted keys that give every layer a window, whatever `layer_types` says
@@ -95,13 +97,13 @@ class Format(ABC):
     priority: ClassVar[int]
     writable: ClassVar[bool] = False
     engine: ClassVar[str | None] = None
-    family: ClassVar[str] = "dflash"
     difference: ClassVar[str] = ""
 
     keys: ClassVar[Keys] = {}
     added: ClassVar[Mapping[str, str]] = {}
     spellings: ClassVar[Mapping[str, Spelling]] = {}
     body: ClassVar[str] = ""
+    decoder_names: ClassVar[Mapping[str, str]] = {}
     settings: ClassVar[tuple[str, ...]] = ("",)
     unstated: ClassVar[frozenset[str]] = frozenset()
     containers: ClassVar[tuple[str, ...]] = ()
@@ -146,20 +148,34 @@ class Format(ABC):
 
     def new_key(self, field: str) -> str:
         """The dotted key to add for a field that no key states."""
-        return self.added.get(field) or self.keys.get(field, (self.body + field,))[0]
+        return self.added.get(field) or (self.keys.get(field) or (self.decoder_key(field),))[0]
+
+    def decoder_key(self, key: str) -> str:
+        """The dotted key for Hugging Face's name of a decoder key, or of a key inside it: `rope_scaling.factor`."""
+        name, dot, inner = key.partition(".")
+        return self.decoder_names.get(name, self.body + name) + dot + inner
+
+    def decoder(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The decoder keys of a config under Hugging Face's names; empty if their container is absent."""
+        body = as_object(look_up(config, self.body.removesuffix("."))) if self.body else config
+        named = {name: look_up(config, key) for name, key in self.decoder_names.items()}
+        return {**body, **{name: value for name, value in named.items() if value is not MISSING}} if named else body
+
+    def spelling_of(self, field: str, config: Mapping[str, Any]) -> Spelling:
+        """How a config spells the value of a field. A dialect overrides this if that depends on other keys."""
+        return self.spellings.get(field, AS_IT_IS)
 
     def causality(self, config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, tuple[bool, ...] | None]:
-        """Dotted key -> the causality it states for each layer, None if it holds neither true nor false.
+        """Dotted key -> the causality it states for each layer, None if its value means neither true nor false.
 
         The key that engines prefer comes first.
         """
-        spelling = self.spellings.get("causal", AS_IT_IS)
+        spelling = self.spelling_of("causal", config)
         found = {key: look_up(config, key) for key in self.keys_of("causal")}
-        return {
-            key: (spelling.read(value),) * len(layer_types) if isinstance(value, bool) else None
-            for key, value in found.items()
-            if value is not MISSING and value is not None
+        stated = {
+            key: spelling.read(value) for key, value in found.items() if value is not MISSING and value is not None
         }
+        return {key: (value,) * len(layer_types) if isinstance(value, bool) else None for key, value in stated.items()}
 
     def states_causality(self, config: Mapping[str, Any]) -> bool:
         """Whether the config states how sliding layers attend in a block."""

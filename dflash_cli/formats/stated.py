@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_cli.formats.dialect import Format
-from dflash_cli.formats.fields import AS_IT_IS, look_up, with_keys
+from dflash_cli.formats.fields import look_up, with_keys
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.errors import MISSING
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import is_int
 
 MAX_LAYERS = 10_000
 
@@ -31,7 +31,7 @@ class StatedConfig:
 
     def statements(self, field: str) -> list[Statement]:
         """Every key that states the field, a null included; the key that readers prefer first."""
-        spelling = self.format.spellings.get(field, AS_IT_IS)
+        spelling = self.format.spelling_of(field, self.config)
         found = ((key, look_up(self.config, key)) for key in self.format.keys_of(field))
         return [Statement(key, raw, spelling.read(raw)) for key, raw in found if raw is not MISSING]
 
@@ -49,7 +49,7 @@ class StatedConfig:
 
     def spelled(self, field: str, value: Any) -> Any:
         """A canonical value as the config would state it."""
-        return self.format.spellings.get(field, AS_IT_IS).write(value)
+        return self.format.spelling_of(field, self.config).write(value)
 
     def change(self, field: str, value: Any) -> dict[str, Any]:
         """Dotted key -> value: the change by which the config states a canonical value."""
@@ -61,9 +61,8 @@ class StatedConfig:
 
     @property
     def body(self) -> Mapping[str, Any]:
-        """The object that holds the decoder keys; empty if it is absent."""
-        prefix = self.format.body
-        return as_object(look_up(self.config, prefix.removesuffix("."))) if prefix else self.config
+        """The decoder keys under Hugging Face's names; empty if their container is absent."""
+        return self.format.decoder(self.config)
 
     @property
     def taps(self) -> list[int] | None:

@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
-from dflash_cli.engines.serving_engine import all_engines, parse_engines, release_text
+from dflash_cli.engines.serving_engine import all_engines, parse_engines
 
 if TYPE_CHECKING:
     from dflash_cli.probing.inference_server import InferenceServer
@@ -43,4 +43,4 @@ def _name(engine: str, release: str | None) -> str:
     numbers = tuple(map(int, found[0].split("."))) if found else ()
     releases = known.releases if known is not None else ()
     matching = [item for item in releases if item and numbers[: len(item)] == item]
-    return f"{engine}@{release_text(matching[-1])}" if matching else engine
+    return f"{engine}@{known.write_release(matching[-1])}" if known is not None and matching else engine

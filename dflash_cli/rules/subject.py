@@ -144,7 +144,7 @@ class Subject:
 
     def body_at(self, key: str) -> str:
         """The location of a key of the decoder."""
-        return self.location(self.format.body + key)
+        return self.location(self.format.decoder_key(key))
 
     @property
     def is_served(self) -> bool:

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
+from dflash_cli.terminal.shown import Shown
+
 DISTRIBUTION = "dflash-cli"
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "accelerate", "typer", "rich")
 SECRETS = ("TOKEN", "PASSWORD", "SECRET", "KEY")
@@ -22,8 +24,8 @@ SECRET_TEXT = re.compile(r"\b(?:hf|sk|ghp|gho|nvapi)[_-][\w-]{16,}|(?<=://)[^/@\
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Environment(Shown):
     """This installation. Warnings name other packages whose `dflash` command may start instead."""
 
     KIND: ClassVar[str] = "env"
@@ -38,6 +40,19 @@ class Environment:
     variables: dict[str, str]
     script: str | None
     warnings: list[str] = field(default_factory=list)
+
+    def summary(self) -> list[str]:
+        gpus = "unknown: nvidia-smi not found" if self.gpus is None else "; ".join(self.gpus) or "none"
+        free = f", {self.cache_bytes_free / 2**30:.0f} GiB free" if self.cache_bytes_free is not None else ""
+        rows = {
+            "python": f"{self.python} ({self.interpreter}), {self.platform}",
+            **{name: version or "not installed" for name, version in self.packages.items()},
+            "gpu": gpus,
+            "hub cache": f"{self.cache}{free}",
+            **self.variables,
+            "script": self.script or "dflash is not on PATH",
+        }
+        return [f"{name:16} {value}" for name, value in rows.items()]
 
 
 def describe_environment(version: str) -> Environment:

@@ -175,7 +175,8 @@ class Parameter:
             return None
         if self.is_list:
             if isinstance(value, str) or not isinstance(value, Sequence):
-                raise UsageError(field=self.title, found=value, expected=f"a list of {self._expected}")
+                hint = f"in Python: {self.name}=[{value!r}]" if isinstance(value, str) else None
+                raise UsageError(field=self.title, found=value, expected=f"a list of {self._expected}", hint=hint)
             return tuple(self._check_one(item) for item in value)
         return self._check_one(value)
 
@@ -346,9 +347,13 @@ class Verb(Generic[P, Q, T]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        is_request = len(args) == 1 and not kwargs and isinstance(self.kind, type) and isinstance(args[0], self.kind)
-        request: Any = args[0] if is_request else self.kind(*args, **kwargs)
-        return self.run(request)
+        if not args:
+            return self.run(self.kind(*args, **kwargs))
+        kind: Any = self.kind
+        if len(args) > 1 or kwargs or not isinstance(args[0], kind):
+            example = f"{parameters_of(kind)[0].name}=..." if parameters_of(kind) else ""
+            raise TypeError(f"{self.__name__}() takes one {kind.__name__}, or keywords: {self.__name__}({example})")
+        return self.run(args[0])
 
 
 def verb(kind: Callable[P, Q]) -> Callable[[Callable[[Q], T]], Verb[P, Q, T]]:

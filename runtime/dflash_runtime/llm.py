@@ -359,7 +359,7 @@ def _params_of(
             id="other-number-of-params",
             field="params",
             found=len(params),
-            expected=f"1 or {len(prompts)}, one per prompt",
+            expected=f"one SamplingParams, or a list of {len(prompts)}, one per prompt",
         )
     for item in params:
         if not isinstance(item, SamplingParams):

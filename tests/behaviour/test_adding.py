@@ -76,6 +76,21 @@ class ToyNative(Native):
         return {**super().write_config(config, carried), "toy": True}
 '''
 
+BUILDS = "RELEASES = ((4071,), (4300,))"
+WITH_BUILDS = (
+    "    def causality(self, subject):",
+    """    @classmethod
+    def read_release(cls, text):
+        return (int(text[1:]),) if text[:1] == "b" and text[1:].isdigit() else None
+
+    @classmethod
+    def write_release(cls, release):
+        return "".join(f"b{number}" for number in release)
+
+    def causality(self, subject):""",
+)
+"""A part of `ENGINE`, and its replacement for an engine whose releases are builds such as b4071."""
+
 RULE = '''
 """A rule on names."""
 
@@ -138,6 +153,13 @@ class TestEngine:
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy@2")
         assert outcome.code == 2
         assert "toy@2" in outcome.err
+
+    def test_its_releases_may_be_written_in_their_own_way(self, folder: Path) -> None:
+        (folder / "toy.py").write_text(ENGINE.replace(*WITH_BUILDS, 1).replace("RELEASES = ((1, 0), (1, 1))", BUILDS))
+        report = self.report(folder, "tiny", "--engine", "toy@b4071")
+        assert report["verdicts"][0]["engine"] == "toy b4071"
+        assert "toy@b4071..b4300" in " ".join(self.toy(folder, "validate", "--help").out.split())
+        assert self.toy(folder, "validate", "tiny", "--engine", "toy@4071").code == 2
 
     def test_its_rules_are_explained(self, folder: Path) -> None:
         outcome = self.toy(folder, "explain", "toy01")

@@ -129,6 +129,67 @@ class Toy(Native):
         return {**super().write_config(config, carried), "toy": True}
 '''
 
+BARE_DIALECT = '''
+"""Toy drafts without the keys of a decoder and without a mask token, but with a field of their own."""
+
+from dataclasses import dataclass
+
+from dflash_cli.formats.decoder_body import BODY_FIELDS
+from dflash_cli.formats.dialect import FORMATS, Format, ParsedConfig
+from dflash_cli.formats.fields import shifted
+from dflash_runtime.config import DraftConfig, RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(DraftConfig):
+    stride: int
+
+
+@FORMATS.register("toy")
+class Toy(Format):
+    name = "toy"
+    title = "toy"
+    family = "toy"
+    priority = 1
+    writable = True
+    signs = ("toy",)
+    containers = ("toy",)
+    keys = {
+        "block_size": ("toy.ahead",),
+        "target_layer_ids": ("toy.taps",),
+        "num_target_layers": ("toy.of",),
+        "hidden_size": ("toy.width",),
+        "vocab_size": ("toy.words",),
+    }
+    spellings = {"block_size": shifted(-1)}
+    unstated = frozenset({*BODY_FIELDS, "mask_token_id", "verifier"})
+
+    def evidence(self, config, tensor_names):
+        return "config.json has toy" if "toy" in config else None
+
+    def read_config(self, config, path):
+        toy = config["toy"]
+        return ParsedConfig(
+            config=ToyConfig(
+                hidden_size=toy["width"], intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
+                rms_norm_eps=1.0, max_position_embeddings=64, rope=RopeConfig(theta=1.0), block_size=toy["ahead"] + 1,
+                target_layer_ids=tuple(toy["taps"]), mask_token_id=0, vocab_size=toy["words"],
+                draft_vocab_size=toy["words"], causal=(False,), windows=(None,), num_target_layers=toy["of"],
+                family="toy", stride=toy["stride"],
+            )
+        )
+
+    def write_config(self, config, carried):
+        return {
+            "toy": {
+                "ahead": config.num_draft_tokens, "taps": list(config.target_layer_ids),
+                "of": config.num_target_layers, "stride": config.stride, "width": config.hidden_size,
+                "words": config.vocab_size,
+            }
+        }
+'''
+BARE_SIZES = {"width": support.SMALL.hidden, "words": support.SMALL.vocab}
+
 COUNTED = [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """The toy target's nine tokens after the prompt [7, 3]."""
 
@@ -279,16 +340,49 @@ def test_every_command_takes_a_draft_of_the_new_family(tmp_path: Path, add: Add)
     check_commands(tmp_path, tmp_path / "copy", target, acceptance_len=4.0, causes=[])
 
 
-def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(tmp_path: Path, add: Add) -> None:
+@pytest.mark.parametrize("options", [(), ("--verify", "none"), ("--dry-run",)], ids=["verified", "unverified", "dry"])
+def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(
+    tmp_path: Path, add: Add, options: tuple[str, ...]
+) -> None:
     add(dflash_cli.formats, DIALECT)
     add(dflash_runtime.drafts, DRAFT)
     for source, dialect, family in (("toy", "native", "toy"), ("dflash", "toy", "dflash")):
         draft = make_draft(tmp_path / source, 1) if source == "toy" else support.make_native(tmp_path / source)
-        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", dialect, "--dry-run")
+        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", dialect, *options)
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "other-family", "family")
         assert outcome.error is not None
         assert (outcome.error.path, outcome.error.found) == (draft / "config.json", family)
         assert ("--to toy" in str(outcome.error.hint)) == (source == "toy")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_family_may_have_neither_decoder_nor_mask_and_fields_of_its_own(tmp_path: Path, add: Add) -> None:
+    for package, source in (
+        (dflash_runtime.models, TARGET),
+        (dflash_cli.formats, BARE_DIALECT),
+        (dflash_runtime.drafts, DRAFT.replace('weights["step"].long()', "config.stride")),
+    ):
+        add(package, source)
+    target, draft = make_target(tmp_path / "target"), tmp_path / "draft"
+    config = {"toy": {"ahead": 3, "taps": [0, 1], "of": support.SMALL.target_layers, "stride": 1, **BARE_SIZES}}
+    support.write_checkpoint(draft, config, {"step": np.ones(1, dtype=np.float32)})
+    run("convert", draft, tmp_path / "copy", "--to", "toy")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == config
+    for level in ("headers", "weights"):
+        assert run("validate", tmp_path / "copy", "--target", target, "--level", level)["findings"] == []
+    row = generate(tmp_path, "--draft", tmp_path / "copy", "--target", target)
+    assert (row["token_ids"], row["acceptance_lengths"]) == (COUNTED, [4, 4])
+
+
+def test_a_field_of_a_family_that_its_dialect_loses_is_found(tmp_path: Path, add: Add) -> None:
+    add(dflash_cli.formats, BARE_DIALECT.replace('"stride": config.stride', '"stride": 1'))
+    add(dflash_runtime.drafts, DRAFT)
+    config = {"toy": {"ahead": 3, "taps": [0, 1], "of": support.SMALL.target_layers, "stride": 2, **BARE_SIZES}}
+    draft = support.write_checkpoint(tmp_path / "draft", config, {"step": np.ones(1, dtype=np.float32)})
+    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "toy")
+    assert outcome.code == 3
+    assert "stride" in outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_toys_are_removed() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_every_other_verb_returns_its_result(tmp_path: Path) -> None:
         "inspect": dflash_cli.inspect(reference="tiny", other="tiny:reduced"),
         "lock": dflash_cli.lock(draft="tiny", output=tmp_path / "dflash.lock"),
         "explain": dflash_cli.explain(rule="C20"),
+        "explain all": dflash_cli.explain(),
         "serve_command": dflash_cli.serve_command(draft="tiny", target="tiny", engine=("vllm",)),
         "env": dflash_cli.env(),
     }
@@ -144,8 +146,17 @@ def test_every_other_verb_returns_its_result(tmp_path: Path) -> None:
         assert value is not None, name
         assert len(repr(value).splitlines()) <= 40, name
         assert len(repr(value)) <= 4000, name
+        assert value._repr_html_().startswith("<p>"), name
     assert found["card"].text.startswith("---")
     assert "vllm serve" in repr(found["serve_command"])
+
+
+def test_an_argument_without_its_keyword_is_refused_by_naming_it() -> None:
+    with pytest.raises(TypeError, match=re.escape("inspect(reference=...)")):
+        dflash_cli.inspect("tiny")  # type: ignore[call-overload]
+    with refuses(UsageError, field="--engine", found="vllm") as refused:
+        dflash_cli.validate(draft="tiny", engine="vllm")  # type: ignore[call-overload]
+    assert refused.value.hint == "in Python: engine=['vllm']"
 
 
 def test_a_pair_is_diagnosed() -> None:

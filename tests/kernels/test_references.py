@@ -32,6 +32,11 @@ def test_positions_after_the_reservation_are_pad_even_inside_a_page() -> None:
     assert slots.tolist() == [[9, PAD, PAD]]
 
 
+def test_positions_without_a_page_are_pad_even_inside_the_reservation() -> None:
+    slots = slot_mapping_ref(torch.tensor([[3, 0]]), torch.tensor([[3, 4, 7]]), torch.tensor([8]), PAGE)
+    assert slots.tolist() == [[15, PAD, PAD]]
+
+
 def test_padded_rows_store_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     cache_k = torch.randn(2, 4, 2, 3, generator=generator)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped
+from dflash_cli.terminal.shown import MAX_ROWS, Shown
+from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.publishing.exports"
@@ -33,12 +35,17 @@ class ExportPlan:
         return self.stored.evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+@dataclass(frozen=True, slots=True, repr=False)
+class Exported(Shown):
     """The text of an export, and warnings about its use."""
 
     text: str
     warnings: tuple[str, ...] = ()
+
+    def summary(self) -> list[str]:
+        lines = self.text.splitlines()
+        rest = [f"... {len(lines) - MAX_ROWS} more lines in .text"] if len(lines) > MAX_ROWS else []
+        return [*(shorten(line, 120) for line in lines[:MAX_ROWS]), *rest, *self.warnings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ def windows_take_effect(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.body_at("use_sliding_window"),
             f"{found}, expected true, since layer_types has sliding layers".lower(),
-            repair={f"{subject.format.body}use_sliding_window": True},
+            repair={subject.format.decoder_key("use_sliding_window"): True},
         )
 
 

@@ -73,7 +73,8 @@ def mask_token_is_an_id(subject: Subject) -> Iterator[Problem]:
     location, value = subject.at("mask_token_id"), subject.stated.value("mask_token_id")
     vocab_size = subject.stated.body.get("vocab_size")
     if not subject.stated.statements("mask_token_id"):
-        yield Problem(location, f"missing, expected {MASK_EXPECTED}")
+        if "mask_token_id" not in subject.format.unstated:
+            yield Problem(location, f"missing, expected {MASK_EXPECTED}")
     elif value is None:
         yield Problem(location, f"null, expected {MASK_EXPECTED}", effect="vLLM stops with a TypeError")
     elif not is_int(value) or value < 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.formats.decoder_body import BODY_FIELDS
 from dflash_cli.formats.unserved import PLAIN_PROJECTORS
 from dflash_cli.rules.rule import FIX_COPY, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
@@ -107,8 +108,9 @@ def states_its_sizes(subject: Subject) -> Iterator[Problem]:
     if container and not body:
         yield Problem(subject.location(container), "missing or not an object, expected the draft's decoder config")
         return
+    unstated = {key for field in subject.format.unstated for key in BODY_FIELDS.get(field, ())}
     for key in BODY_REQUIRED:
-        if body.get(key) is None:
+        if body.get(key) is None and key not in unstated:
             severity: Severity = "warning" if key in ("head_dim", "model_type") else "error"
             yield Problem(subject.body_at(key), "missing", severity=severity)
 
@@ -133,5 +135,5 @@ def head_dim_is_the_default(subject: Subject) -> Iterator[Problem]:
     actual = stored if stored is not None else hidden // heads if heads > 0 else None
     if actual is not None and actual != QWEN3_HEAD_DIM:
         which = "the weights have" if stored is not None else "hidden_size gives"
-        repair = {f"{subject.format.body}head_dim": stored} if stored is not None else {}
+        repair = {subject.format.decoder_key("head_dim"): stored} if stored is not None else {}
         yield Problem(subject.body_at("head_dim"), f"missing, engines assume 128 and {which} {actual}", repair=repair)

@@ -24,7 +24,7 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
     Without it readers assume 10,000 or 1,000,000.
     """
     thetas = _values(subject, "rope_theta")
-    if not thetas:
+    if not thetas and "rope" not in subject.format.unstated:
         yield Problem(subject.body_at("rope_theta"), "missing")
     for location, value in thetas.items():
         if not is_number(value) or value <= 0:

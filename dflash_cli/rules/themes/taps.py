@@ -1,6 +1,7 @@
 """Rules on the tapped layers of the target."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from dflash_cli.formats.fields import AUX_KEY, guess_taps
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
@@ -39,14 +40,13 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 def taps_exist(subject: Subject) -> Iterator[Problem]:
     """Every tapped layer is one of the num_target_layers layers that the draft states."""
     depth = subject.num_target_layers if subject.target is None else None  # P06 compares with a target that is given
-    first = _first_layer(subject)
     for index, tap in enumerate(subject.stated.taps or ()):
         if tap < 0 or (depth is not None and tap >= depth):
-            limit = f"{first}..{depth - 1 + first}" if depth is not None else f"{first} or more"
-            hint = "; 0 is the embedding's output" if tap + first == 0 else ""
-            yield Problem(
-                f"{subject.at(TAPS)}[{index}]", f"layer {tap + first} is outside the target's layers {limit}{hint}"
-            )
+            first = _spelled_layer(subject, 0)
+            limit = f"{first}..{_spelled_layer(subject, depth - 1)}" if depth is not None else f"{first} or more"
+            layer = _spelled_layer(subject, tap)
+            hint = "; 0 is the embedding's output" if layer == 0 else ""
+            yield Problem(f"{subject.at(TAPS)}[{index}]", f"layer {layer} is outside the target's layers {limit}{hint}")
 
 
 @check(
@@ -81,7 +81,7 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     """
     taps = subject.stated.taps or []
     listed = [tap + 1 for tap in taps]
-    if taps and _first_layer(subject) == 1 and listed in _usual_taps(subject, len(taps)):
+    if taps and _spelled_layer(subject, 0) == 1 and listed in _usual_taps(subject, len(taps)):
         message = f"{listed} is the usual list counted from 0; counted from 1 as here: {[tap + 1 for tap in listed]}"
         yield Problem(subject.at(TAPS), message)
 
@@ -101,7 +101,7 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
     """
     taps = subject.stated.taps or []
     shifted = [tap - 1 for tap in taps]
-    if len(taps) >= 3 and _first_layer(subject) == 0 and shifted in _usual_taps(subject, len(taps)):
+    if len(taps) >= 3 and _spelled_layer(subject, 0) == 0 and shifted in _usual_taps(subject, len(taps)):
         usual = f"the usual list for {subject.num_target_layers} layers, {shifted}"
         yield Problem(subject.at(TAPS), f"each layer of {taps} is one more than in {usual}")
 
@@ -123,10 +123,10 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.at(TAPS), f"the last of {depth} layers of the target is tapped")
 
 
-def _first_layer(subject: Subject) -> int:
-    """The number of the target's first layer in the dialect, 0 or 1."""
-    first: list[int] = subject.stated.spelled(TAPS, [0])
-    return first[0]
+def _spelled_layer(subject: Subject, layer: int) -> Any:
+    """A layer, counted from 0, as the dialect spells it in its list of tapped layers."""
+    spelled = subject.stated.spelled(TAPS, [layer])
+    return spelled[0] if isinstance(spelled, list) and spelled else spelled
 
 
 def _guess(subject: Subject) -> list[int] | None:

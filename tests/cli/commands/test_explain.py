@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dflash_cli.rules.rule import all_rules
+from dflash_cli.rules.rule import GENERIC_WORDS, Rule, all_rules, fill
 from dflash_cli.terminal import documentation
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -15,13 +15,15 @@ from dflash_testing.paths import ROOT
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.id)
 def test_each_rule_is_explained(rule: object) -> None:
-    assert isinstance(rule, type(all_rules()[0]))
+    assert isinstance(rule, Rule)
     outcome = support.invoke("explain", rule.id)
     assert outcome.code == 0
     assert outcome.out.startswith(f"{rule.id}  {rule.title}\n")
     for label in ("severity", "level", "effect", "fix", "source"):
         assert f"\n{label} " in outcome.out
-    assert max(map(len, outcome.out.splitlines()[1:])) <= 80
+    (fix,) = [line for line in outcome.out.splitlines() if line.startswith("fix ")]
+    assert fix.split(maxsplit=1)[1] == fill(rule.fix, GENERIC_WORDS)  # on one line, because it has a command to copy
+    assert max(len(line) for line in outcome.out.splitlines()[1:] if line != fix) <= 80
 
 
 def test_the_long_text_is_printed() -> None:

@@ -57,6 +57,11 @@ def test_examples_are_never_wrapped(width: int) -> None:
         assert f"\n  {example}\n" in page("eval-acceptance", width=width)
 
 
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_a_short_page_fits_eighty_columns(name: str | None) -> None:
+    assert max(map(len, page(*([name] if name else [])).splitlines())) <= 80
+
+
 def test_groups_come_in_their_order() -> None:
     text = page("generate", flag="--help-all")
     panels = re.findall(r"^(\w+):$", text, re.MULTILINE)

@@ -1,6 +1,7 @@
 """Reservation, admission, preemption and the page pool, without tensors."""
 
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -182,19 +183,25 @@ def test_the_youngest_request_is_preempted_and_resumes_where_it_was() -> None:
     for index in range(2):
         schedule.add(request(index, prompt_len=16, max_new_tokens=60))
     old, young = run(schedule).admitted
-    while not young.num_preemptions:
-        run(schedule, tokens=4)
+    run_until(schedule, lambda: young.num_preemptions > 0)
     assert young.row is None
     assert young.num_in_flight == 0
     output = list(young.output_token_ids)
-    while young.row is None:
-        run(schedule, tokens=4)
+    run_until(schedule, lambda: young.row is not None)
     assert old.is_finished
     assert young.prefill_len == 16 + len(output) - 1
-    while schedule.has_work:
-        run(schedule, tokens=4)
+    run_until(schedule, lambda: not schedule.has_work)
     assert len(young.output_token_ids) == 60
     assert young.output_token_ids[: len(output)] == output
+
+
+def run_until(schedule: Scheduler, is_reached: Callable[[], bool]) -> None:
+    """Run steps until a condition holds. A schedule that never reaches it fails instead of running forever."""
+    for _ in range(200):
+        if is_reached():
+            return
+        run(schedule, tokens=4)
+    pytest.fail("200 steps did not reach the condition")
 
 
 def test_nothing_is_preempted_while_steps_are_in_flight() -> None:
