@@ -97,6 +97,7 @@ class Format(ABC):
     priority: ClassVar[int]
     writable: ClassVar[bool] = False
     engine: ClassVar[str | None] = None
+    family: ClassVar[str] = "dflash"
     difference: ClassVar[str] = ""
 
     keys: ClassVar[Keys] = {}
