@@ -177,7 +177,7 @@ COMMANDS = {
             "dflash lock org/draft --target org/model",
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
-        docs="publishing",
+        docs="lock",
     ),
     "card": Entry(
         function="dflash_cli.commands.card:command",
@@ -217,7 +217,7 @@ COMMANDS = {
         section=ABOUT,
         summary="Show versions, GPUs and settings.",
         examples=("dflash env --json",),
-        docs="performance",
+        docs="env",
     ),
 }
 
@@ -265,11 +265,15 @@ def root(
 
 RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
 INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
-FULL = {
-    errno.ENOSPC: "no space left on the device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "larger than a file may be here",
+OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
+    errno.ENOSPC: (CapacityError, "disk-full", "no space left on the device"),
+    errno.EDQUOT: (CapacityError, "quota-used-up", "the disk quota is used up"),
+    errno.EFBIG: (CapacityError, "file-too-large", "larger than a file may be here"),
+    errno.EROFS: (UsageError, "read-only", "is on a read-only file system"),
+    errno.EACCES: (UsageError, "permission-denied", "permission denied"),
+    errno.EPERM: (UsageError, "permission-denied", "permission denied"),
 }
+"""Errors of the system about files -> error, id and text."""
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """Typer exports one of its usage errors; this is what all of them are."""
 
@@ -323,18 +327,18 @@ def _foreseen(error: Exception) -> DFlashError | None:
         return _usage_error(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNS_MODELS:
         return UnsupportedError(
-            f"this command runs models and needs {error.name}, which is not installed", hint=INSTALL
+            f"this command runs models and needs {error.name}, which is not installed",
+            id="missing-package",
+            found=error.name,
+            hint=INSTALL,
         )
-    if isinstance(error, OSError) and error.errno in FULL:
-        return CapacityError(f"{error.filename or 'stdout'}: {FULL[error.errno]}")
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return UsageError(f"{error.filename or 'output'}: is on a read-only file system")
-    if isinstance(error, PermissionError):
-        return UsageError(f"{error.filename or 'output'}: permission denied")
-    if isinstance(error, MemoryError):
-        return CapacityError("out of memory", hint="lower --concurrency or --max-model-len")
-    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
-        return CapacityError(str(error).splitlines()[0], hint="lower --concurrency or --max-model-len")
+    if isinstance(error, OSError) and error.errno in OUTPUT_FAULTS:
+        kind, id, text = OUTPUT_FAULTS[error.errno]
+        return kind(text, id=id, path=error.filename or "stdout")
+    is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
+    if is_of_torch or isinstance(error, MemoryError):
+        text = str(error).splitlines()[0] if is_of_torch else "out of memory"
+        return CapacityError(text, id="out-of-memory", hint="lower --concurrency or --max-model-len")
     return None
 
 
@@ -353,7 +357,9 @@ def _usage_error(error: Any) -> UsageError:
         )
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
-    return UsageError(f"unexpected argument: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
+    if surplus:
+        return UsageError(f"unexpected argument: {surplus[1]}", id="unexpected-argument", found=surplus[1], hint=hint)
+    return UsageError(text[:1].lower() + text[1:], hint=hint)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions
+from dflash_cli.terminal.options import BlockOptions, CausalityOptions, EngineOptions, PairOptions, PromptOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
@@ -24,7 +24,7 @@ draft, verify, rest: parts of the drafting ms, found by leaving out the draft's 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(EngineOptions, BlockOptions, PromptOptions, PairOptions):
+class BenchRequest(EngineOptions, BlockOptions, PromptOptions, CausalityOptions, PairOptions):
     """Measure how much faster a pair decodes with its draft than without.
 
     The gain depends on the text: give --prompts like those of your users. Otherwise the bundled prompts are used: chats

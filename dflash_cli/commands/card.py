@@ -9,6 +9,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.comparing.stored_evaluation import StoredEvaluation
@@ -146,7 +147,8 @@ def _read(path: Path) -> str:
 
 def _tell(written: "Insertion", insert: Path | None) -> None:
     if written.left:
-        console.note(f"{insert} states {', '.join(written.left)} itself, which is left as it is")
+        text = f"{insert} states {', '.join(written.left)} itself, which is left as it is"
+        console.note(Notice(text, id="entries-kept"))
 
 
 def _serve_commands(
@@ -165,12 +167,11 @@ def _serve_commands(
             settings.get("draft"), settings.get("target"), engines, num_drafted, names=(name, base_model)
         )
     except DFlashError as error:
-        console.warn(f"no command to serve it: {error.message}")
+        console.warn(Notice(f"no command to serve it: {error.message}", id="no-serve-command"))
         return {}
     if (name is None or base_model is None) and any(HERE.search(command) for command in commands.values()):
-        console.note(
-            "the commands name folders of this machine; --draft-name and --target-name give their names on the Hub"
-        )
+        told = "the serve commands name folders of this machine; give --draft-name and --target-name of the Hub"
+        console.note(Notice(told, id="folders-in-commands"))
     for text in refusals:
-        console.note(f"no command of an engine that does not serve it: {text}")
+        console.note(Notice(f"the card lacks the command of an engine: {text}", id="engine-left-out"))
     return commands

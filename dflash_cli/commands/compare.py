@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Argument, Option, Request, verb
+from dflash_cli.terminal.options import VerdictOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRequest(Request):
+class ComparisonRequest(VerdictOptions):
     """Compare acceptance lengths, paired by prompt: the difference, its interval, and whether it is one.
 
     Results are files of eval-acceptance, written with --json or --output, or files of other tools, recognised by their
@@ -48,9 +49,6 @@ class ComparisonRequest(Request):
             "a larger drop is ruled out.",
         ),
     ] = None  # fmt: skip
-    confidence: Annotated[
-        float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals and verdicts.")
-    ] = 0.95
 
     def check(self) -> None:
         super().check()

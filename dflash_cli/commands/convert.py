@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.conversion.request import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SIZE, Argument, Option, parse_size, verb
+from dflash_cli.terminal.options import CausalityOptions, ForceOptions
+from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import fields_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _complete_dialect(typed: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionRequest(ForceOptions):
+class ConversionRequest(ForceOptions, CausalityOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
 
     conversion.json in the result lists what became of every config key, tensor and file.
@@ -85,14 +85,6 @@ class ConversionRequest(ForceOptions):
         bool,
         Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
     ] = False
-    causality: Annotated[
-        Literal["causal", "non-causal", "layer-types"] | None,
-        Option(
-            group=DRAFTING,
-            help="Attention inside a block, instead of the draft's config: to earlier positions (causal), to all "
-            "(non-causal), or to earlier positions in sliding-window layers only (layer-types).",
-        ),
-    ] = None
     normalise_taps: Annotated[
         bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")
     ] = False

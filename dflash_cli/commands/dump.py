@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     TARGET_HELP,
     ConcurrencyOptions,
     EngineOptions,
-    ForceOptions,
     PromptOptions,
+    ResumeOptions,
     SamplingOptions,
 )
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOptions, ForceOptions):
+class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions):
     """Keep a target's text on your prompts and the hidden states of the layers that drafts read.
 
     eval-acceptance --mode replay then judges drafts on any machine, without the target. Prompts with text need the
@@ -59,9 +59,6 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
             help="Keep N tokens after each answer's end, so that the last blocks can be judged whole.",
         ),
     ] = 32  # fmt: skip
-    resume: Annotated[
-        bool, Option(group=ESSENTIALS, is_setting=False, help="Continue from the answers in --output.")
-    ] = False
 
     def check(self) -> None:
         super().check()
@@ -162,8 +159,10 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
         except KeyboardInterrupt as error:
             num_done = len(list(request.folder.glob("*.safetensors")))
             raise Interrupted(
-                f"{num_done} answers are kept in {request.folder}",
-                hint="run the same command with --resume to continue",
+                f"{num_done} answers are written",
+                num_answers=num_done,
+                kept_in=request.folder,
+                hint=how_to_continue(request.folder),
             ) from error
 
 

@@ -11,9 +11,10 @@ from dflash_cli.acceptance.prompt_options import ConditionOptions
 from dflash_cli.acceptance.replay_options import ReplayOptions
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     BlockOptions,
+    CausalityOptions,
     ConcurrencyOptions,
     EngineOptions,
     GateOptions,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
 
-SHOWN_FAILURES = 5
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
     "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
@@ -53,6 +53,7 @@ class EvaluationRequest(
     BlockOptions,
     ResumableOptions,
     ConditionOptions,
+    CausalityOptions,
     PairOptions,
 ):
     """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
@@ -139,7 +140,7 @@ def command(request: EvaluationRequest) -> None:
         _show(evaluation, show_all=request.show_all)
         _check_minimum(evaluation, request)
         return
-    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
+    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis, tell_failed_prompts
     from dflash_cli.generation.outputs import show_steps
 
     evaluation, tally, pair, max_model_len = _run(request)
@@ -148,7 +149,9 @@ def command(request: EvaluationRequest) -> None:
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
     if evaluation.failed:
-        _finish_failed(evaluation, is_allowed=request.allow_failed)
+        tell_failed_prompts(evaluation.failed, f" of {evaluation.num_prompts}", is_allowed=request.allow_failed)
+        if not request.allow_failed or not evaluation.total.num_conversations:
+            raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
     _check_minimum(evaluation, request)
 
 
@@ -265,23 +268,6 @@ def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
     return found.sha256
 
 
-def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
-    """Name the prompts that failed. Stop, unless failures are allowed and some prompts were measured.
-
-    Raises:
-        typer.Exit: with the code of the gravest failure.
-    """
-    failures = evaluation.failed
-    say = console.warn if is_allowed else console.error
-    say(f"{len(failures)} of {evaluation.num_prompts} prompts failed and are not in the result:")
-    for failure in failures[:SHOWN_FAILURES]:
-        console.error_text(f"    {failure.error}")
-    if len(failures) > SHOWN_FAILURES:
-        console.error_text(f"    and {len(failures) - SHOWN_FAILURES} more, which --json lists")
-    if not is_allowed or not evaluation.total.num_conversations:
-        raise typer.Exit(max(failure.exit_code for failure in failures))
-
-
 def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluation, Tally]":
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.acceptance.measure import measure
@@ -295,20 +281,16 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
         try:
             evaluation = measure(answering, plan, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
-            raise Interrupted(progress.text, hint=_how_to_continue(plan)) from error
+            raise Interrupted(
+                progress.text, num_answers=len(tally.answers), kept_in=plan.journal, hint=how_to_continue(plan.journal)
+            ) from error
         except WorkersLost as error:
-            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_continue(plan)) from error
+            raise WorkersLost(f"{error.message}; {progress.text}", hint=how_to_continue(plan.journal)) from error
     if tally.answers:
         console.status(tally.figures(evaluation.seconds))
     else:
         console.status(f"no prompts left to answer: {plan.journal} has every answer")
     return evaluation, tally
-
-
-def _how_to_continue(plan: "EvaluationPlan") -> str:
-    if plan.journal is None:
-        return "the answers are lost; --output FILE keeps them, and --resume continues from them"
-    return f"the answers are kept in {plan.journal}; run the same command with --resume to continue"
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:

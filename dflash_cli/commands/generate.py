@@ -13,6 +13,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
     DRAFT_HELP,
+    CausalityOptions,
     ConcurrencyOptions,
     DraftingOptions,
     EngineOptions,
@@ -23,6 +24,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +59,14 @@ def parse_width(text: str) -> Width:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest(
-    HandoffOptions, ConcurrencyOptions, EngineOptions, DraftingOptions, PromptOptions, ForceOptions, PairOptions
+    HandoffOptions,
+    ConcurrencyOptions,
+    EngineOptions,
+    DraftingOptions,
+    PromptOptions,
+    ForceOptions,
+    CausalityOptions,
+    PairOptions,
 ):
     """Generate text with a pair: a target and the draft made for it.
 
@@ -298,17 +307,20 @@ def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:
 
     is_alone = len(prompts) == 1 and not has_draft
     if is_alone and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
-        console.note(f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}")
+        text = f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}"
+        console.note(Notice(text, id="prompt-names-a-checkpoint"))
     if len(prompts) > 1 and all(text.isascii() and len(text.split()) == 1 for text in prompts):
-        console.note(
-            f"{len(prompts)} prompts of one word each were read; put quotes around a text to make it one prompt"
-        )
+        text = f"{len(prompts)} prompts of one word each were read; put quotes around a text to make it one prompt"
+        console.note(Notice(text, id="prompts-of-one-word"))
 
 
 def _stop(found: Generation, output: str | None) -> NoReturn:
     """Say which answers of an interrupted run are kept."""
-    finished = f"{len(found.tally.answers)} of {found.num_answers} answered"
-    raise Interrupted(finished if output in (None, "-") else f"{finished}, which {output} holds")
+    num_answers = len(found.tally.answers)
+    finished = f"{num_answers} of {found.num_answers} answered"
+    if output in (None, "-"):
+        raise Interrupted(finished, num_answers=num_answers)
+    raise Interrupted(f"{finished} and kept in {output}", num_answers=num_answers, kept_in=output)
 
 
 def _finish(tally: "Tally", lossless: "Lossless | None") -> None:
@@ -322,7 +334,9 @@ def _finish(tally: "Tally", lossless: "Lossless | None") -> None:
         console.status(lossless.summary)
         if not lossless.is_lossless:
             raise GateFailed(
-                f"not lossless: {lossless.worst}", hint="run again with --scheduling sync --no-prefix-cache"
+                f"not lossless: {lossless.worst}",
+                id="not-lossless",
+                hint="run again with --scheduling sync --no-prefix-cache",
             )
     code = max((answer.output.exit_code for answer in tally.answers), default=0)
     if code:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.comparison import Difference
@@ -101,7 +102,8 @@ def command(request: InspectionRequest) -> None:
     for line in difference_lines(found, with_tensors=request.tensors):
         console.result(line)
     if found.num_not_compared:
-        console.note("only headers were read from the hub; --values downloads the weights and compares them too")
+        text = "only headers were read from the hub; --values downloads the weights and compares them too"
+        console.note(Notice(text, id="values-not-compared"))
 
 
 def _tell_traffic(location: "Location") -> None:

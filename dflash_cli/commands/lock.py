@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, TargetOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.options import ForceOptions, PairOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockRequest(ForceOptions, TargetOptions):
+class LockRequest(ForceOptions, PairOptions):
     """Pin a draft and its target by revision and SHA-256, for --lock of other commands.
 
     Reads every byte of the weights; hub repositories are downloaded.
     """
 
-    draft: Annotated[
-        str | None, Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")
-    ] = None
     output: Annotated[
         Path,
         Option(short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False, help="File to write the lock to."),

@@ -9,7 +9,7 @@ import typer
 
 from dflash_cli.probing.probe_options import ProbeOptions, open_probe
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.requests import Argument, verb
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from dflash_cli.probing.server_probe import Probed, ProbePlan
 
 FAULT = 3
-SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +71,8 @@ def _probe(request: "ProbePlan") -> "Probed":
         try:
             return run_probe(request, observe)
         except KeyboardInterrupt as error:
-            kept = "the answers are kept; run the same command with --resume to continue"
-            lost = "the answers are lost; --output FILE keeps them, and --resume continues from them"
-            raise Interrupted(progress.text, hint=lost if request.asking.journal is None else kept) from error
+            journal = request.asking.journal
+            raise Interrupted(progress.text, kept_in=journal, hint=how_to_continue(journal)) from error
 
 
 def _show(found: "Probed") -> None:
@@ -104,14 +102,11 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
         GateFailed: the acceptance length is too low.
     """
     from dflash_cli.acceptance.measure import check_summary
-    from dflash_runtime.phrases import plural
+    from dflash_cli.generation.announcements import tell_failed_prompts
 
     failures = [failure for run in found.all_runs for failure in run.failed]
     if failures:
-        say = console.warn if allow_failed else console.error
-        say(f"{plural(len(failures), 'prompt')} failed and are not in the result:")
-        for failure in failures[:SHOWN_FAILURES]:
-            console.error_text(f"    {failure.error}")
+        tell_failed_prompts(failures, is_allowed=allow_failed)
         if not allow_failed:
             raise typer.Exit(max(failure.exit_code for failure in failures))
     if minimum is not None:

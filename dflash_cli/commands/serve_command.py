@@ -12,13 +12,13 @@ from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.report_document import VerdictEntry
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DraftOptions, TargetOptions
+from dflash_cli.terminal.options import DraftOptions, ServedOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_runtime.errors import DFlashError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeCommandRequest(TargetOptions, DraftOptions):
+class ServeCommandRequest(ServedOptions, TargetOptions, DraftOptions):
     """Print the command that serves a pair with an engine. Nothing is run.
 
     Engines count draft tokens differently; each command has the number that its engine expects.
@@ -31,13 +31,6 @@ class ServeCommandRequest(TargetOptions, DraftOptions):
             help=f"Engines to print the command for: {known_engines()}.",
         ),
     ]  # fmt: skip
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            short="-k", min=1, metavar="K", group=ESSENTIALS,
-            help="Tokens to draft per step. Default: the draft's block size minus one.",
-        ),
-    ] = None  # fmt: skip
 
     def check(self) -> None:
         super().check()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
+    CausalityOptions,
     EngineOptions,
-    ForceOptions,
     IntervalOptions,
     PairOptions,
     PromptOptions,
+    ResumeOptions,
     SamplingOptions,
 )
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ForceOptions, PairOptions):
+class TuningRequest(
+    IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions, CausalityOptions, PairOptions
+):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
     The best number depends on the text: give --prompts like those of your users.
@@ -85,20 +88,9 @@ class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptio
             help="Keep each answer when it ends, and the step times, in files of DIR.",
         ),
     ] = None  # fmt: skip
-    resume: Annotated[
-        bool,
-        Option(
-            group=ESSENTIALS, is_setting=False,
-            help="Continue an interrupted run: measure only what --output lacks.",
-        ),
-    ] = False  # fmt: skip
 
     def check(self) -> None:
         super().check()
-        if self.resume and self.output is None:
-            raise UsageError(
-                "--resume needs --output, the folder to continue", id="resume-without-output", field="--resume"
-            )
         _check_engines(self.engine)
 
 
@@ -203,9 +195,7 @@ def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
     try:
         return run(session, request, _Shown())
     except KeyboardInterrupt as error:
-        is_kept = request.folder is not None
-        kept = f"answers are kept in {request.folder}; run the same command with --resume to continue"
-        raise Interrupted(hint=kept if is_kept else "--output DIR keeps answers") from error
+        raise Interrupted(kept_in=request.folder, hint=how_to_continue(request.folder)) from error
 
 
 def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[EngineSettings]":

@@ -19,9 +19,18 @@ from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
 from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
+from dflash_cli.terminal.options import (
+    DraftOptions,
+    ForceOptions,
+    LockOptions,
+    RuleOptions,
+    ServedOptions,
+    TargetOptions,
+    refuse_beside,
+)
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
@@ -38,7 +47,9 @@ OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptions, DraftOptions):
+class ValidationRequest(
+    DiagnosisOptions, ForceOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
+):
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
 
     engine: Annotated[
@@ -56,10 +67,6 @@ class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptio
             "with the draft's config as it is and with one setting changed at a time.",
         ),
     ] = "headers"
-    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
-    ] = ()
     fix_out: Annotated[
         Path | None,
         Option(
@@ -67,12 +74,6 @@ class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptio
             help="Write a corrected copy to DIR, and list what could not be corrected.",
         ),
     ] = None  # fmt: skip
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            short="-k", min=1, metavar="K", group=ESSENTIALS, help="Draft tokens per step that engines are told to use."
-        ),
-    ] = None
 
     def check(self) -> None:
         super().check()
@@ -209,7 +210,8 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     for note in report.notes:
         console.warn(note)
     if is_target_missing:
-        console.note("no --target given, so the draft was not checked against its target")
+        text = "no --target given: the draft was not checked against its target"
+        console.note(Notice(text, id="no-target"))
 
 
 def print_finding(finding: Finding) -> None:

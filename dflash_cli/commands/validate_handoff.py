@@ -10,7 +10,8 @@ from dflash_cli.commands.validate import FAILED, print_finding
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_cli.terminal.options import RuleOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural
 
@@ -22,7 +23,7 @@ START = "its start: a JSON object of the engine's arguments, or the serve comman
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandoffValidationRequest(Request):
+class HandoffValidationRequest(RuleOptions):
     """Check two servers, one for prefill and one for decode: does the draft's context KV arrive?
 
     Each file describes the start of one server: a JSON object of the engine's arguments, or the serve command. Exits
@@ -35,10 +36,6 @@ class HandoffValidationRequest(Request):
         str,
         Option(short="-e", metavar="NAME[@RELEASE]", group=ESSENTIALS, help="Engine of both servers: vllm or sglang."),
     ]
-    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
-    ] = ()
 
 
 @verb(HandoffValidationRequest)

@@ -154,7 +154,7 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        raise CheckpointNotFound("no such file", path=path) from error
+        raise CheckpointNotFound("no such file", id="no-such-file", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot be read as UTF-8 text: {error}", id="cannot-be-read", path=path) from error
 

@@ -18,12 +18,25 @@ _received: int | None = None
 
 
 class Interrupted(DFlashError):
-    """Ctrl-C or SIGTERM ended the run. The message names the kept results, the hint how to continue."""
+    """Ctrl-C or SIGTERM ended the run. The message says what is kept, the hint how to continue.
 
-    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+    `found` is the number of finished answers, and `path` the file or folder that keeps them.
+    """
+
+    def __init__(
+        self, message: str = "", *, num_answers: int | None = None, kept_in: object = None, hint: str | None = None
+    ) -> None:
         self.exit_code = signal_exit_code()
         word = "terminated" if _received == signal.SIGTERM else "interrupted"
-        super().__init__(f"{word}: {message}" if message else word, hint=hint)
+        super().__init__(f"{word}: {message}" if message else word, id=word, found=num_answers, hint=hint)
+        self.path = kept_in
+
+
+def how_to_continue(kept_in: object) -> str:
+    """The hint of an interrupted run whose answers `kept_in` keeps; None if nothing does."""
+    if kept_in is None:
+        return "the answers are lost; --output keeps them, and --resume continues from them"
+    return f"the answers are kept in {kept_in}; run the same command with --resume to continue"
 
 
 def signal_exit_code() -> int:
@@ -56,7 +69,7 @@ def turned_into_errors() -> Iterator[None]:
             raise
         if error.filename is None:
             raise ReaderGone from error
-        raise DFlashError(f"{error.filename}: its reader has gone") from error
+        raise DFlashError("its reader has ended", id="reader-gone", path=error.filename) from error
     except Exception as error:
         # A library that is interrupted while it is imported may raise anything.
         if _received is not None:

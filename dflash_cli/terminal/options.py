@@ -18,6 +18,7 @@ from dflash_cli.terminal.requests import (
     Argument,
     Option,
     Request,
+    parameters_of,
     parse_size,
 )
 from dflash_runtime.config import EngineConfig
@@ -39,6 +40,11 @@ def parse_object(text: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(text)
     return value
+
+
+def values_of(request: Request, kind: type[Request]) -> dict[str, Any]:
+    """Values of a request by name, for the options that the class `kind` declares."""
+    return {item.name: getattr(request, item.name) for item in parameters_of(kind)}
 
 
 def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
@@ -85,6 +91,12 @@ class PairOptions(TargetOptions):
         str | None,
         Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalityOptions(Request):
+    """How positions of a block attend to each other."""
+
     causality: Annotated[
         Literal["causal", "non-causal", "layer-types"] | None,
         Option(
@@ -168,22 +180,28 @@ class PromptOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Request):
-    """How tokens are chosen."""
+class SeedOptions(Request):
+    """How the target chooses tokens, as every server understands it."""
 
     temperature: Annotated[
         float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
     ] = 0.0
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
+    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(SeedOptions):
+    """How the target chooses tokens."""
+
     top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
     top_p: Annotated[
         float,
         Option(
             above=0, max=1, group=SAMPLING,
-            help="Sample from the fewest most likely tokens whose probabilities sum to X.",
+            help="Sample from the fewest tokens that together have a probability of at least X.",
         ),
     ] = 1.0  # fmt: skip
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
-    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
     stop_token_ids: Annotated[
         tuple[int, ...],
         Option(
@@ -192,17 +210,9 @@ class SamplingOptions(Request):
     ] = ()
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
-        """The runtime's form."""
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            verify_width=self.verified_rows,
-        )
+        """The runtime's parameters. Its fields have the names of these options."""
+        given = values_of(self, SamplingOptions)
+        return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
 
     @property
     def verified_rows(self) -> int | None:
@@ -346,26 +356,13 @@ class EngineOptions(DeviceOptions):
     ] = True
 
     def engine_config(self, **own: Any) -> EngineConfig:
-        """The runtime's form. `own` are fields of the config that a verb decides."""
-        return EngineConfig(
-            **{
-                "device": self.device,
-                "dtype": self.dtype,
-                "kernels": self.kernels,
-                "target_runtime": self.target_runtime,
-                "device_map": self.device_map,
-                "max_model_len": self.max_model_len,
-                "max_batched_tokens": self.max_batched_tokens,
-                "page_size": self.page_size,
-                "kv_memory_bytes": self.kv_memory,
-                "gpu_memory_utilization": self.gpu_memory_utilization,
-                "prefix_cache": self.prefix_cache,
-                "prefix_store": self.prefix_store,
-                "scheduling": self.scheduling,
-                "graphs": self.graphs,
-                **own,
-            }
-        )
+        """The runtime's config. `own` are the fields that a verb decides.
+
+        Its fields have the names of these options, except `kv_memory_bytes`. `threads` is set for the whole process.
+        """
+        given = values_of(self, EngineOptions)
+        del given["threads"]
+        return EngineConfig(kv_memory_bytes=given.pop("kv_memory"), **given, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +372,15 @@ class ConcurrencyOptions(Request):
     concurrency: Annotated[
         int, Option(min=1, group=ENGINE, is_setting=False, help="Run at most N requests at once.")
     ] = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictOptions(Request):
+    """The confidence of intervals that decide a comparison."""
+
+    confidence: Annotated[
+        float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals and verdicts.")
+    ] = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,7 +427,27 @@ class ForceOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumableOptions(ForceOptions):
+class ResumeOptions(ForceOptions):
+    """Whether an interrupted run continues. The request class has `output`, the file or folder that keeps answers."""
+
+    resume: Annotated[
+        bool,
+        Option(
+            group=ESSENTIALS, is_setting=False, help="Continue an interrupted run: compute only what --output lacks."
+        ),
+    ] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and getattr(self, "output", None) is None:
+            raise UsageError(
+                "--resume needs --output, which names the answers to continue", id="resume-without-output",
+                field="--resume",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableOptions(ResumeOptions):
     """A file that keeps finished answers, so that an interrupted run can continue."""
 
     output: Annotated[
@@ -431,20 +457,29 @@ class ResumableOptions(ForceOptions):
             help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
         ),
     ] = None  # fmt: skip
-    resume: Annotated[
-        bool,
-        Option(
-            group=ESSENTIALS, is_setting=False,
-            help="Continue an interrupted run: answer only the prompts that --output lacks.",
-        ),
-    ] = False  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        if self.resume and self.output is None:
-            raise UsageError(
-                "--resume needs --output, the file to continue", id="resume-without-output", field="--resume"
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions(Request):
+    """Which findings of rules make a command fail."""
+
+    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
+    ignore: Annotated[
+        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions(Request):
+    """How an engine is told to draft."""
+
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", min=1, metavar="K", group=ESSENTIALS,
+            help="Draft tokens per step that engines are told to use. Default: the draft's block size minus one.",
+        ),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,6 +163,7 @@ def test_a_missing_library_is_named_with_how_to_install_it(arguments: list[str],
     done = python("-c", code)
     assert done.returncode == 5, done.stderr
     said = [line for line in done.stderr.splitlines() if not line.startswith("loading ")]
-    assert said[0] == f"error: this command runs models and needs {module}, which is not installed"
-    assert said[1].startswith("hint: pip install 'dflash-cli[gpu]'")
     assert len(said) == 2
+    assert said[0].startswith("error: ")
+    assert module in said[0]
+    assert "'dflash-cli[gpu]'" in said[1]

@@ -125,10 +125,11 @@ def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out()
     refused = support.run_main(*FEW, "--prefill-draft", "none")
     assert (refused.code, refused.out, refused.error_id) == (3, "", "prefill-does-not-fit")
     assert refused.error is not None
-    assert refused.error.found == ["draft: here dflash, there none"], "fields that only a draft has are left out"
+    (difference,) = refused.error.found  # fields that only a draft has are left out
+    assert difference.startswith("draft: ")
     forced = support.run_main(*FEW, "-n", "24", "--prefill-draft", "none", "--force-mismatch")
     assert (forced.code, forced.error_id) == (3, "handoff-changes-result")
-    rows_first = [forced.out.find(text) for text in ("the draft's context KV", "draft: here dflash, there none")]
+    rows_first = [forced.out.find(text) for text in ("the draft's context KV", difference)]
     assert -1 < rows_first[0] < rows_first[1]
     (row,) = (line for line in forced.out.splitlines() if line.startswith("share at position 1"))
     one, two = map(float, row.split()[4:6])
@@ -189,7 +190,7 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     found = document["disaggregation"]
     assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 6)
     assert document["seconds"] < 30
-    assert "the prefill process has ended: signal 9" in found["why_prefilled_here"]
+    assert found["why_prefilled_here"].endswith("signal 9")
     assert said.count("warning: ") == said.count("warning: 6 prompts ") == 1
     lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
     assert sum("num_loaded" in line for line in lines) == 3

@@ -50,7 +50,7 @@ def test_the_list_can_be_narrowed() -> None:
 def test_commands_are_shown_with_generic_words() -> None:
     for rule in all_rules():
         assert not {"{draft}", "{target}", "{out}"} & set(support.invoke("explain", rule.id).out.split())
-    assert "dflash validate DRAFT --fix-out OUT" in support.invoke("explain", "C20").out
+    assert {"validate", "DRAFT", "--fix-out", "OUT"} <= set(support.invoke("explain", "C20").out.split())
 
 
 def test_json() -> None:
@@ -63,8 +63,8 @@ def test_json() -> None:
 
 def test_a_wrong_id_gets_a_guess() -> None:
     outcome = support.invoke("explain", "C200")
-    assert outcome.code == 2
-    assert "did you mean C20?" in outcome.err
+    assert (outcome.code, outcome.error_id) == (2, "unknown-rule")
+    assert " C20?" in outcome.err
 
 
 def test_the_table_in_the_documents_is_true() -> None:

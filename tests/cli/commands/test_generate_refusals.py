@@ -1,6 +1,7 @@
 """What `dflash generate` refuses: one line that says what is wrong, the exit code that is documented, and no result."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ from dflash_testing import checkpoints as support
 def test_json_and_rows_on_stdout_exclude_each_other() -> None:
     done = support.run_main("generate", "x", "--json", "--output", "-")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: --json and --output -")
+    assert (done.error_id, done.field) == ("two-results-on-stdout", "--output")
 
 
 def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     for text, hint in (
         ('[{"prompt": "x"}]', "jq -c '.[]'"),
-        ('{"question": "x"}', "name the field with the text prompt"),
+        ('{"question": "x"}', "prompt"),
     ):
         prompts.write_text(text)
         done = support.run_main("generate", "--prompts", prompts)
@@ -63,18 +64,18 @@ def test_kernels_that_cannot_run_are_refused() -> None:
     env = {"TRITON_INTERPRET": "0"}
     done = support.launch("generate", "x", "--kernels", "triton", "--device", "cpu", env=env)
     assert (done.code, done.out) == (5, "")
-    assert "error: --kernels: found 'triton'" in done.err
+    assert "error: --kernels: " in done.err
 
 
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
     done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a block of 8 more, but the pool has" in done.err
+    assert all(re.search(rf"\b{number}\b", done.err) for number in (126, 16, 2001, 8, 13)), "pages, tokens, the pool"
 
 
 def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
     done = support.run_main("generate", "x", "", "-n", "1")
-    assert (done.code, "error: prompt 2: empty, expected at least one token" in done.err.splitlines()) == (2, True)
+    assert (done.code, "error: prompt 2: " in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -107,5 +108,5 @@ def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
     prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
     done = support.launch("generate", "--prompts", prompts, "-n", "2")
     assert done.code == 2
-    assert "Token indices sequence length" not in done.err
-    assert [line for line in done.err.splitlines() if line.startswith("error: ")] != []
+    assert {line.split(" ")[0] for line in done.err.splitlines()} <= {"loading", "error:", "0"}, "0 tokens"
+    assert "error: " in done.err

@@ -70,8 +70,9 @@ def test_a_key_that_is_missing_or_not_in_the_schema_is_noticed() -> None:
         with pytest.raises(AssertionError):
             check_document(wrong)
     del document["num_rules"]
-    with pytest.raises(AssertionError, match="'num_rules' is a required property"):
+    with pytest.raises(AssertionError) as caught:
         check_document(document)
+    assert "'num_rules'" in str(caught.value)
 
 
 def test_every_command_that_prints_a_document_has_a_schema() -> None:
@@ -86,8 +87,9 @@ def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
     assert printed == read_schema("eval-acceptance")
     assert {"Interval", "EvaluationRun", "Identity", "ConversationCounts"} <= set(printed["$defs"])
     wrong = support.run_main("schema", "evaluation")
-    assert wrong.code == 2
-    assert "error: KIND: found 'evaluation', expected one of answers, bench" in wrong.err
+    assert (wrong.code, wrong.field) == (2, "KIND")
+    assert wrong.error is not None
+    assert "answers, bench, " in str(wrong.error.expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -158,7 +158,7 @@ def test_a_placeholder_of_speed_bench_is_no_prompt(tmp_path: Path) -> None:
     with refuses(RequestError, "placeholder-prompt") as raised:
         read(f"speed-bench={tmp_path}")
     assert "qualitative.jsonl:1" in raised.value.message
-    assert "--dataset speed-bench=FOLDER" in str(raised.value.hint)
+    assert "speed-bench=FOLDER" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
@@ -183,7 +183,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setattr(table_files, "find_spec", lambda name: None)
     with refuses(UnsupportedError, "missing-package", path=tmp_path / "test.parquet", found="pyarrow") as raised:
         read(f"gsm8k={tmp_path}")
-    assert raised.value.hint == "pip install 'dflash-cli[datasets]'"
+    assert "'dflash-cli[datasets]'" in str(raised.value.hint)
 
 
 def test_a_broken_parquet_file_is_one_line(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_unknown_or_malformed_dataset_is_refused(text: str, id: str) -> None:
 def test_a_format_that_nobody_has_is_refused(tmp_path: Path) -> None:
     with refuses(UsageError, field="--dataset-format", found="sglang") as caught:
         read(f"mbpp={write_dataset(tmp_path, 'mbpp')}", "sglang")
-    assert "z-lab or specforge" in str(caught.value.expected)
+    assert all(name in str(caught.value.expected) for name in ("z-lab", "specforge"))
 
 
 def test_two_counts_that_differ_are_refused() -> None:
@@ -348,9 +348,8 @@ def test_a_hub_that_is_not_reached_points_to_a_folder(local_hub: hub.LocalHub, t
     environment = hub.environment(local_hub, tmp_path) | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     code, message, hint = show("gsm8k", environment)
     assert code == 4
-    assert message.startswith("openai/gsm8k: the hub cannot be reached")
-    assert hint == "check the network and HF_ENDPOINT; or give a folder with the dataset: --dataset NAME=DIR"
-    assert show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2] == [
-        4,
-        "acme/absent: not found on the hub",
-    ]
+    assert message.startswith("openai/gsm8k: ")
+    assert "HF_ENDPOINT" in hint
+    assert "NAME=DIR" in hint
+    code, message = show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2]
+    assert (code, message.split(":")[0]) == (4, "acme/absent")
