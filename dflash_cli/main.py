@@ -5,12 +5,12 @@ import errno
 import os
 import re
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.command_line import CommandTable, Entry
+from dflash_cli.terminal.command_line import CommandTable, Entry, make_app
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -234,33 +234,9 @@ class DFlashCommands(CommandTable):
     docs = ""
 
 
-app = typer.Typer(
-    name="dflash",
-    cls=DFlashCommands,
-    help="Convert, validate, run and measure DFlash speculative decoding drafts.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = make_app(
+    DFlashCommands, "dflash", "Convert, validate, run and measure DFlash speculative decoding drafts.", __version__
 )
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        console.result(f"dflash {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is being done.")] = False,
-    debug: Annotated[bool, typer.Option("-vv", help="Log every detail to stderr.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Convert, validate, run and measure DFlash speculative decoding drafts."""
-    console.configure(quiet=quiet, verbosity=2 if debug else int(verbose))
 
 
 RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")

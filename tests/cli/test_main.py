@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dflash_cli import __version__
 from dflash_cli.main import COMMANDS, app
+from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))
@@ -49,6 +50,39 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert not {name for name in first[1] if name.startswith("dflash_cli.commands")}
 
 
+@pytest.mark.parametrize("arguments", [["explain", "C20"], ["-q", "inspect", "tiny", "--tensors"]])
+def test_values_are_read_without_pydantic(arguments: list[str]) -> None:
+    script = "\n".join([
+        "import sys", "from dflash_cli.main import main", f"sys.argv = ['dflash', *{arguments!r}]",
+        "try: main()", "except SystemExit as end: assert not end.code", "assert 'pydantic' not in sys.modules",
+    ])  # fmt: skip
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("dflash generate --help-", {"--help-all"}),
+        ("dflash convert a b --to ml", {"mlx"}),
+        ("dflash docs loc", {"lock"}),
+        ("dflash validate tiny --level h", {"headers"}),
+    ],
+)
+def test_words_are_completed(typed: str, expected: set[str]) -> None:
+    words = typed.split(" ")
+    completing = {"_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    script = "import sys; sys.argv = ['dflash']; from dflash_cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": PATHS} | completing,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert set(done.stdout.split()) == expected
+
+
 def processor_seconds(*arguments: str) -> float:
     """Processor time of one run, which other work on the machine changes less than the time on the clock."""
     process = subprocess.Popen(
@@ -71,25 +105,25 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "id", "field", "guess"),
     [
-        (["generat"], "error: unknown command 'generat'; did you mean generate?"),
-        (["generate", "x", "-n", "0"], "error: --max-new-tokens: found 0, expected a whole number from 1 on"),
-        (["generate", "x", "--drat", "y"], "error: unknown option --drat; did you mean --draft?"),
-        (["generate", "x", "-k"], "error: -k: expected a value"),
-        (["generate", "x", "--device"], "error: --device: expected a value"),
-        (["env", "a", "b"], "error: unexpected argument: a b"),
-        (["inspect"], "error: REF is missing: a directory"),
-        (["eval-acceptance", "tiny", "--gate", "lowr"], "error: --gate: found 'lowr', expected point or lower"),
+        (["generat"], "unknown-command", None, "generate?"),
+        (["generate", "x", "-n", "0"], "usage-error", "--max-new-tokens", "1"),
+        (["generate", "x", "--drat", "y"], "unknown-option", "--drat", "--draft?"),
+        (["generate", "x", "-k"], "missing-value", "-k", ""),
+        (["generate", "x", "--device"], "missing-value", "--device", ""),
+        (["env", "a", "b"], "unexpected-argument", None, "a"),
+        (["inspect"], "missing-argument", "REF", "directory,"),
+        (["eval-acceptance", "tiny", "--gate", "lowr"], "usage-error", "--gate", "lower"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], line: str) -> None:
-    done = dflash(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    first, *rest = done.stderr.splitlines()
-    assert first.startswith(line)
+def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], id: str, field: str | None, guess: str) -> None:
+    done = support.run_main(*arguments)
+    assert (done.code, done.out, done.error_id, done.field) == (2, "", id, field)
+    first, *rest = done.err.splitlines()
+    assert first.startswith("error: ")
+    assert guess in ("", *first.split())
     assert all(item.startswith("hint: ") for item in rest)
 
 

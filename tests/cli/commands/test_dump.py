@@ -252,29 +252,33 @@ def edit_facts(file: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("harm", "id", "field"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "truncated: "),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "hidden_states: found ["),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "token_ids: found ["),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), "token_ids: found 2"),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "found a value that is not finite"),
-        (lambda file: save_file(load_file(file), file), "dflash: missing, expected metadata"),
-        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "row: missing, "),
-        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not valid JSON"),
-        (lambda file: edit_facts(file, turn="0"), "turn: found '0', "),
-        (lambda file: edit_facts(file, prompt_len=0), "prompt_len: found 0, "),
-        (lambda file: edit_facts(file, finish_reason="tired"), "finish_reason: found 'tired', "),
-        (lambda file: edit_facts(file, length=1), "length: found 1, "),
-        (lambda file: save_file({"x": torch.zeros(1)}, file), "lacks the tensor hidden_states; found x"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "file-truncated", "file size"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "wrong-shape", "hidden_states"),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "wrong-shape", "token_ids"),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), None, "token_ids"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "not-finite", "hidden_states"),
+        (lambda file: save_file(load_file(file), file), None, "dflash"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "missing-key", "row"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not-json", None),
+        (lambda file: edit_facts(file, turn="0"), "wrong-value", "turn"),
+        (lambda file: edit_facts(file, prompt_len=0), "wrong-value", "prompt_len"),
+        (lambda file: edit_facts(file, finish_reason="tired"), "wrong-value", "finish_reason"),
+        (lambda file: edit_facts(file, length=1), "unknown-key", "length"),
+        (lambda file: save_file({"x": torch.zeros(1)}, file), "missing-tensor", "hidden_states"),
     ],
 )
-def test_files_that_were_harmed_are_named(harm: Callable[[Path], object], message: str, copied: Path) -> None:
+def test_files_that_were_harmed_are_named(
+    harm: Callable[[Path], object], id: str | None, field: str | None, copied: Path
+) -> None:
     file = next(copied.glob("*.safetensors"))
     harm(file)
-    error = refuse(3, *REPLAY, "--dump", copied, "--head-from", "tiny")
-    assert error.startswith(f"error: {file}: ")
-    assert message in error
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert (done.code, done.field) == (3, field)
+    assert id in (None, done.error_id)
+    assert done.error is not None
+    assert str(done.error.path) == str(file)
 
 
 GONE = {"file": "gone.safetensors", "index": 0, "turn": 0, "prompt_len": 1, "answer_len": 1, "num_tokens": 2}

@@ -17,43 +17,45 @@ def test_json_and_rows_on_stdout_exclude_each_other() -> None:
 
 def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
-    for text, hint in (
-        ('[{"prompt": "x"}]', "jq -c '.[]'"),
-        ('{"question": "x"}', "prompt"),
+    for text, id, hint in (
+        ('[{"prompt": "x"}]', "json-not-an-object", "jq -c '.[]'"),
+        ('{"question": "x"}', "not-one-prompt", "prompt"),
     ):
         prompts.write_text(text)
         done = support.run_main("generate", "--prompts", prompts)
-        assert done.code == 2
+        assert (done.code, done.error_id) == (2, id)
         assert f"error: {prompts}:1: " in done.err
         assert hint in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "fields"),
     [
-        ([], 2, "no prompt"),
-        (["x", "--prompts", "y"], 2, "both as arguments and by --prompts"),
-        (["--prompts", "absent.jsonl"], 4, "absent.jsonl: no such file"),
-        (["x", "--draft", "absent-dir", "--target", "tiny"], 4, "absent-dir: no such directory"),
-        (["x", "--draft", "tiny", "--target", "tiny:reduced"], 2, "names a draft"),
-        (["x", "--target", "tiny"], 2, "without a draft"),
-        (["x", "-k", "8"], 2, "num_draft_tokens: found 8"),
-        (["x", "--top-p", "0"], 2, "--top-p: found 0.0"),
-        (["x", "--device", "tpu"], 2, "device: found 'tpu'"),
-        (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
-        (["x", "--kv-memory", "lots"], 2, "--kv-memory: found 'lots'"),
-        (["x", "--max-model-len", "999999"], 2, "max_model_len: found 999999"),
-        (["x", "--output", "README.md"], 2, "README.md: exists already"),
-        (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
-        (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: found '{'"),
+        ([], 2, {"id": "no-prompt"}),
+        (["x", "--prompts", "y"], 2, {"id": "two-prompt-sources"}),
+        (["--prompts", "absent.jsonl"], 4, {"id": "no-such-file", "path": Path("absent.jsonl")}),
+        (["x", "--draft", "absent-dir", "--target", "tiny"], 4, {}),
+        (["x", "--draft", "tiny", "--target", "tiny:reduced"], 2, {}),
+        (["x", "--target", "tiny"], 2, {}),
+        (["x", "-k", "8"], 2, {"field": "num_draft_tokens", "found": 8}),
+        (["x", "--top-p", "0"], 2, {"field": "--top-p", "found": 0.0}),
+        (["x", "--device", "tpu"], 2, {"field": "device", "found": "tpu"}),
+        (["x", "--kv-memory", "20K"], 6, {"field": "kv_memory_bytes", "found": 20480, "expected": "147456 bytes"}),
+        (["x", "--kv-memory", "lots"], 2, {"field": "--kv-memory", "found": "lots"}),
+        (["x", "--max-model-len", "999999"], 2, {"field": "max_model_len", "found": 999_999}),
+        (["x", "--output", "README.md"], 2, {"id": "output-exists", "path": Path("README.md")}),
+        (["x", "--output", "no/such/dir/rows.jsonl"], 2, {"id": "no-parent-directory", "path": Path("no/such/dir")}),
+        (["x", "--chat-template-kwargs", "{"], 2, {"field": "--chat-template-kwargs", "found": "{"}),
     ],
 )
-def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
+def test_bad_input_ends_in_one_line_and_its_exit_code(
+    arguments: list[str], code: int, fields: dict[str, object]
+) -> None:
     done = support.run_main("generate", *arguments)
     assert done.code == code
+    assert {name: getattr(done.error, name) for name in fields} == fields
     first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
     assert first.startswith("error: ")
-    assert message in first
     assert "Traceback" not in done.err
     assert done.out == ""
 
@@ -79,21 +81,23 @@ def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "limit"),
     [
-        (["--verify-width", "9"], "--verify-width: found 9, expected at most 8"),
-        (["--verify-width", "4", "-k", "2"], "--verify-width: found 4, expected at most 3"),
-        (["--stop-token-id", "99999"], "--stop-token-id: found 99999, expected an id in [0, 2048)"),
-        (["--stop-token-id", "-1"], "--stop-token-id: found -1"),
-        (["--seed", "-1"], "--seed: found -1"),
-        (["--seed", str(2**63)], "--seed: found 9223372036854775808"),
+        (["--verify-width", "9"], "8"),
+        (["--verify-width", "4", "-k", "2"], "3"),
+        (["--stop-token-id", "99999"], "2048"),
+        (["--stop-token-id", "-1"], "0"),
+        (["--seed", "-1"], "0"),
+        (["--seed", str(2**63)], str(2**63 - 1)),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
-def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], message: str) -> None:
+def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], limit: str) -> None:
     done = support.run_main(*command, *options)
-    assert (done.code, done.out) == (2, "")
-    assert f"error: {message}" in done.err
+    assert (done.code, done.out, done.field) == (2, "", options[0])
+    assert done.error is not None
+    assert done.error.found == int(options[1])
+    assert limit in re.findall(r"\d+", str(done.error.expected))
 
 
 def test_an_empty_prompt_leaves_stdout_empty() -> None:

@@ -198,10 +198,7 @@ def test_a_draft_that_is_configured_and_not_engaged_is_said(style: Any, prompts:
 
 @pytest.mark.parametrize(
     ("num_before", "note"),
-    [
-        (0, "of 14: it was started anew meanwhile, or counts late, so its counters are not used"),
-        (30, "a counter fell: the server was started anew meanwhile, so its counters are not used"),
-    ],
+    [(0, " of 14:"), (30, "fell")],
 )
 def test_counters_that_begin_anew_are_not_used(num_before: int, note: str, prompts: Path) -> None:
     with serving(FakeEngine(resets_at=8)) as engine:
@@ -389,13 +386,10 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
 ) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     own = own_result(engine, prompts)
-    for more, message in (
-        (
-            ["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"],
-            "--beside-api-key-env: found 'NO_SUCH_KEY'",
-        ),
-        (["--engine", "vlm"], "error: --engine: found 'vlm'"),
-        (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),
+    for more, field in (
+        (["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"], "--beside-api-key-env"),
+        (["--engine", "vlm"], "--engine"),
+        (["--result", own], "--result"),
     ):
         outcome = support.invoke("probe", engine.url, *more)
-        assert (outcome.code, message in outcome.err) == (2, True), outcome.err
+        assert (outcome.code, outcome.field) == (2, field), outcome.err

@@ -13,6 +13,7 @@ from dflash_cli.tuning import tuner
 from dflash_cli.tuning.step_costs import StepCosts
 from dflash_cli.tuning.tuned_engines import tuned_engines
 from dflash_cli.tuning.tuner import STEP_TIMES_FILE
+from dflash_runtime.errors import MISSING
 from dflash_testing import checkpoints as support
 
 TIMES = {
@@ -214,24 +215,29 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "field", "found"),
     [
-        (["--verify-width", "3"], "--verify-width"),
-        (["--num-speculative-tokens", "1,x"], "--num-speculative-tokens: found 'x'"),
-        (["--num-speculative-tokens", "9"], "--num-speculative-tokens: found 9"),
-        (["--concurrency", "0"], "--concurrency: found 0"),
-        (["--concurrency", "2"], "made: plain.2: missing"),
-        (["--resume"], "--resume needs --output"),
-        (["--confidence", "1"], "--confidence: found 1.0"),
-        (["--what-if", "draft=fp7"], "--what-if: found 'draft=fp7'"),
-        (["--engine", "vlm"], "unknown engine 'vlm'"),
-        (["--output", "no/such/folder"], "--output: found 'no/such/folder'"),
+        (["--num-speculative-tokens", "1,x"], "--num-speculative-tokens", "x"),
+        (["--num-speculative-tokens", "9"], "--num-speculative-tokens", 9),
+        (["--concurrency", "0"], "--concurrency", 0),
+        (["--concurrency", "2"], "plain.2", MISSING),
+        (["--resume"], "--resume", None),
+        (["--confidence", "1"], "--confidence", 1.0),
+        (["--what-if", "draft=fp7"], "--what-if", "draft=fp7"),
+        (["--output", "no/such/folder"], "--output", "no/such/folder"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], field: str, found: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = tune(tmp_path, *arguments)
-    assert outcome.code == 2
-    assert message in outcome.err
+    assert (outcome.code, outcome.field) == (2, field)
+    assert outcome.error is not None
+    assert outcome.error.found == found
+
+
+@pytest.mark.parametrize(("option", "value"), [("--verify-width", "3"), ("--engine", "vlm")])
+def test_unknown_options_and_engines_are_refused(option: str, value: str, tmp_path: Path) -> None:
+    outcome = tune(tmp_path, option, value)
+    assert (outcome.code, option in outcome.err or value in outcome.err) == (2, True)
