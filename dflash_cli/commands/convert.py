@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.plan import ConversionPlan
 
 LEGEND = (
-    "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
-    "derived: made for the new dialect; dropped: not in the result"
+    "kept: same name; moved: other section of the config; renamed: other name; split: rows of a fused tensor; "
+    "derived: computed for the new dialect; dropped: not in the result"
 )
-"""Meaning of the words that `--dry-run` prints before each key, tensor and file."""
+"""The words that `--dry-run` prints before each key, tensor and file."""
 
 
 def _complete_dialect(typed: str) -> list[str]:
@@ -62,8 +62,8 @@ class ConversionRequest(ForceOptions, CausalityOptions):
         str | None,
         Option(
             short="-t", metavar="TARGET", group=ESSENTIALS,
-            help="Target of the draft: it gives DST what SRC does not state, and its tensors are compared with SRC's "
-            "before copies are dropped.",
+            help="Target of the draft. Gives settings that SRC does not state, and shows which tensors of SRC are "
+            "copies of the target's, which DST leaves out.",
         ),
     ] = None  # fmt: skip
     target_name: Annotated[
@@ -102,7 +102,7 @@ class ConversionRequest(ForceOptions, CausalityOptions):
 
 
 def _plan(request: ConversionRequest) -> "ConversionPlan":
-    """The conversion, decided before anything is written."""
+    """The plan of the conversion, made before anything is written."""
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.destination import check_destination, protect_inputs
@@ -156,10 +156,7 @@ def command(request: ConversionRequest) -> None:
     converted = _write(request, plan)
     if converted.logits is not None:
         console.status(_logits(converted.logits))
-    if console.is_json():
-        console.result_json(converted)
-    else:
-        console.result(str(request.destination))
+    console.show(converted, lambda: console.result(str(request.destination)))
 
 
 def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":

@@ -1,4 +1,4 @@
-"""`dflash dump`: keep a target's text and hidden states, so that drafts are judged without running it again."""
+"""`dflash dump`: keep a target's text and hidden states to judge drafts without running the target again."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
         str | None,
         Option(
             metavar="DRAFT", group=ESSENTIALS,
-            help="Keep the layers that this draft taps, besides those of --taps.",
+            help="Keep the outputs of the layers that this draft taps, in addition to --taps.",
         ),
     ] = None  # fmt: skip
     taps: Annotated[
@@ -56,7 +56,7 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
         int,
         Option(
             min=0, group=ESSENTIALS,
-            help="Keep N tokens after each answer's end, so that the last blocks can be judged whole.",
+            help="Keep N more tokens after the end of each answer, so that whole blocks can be judged there.",
         ),
     ] = 32  # fmt: skip
 
@@ -80,7 +80,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
     `DumpSummary.failed` lists the prompts that failed.
 
     Raises:
-        UsageError: the folder exists, or layers that the target lacks; and errors of loading.
+        UsageError: the folder exists, or the target lacks a layer. Loading raises further errors.
     """
     config = request.engine_config(num_draft_tokens=0, max_num_requests=request.concurrency)
     params = request.sampling_params(request.max_new_tokens)
@@ -124,10 +124,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
 def command(request: DumpRequest) -> None:
     """Write the dump and print its folder."""
     summary = dump(request)
-    if console.is_json():
-        console.result_json(summary.document)
-    else:
-        console.result(str(request.output))
+    console.show(summary, lambda: console.result(str(request.output)))
     _finish(summary)
 
 
@@ -167,10 +164,10 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
 
 
 def _finish(summary: "DumpSummary") -> None:
-    """Say how much was written, and name what could not be answered.
+    """Print the number of written answers and the failed prompts.
 
     Raises:
-        typer.Exit: with the code of the gravest failure.
+        typer.Exit: a prompt failed; with the code of the gravest failure.
     """
     requests = summary.manifest.requests or ()
     num_tokens = sum(item.num_tokens for item in requests)

@@ -27,18 +27,20 @@ def env(request: EnvironmentRequest) -> "Environment":
 def command(request: EnvironmentRequest) -> None:
     """Print the environment."""
     found = env(request)
-    if console.is_json():
-        console.result_json(found)
-    else:
-        console.result(f"{'python':16} {found.python} ({found.interpreter}), {found.platform}")
-        for name, version in found.packages.items():
-            console.result(f"{name:16} {version or 'not installed'}")
-        gpus = "unknown: nvidia-smi not found" if found.gpus is None else "; ".join(found.gpus) or "none"
-        console.result(f"{'gpu':16} {gpus}")
-        free = f", {found.cache_bytes_free / 2**30:.0f} GiB free" if found.cache_bytes_free is not None else ""
-        console.result(f"{'hub cache':16} {found.cache}{free}")
-        for name, value in found.variables.items():
-            console.result(f"{name:16} {value}")
-        console.result(f"{'script':16} {found.script or 'dflash is not on PATH'}")
+    console.show(found, lambda: _print(found))
     for warning in found.warnings:
         console.warn(warning)
+
+
+def _print(found: "Environment") -> None:
+    free = f", {found.cache_bytes_free / 2**30:.0f} GiB free" if found.cache_bytes_free is not None else ""
+    lines = {
+        "python": f"{found.python} ({found.interpreter}), {found.platform}",
+        **{name: version or "not installed" for name, version in found.packages.items()},
+        "gpu": "unknown: nvidia-smi not found" if found.gpus is None else "; ".join(found.gpus) or "none",
+        "hub cache": f"{found.cache}{free}",
+        **found.variables,
+        "script": found.script or "dflash is not on PATH",
+    }
+    for name, text in lines.items():
+        console.result(f"{name:16} {text}")

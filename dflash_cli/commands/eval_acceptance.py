@@ -38,7 +38,7 @@ OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
     "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
 )  # fmt: skip
-"""The fields that decide which text a draft is judged on. A dump brings its own."""
+"""The options that decide the text on which a draft is judged. With --mode replay, the dump has the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class EvaluationRequest(
     CausalityOptions,
     PairOptions,
 ):
-    """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
+    """Measure the acceptance length of a draft: the average number of tokens per verify step, with an interval.
 
     Without --prompts or --dataset, the bundled prompts are used: 64 chats (mix-64), or for the bundled target 64 pieces
     of Python.
@@ -81,7 +81,7 @@ class EvaluationRequest(
         int,
         Option(
             min=0, group=OUTPUT, is_setting=False,
-            help="Also show each step of the first N prompts: accepted, own and rejected tokens.",
+            help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),
     ] = 0  # fmt: skip
 
@@ -116,10 +116,10 @@ def evaluate(request: EvaluationRequest) -> "Evaluation":
     """Measure how many tokens a pair commits per verify step.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval.
-    `Evaluation.failed` lists the prompts that failed, which the result leaves out. Blocks are verified whole.
+    `Evaluation.failed` lists the failed prompts, which the result leaves out. Whole blocks are verified.
 
     Raises:
-        UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
+        UsageError, RequestError: the pair or a prompt cannot be served. Loading raises further errors.
         HandoffMismatch: the hand-offs of a disaggregated run do not fit.
     """
     if request.mode == "replay":
@@ -137,14 +137,14 @@ def command(request: EvaluationRequest) -> None:
     request.check_outputs()
     if request.mode == "replay":
         evaluation = _replay(request)
-        _show(evaluation, show_all=request.show_all)
+        console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
         _check_minimum(evaluation, request)
         return
     from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis, tell_failed_prompts
     from dflash_cli.generation.outputs import show_steps
 
     evaluation, tally, pair, max_model_len = _run(request)
-    _show(evaluation, show_all=request.show_all)
+    console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
     show_steps(tally.answers, pair.tokenizer, request.trace)
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
@@ -177,7 +177,7 @@ def _replay(request: EvaluationRequest) -> "Evaluation":
 
 
 def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, int]":
-    """The evaluation of a run of the pair, its answers, the pair, and the most tokens of a text."""
+    """Run the pair. Returns the evaluation, the answers, the pair and the model length."""
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
@@ -232,18 +232,11 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     return evaluation, tally, pair, max_model_len
 
 
-def _show(evaluation: "Evaluation", *, show_all: bool) -> None:
-    if console.is_json():
-        console.result_json(evaluation)
-    else:
-        _print(evaluation, show_all=show_all)
-
-
 def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None:
     """Require the acceptance length of --min-acceptance, and that a hand-off changed nothing.
 
     Raises:
-        GateFailed: it is lower, or the hand-off changed text or acceptance.
+        GateFailed: the acceptance length is lower, or the hand-off changed text or acceptance.
     """
     from dflash_cli.acceptance.measure import check_gate
 
@@ -254,7 +247,7 @@ def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None
 
 
 def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
-    """Require that the pair is the locked one; return the hash of the lock file."""
+    """Require that the pair is the locked pair. Returns the SHA-256 of the lock file."""
     if lock is None:
         return None
     from dflash_cli.checkpoints.lock import read_lock

@@ -1,4 +1,4 @@
-"""`dflash export`: a measured acceptance in the form of another program."""
+"""`dflash export`: write a measured acceptance in the form of another program."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ExportRequest(ForceOptions):
     """Write a measured acceptance in the form of another program.
 
-    Results of runs that did not verify every draft token are refused: acceptance of the other tokens is unknown.
+    A result is refused if its run did not verify all draft tokens, because acceptance of the others is unknown.
     """
 
     result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]

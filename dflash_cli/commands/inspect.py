@@ -39,8 +39,8 @@ class InspectionRequest(Request):
         bool,
         Option(
             group=ESSENTIALS,
-            help="With two checkpoints, download them and compare tensor values too. Default: of hub repositories only "
-            "configs and headers are compared; directories always in full.",
+            help="With two checkpoints: download hub repositories and compare tensor values. Default: compare only "
+            "their configs and headers. Directories are always compared in full.",
         ),
     ] = False
 
@@ -58,8 +58,8 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
     """Describe one checkpoint, or the differences of two.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError: a checkpoint that is absent or unreadable.
-        UsageError: a draft and a target cannot be compared.
+        CheckpointNotFound, CheckpointError, UnsupportedError: a checkpoint is absent or cannot be read.
+        UsageError: one checkpoint is a draft and the other a target.
     """
     from dflash_cli.checkpoints.comparison import compare
     from dflash_cli.checkpoints.description import describe

@@ -58,9 +58,4 @@ def lock(request: LockRequest) -> "LockDocument":
 def command(request: LockRequest) -> None:
     """Write the lock and print its entries."""
     found = lock(request)
-    if console.is_json():
-        console.result_json(found)
-        return
-    for line in found.summary():
-        console.result(line)
-    console.result(str(request.output))
+    console.show(found, lambda: console.result("\n".join([*found.summary(), str(request.output)])))

@@ -1,4 +1,4 @@
-"""`dflash probe`: whether a running server's draft is engaged, at what length, and why a low length is low."""
+"""`dflash probe`: check whether a running server uses its draft, its acceptance length, and the cause of a low one."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,10 +21,11 @@ FAULT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest(ProbeOptions):
-    """Ask a running server: is its draft engaged, how many tokens does a step commit, and why is a low number low?
+    """Ask a running server: does it use its draft, what is its acceptance length, and why is a low length low?
 
-    The server answers with several numbers of requests at once, and answers at temperature 0 are compared with each
-    other. --result or --beside gives a yardstick, and the cause of a lower number is named. Without --prompts or
+    The server answers the prompts at several numbers of concurrent requests. Answers at temperature 0 are compared.
+
+    --result or --beside gives a second result; the cause of a lower length is then named. Without --prompts or
     --dataset, the bundled prompts are used: 64 chats (mix-64), or with --target tiny 64 pieces of Python.
     """
 
@@ -35,7 +36,7 @@ class ProbeRequest(ProbeOptions):
 def probe(request: ProbeRequest) -> "Probed":
     """Ask a server, and return its runs and the likeliest cause of low acceptance.
 
-    `Probed.runs` are the runs by number of requests at once; `Probed.attribution` names the cause.
+    `Probed.runs` has one run per number of concurrent requests. `Probed.attribution` names the cause.
 
     Raises:
         ServerUnreachable, UnsupportedError: the server does not answer, or reports no acceptance.
@@ -95,7 +96,7 @@ def _show(found: "Probed") -> None:
 
 
 def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, allow_failed: bool) -> None:
-    """Name prompts that were not answered, and end with the code that the result has.
+    """Print failed prompts, and exit with the code of the result.
 
     Raises:
         typer.Exit: prompts failed, or a cause was found.

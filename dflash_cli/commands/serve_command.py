@@ -1,4 +1,4 @@
-"""`dflash serve-command`: print the command that starts an engine with a pair. Nothing is run."""
+"""`dflash serve-command`: print the command that starts an engine with a pair."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from dflash_runtime.errors import DFlashError, UsageError
 class ServeCommandRequest(ServedOptions, TargetOptions, DraftOptions):
     """Print the command that serves a pair with an engine. Nothing is run.
 
-    Engines count draft tokens differently; each command has the number that its engine expects.
+    Engines count draft tokens differently. Each command has the number that its engine expects.
     """
 
     engine: Annotated[
@@ -82,17 +82,18 @@ def serve_command(request: ServeCommandRequest) -> ServeCommands:
 
 
 def command(request: ServeCommandRequest) -> None:
-    """Print the commands; an engine that does not serve the pair is an error after them."""
+    """Print the commands, then an error if an engine does not serve the pair."""
     found = serve_command(request)
     for finding in found.report.findings:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        for engine, item in found.commands.items():
-            label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
-            console.result(label + item.text)
+    console.show(found, lambda: _print(found))
     refusal = next((item for item in found.refusals.values() if item is not None), None)
     if refusal is not None:
         raise refusal
+
+
+def _print(found: ServeCommands) -> None:
+    for engine, item in found.commands.items():
+        label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
+        console.result(label + item.text)

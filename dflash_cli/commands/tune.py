@@ -1,4 +1,4 @@
-"""`dflash tune`: how many tokens to draft for which batch size, and whether drafting pays at all."""
+"""`dflash tune`: how many tokens to draft at each batch size, and whether drafting pays."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class TuningRequest(
 ):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
-    The best number depends on the text: give --prompts like those of your users.
+    The best number depends on the text: give prompts of your users with --prompts.
     """
 
     num_speculative_tokens: Annotated[
@@ -48,7 +48,7 @@ class TuningRequest(
         tuple[int, ...],
         Option(
             min=1, group=ESSENTIALS,
-            help="Numbers of requests at once to choose for. Default: 1,8,32, or those of --step-times.",
+            help="Numbers of requests at once to choose for. Default: 1,8,32, or the batch sizes in --step-times.",
         ),
     ] = ()  # fmt: skip
     step_times: Annotated[
@@ -71,7 +71,7 @@ class TuningRequest(
         tuple[str, ...],
         Option(
             short="-e", metavar="NAME[@RELEASE],...", group=DRAFTING, is_setting=False,
-            help="Engines to print settings for; tensorrt-llm is possible here too.",
+            help="Engines to print settings for, also tensorrt-llm.",
         ),
     ] = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")  # fmt: skip
     rounds: Annotated[
@@ -98,11 +98,10 @@ class TuningRequest(
 def tune(request: TuningRequest) -> "Tuning":
     """Measure acceptance and step times, and choose K for each batch size.
 
-    `Tuning.choices` has every candidate's speed-up per batch size, the best first, and whether drafting pays.
+    `Tuning.choices` has the speed-up of every candidate per batch size, the best first, and whether drafting pays.
 
     Raises:
-        UsageError, RequestError: numbers that do not fit the pair, or prompts that cannot be served; and errors of
-            loading.
+        UsageError, RequestError: a K does not fit the pair, or a prompt cannot be served.
     """
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts

@@ -1,4 +1,4 @@
-"""`dflash validate`: is a draft sound, does it fit its target, and which engines can serve it?"""
+"""`dflash validate`: check a draft, its fit with the target, and which engines can serve it."""
 
 import shutil
 import sys
@@ -90,7 +90,7 @@ def validate(request: ValidationRequest) -> Report:
 
     Raises:
         CheckpointNotFound: the draft or the target is absent.
-        CheckpointError, UnsupportedError: the target cannot be read, or not be run.
+        CheckpointError, UnsupportedError: the target cannot be read or run.
         UsageError: the run level without a target, an unknown engine or an unknown rule.
     """
     return _validate(request)[1]
@@ -153,7 +153,7 @@ def _run(request: ValidationRequest, plan: ValidationPlan) -> Report:
 def _find_pair(
     draft: str, target: str | None, level: Level, *, needs_weights: bool
 ) -> "tuple[PairReferences[Location], Location, Location | None]":
-    """The pair, where its draft is, and where its target is, if there is one that can be read."""
+    """The references of the pair, the location of its draft, and the location of its target if it can be read."""
     find = partial(find_checkpoint, needs_weights=level != "headers" or needs_weights)
     pair: PairReferences[Location] = complete_pair(draft, target, find=find)
     assert pair.draft_location is not None
@@ -167,7 +167,7 @@ def _find_pair(
 
 
 def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
-    """Require the locked pair, or the locked draft where no target is looked at."""
+    """Require the locked pair, or only the locked draft without a target."""
     if lock is None:
         return
     from dflash_cli.checkpoints.lock import read_lock
@@ -178,12 +178,13 @@ def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -
 
 
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
-    """The target that the draft names, None where its headers cannot be read, and a note about it for the user."""
+    """The target that the draft names, or None if its headers cannot be read, and a note for the user."""
     try:
         location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
     except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
-        return None, f"nothing was checked against the target that the draft names: {error.message}"
+        text = f"nothing was checked against the target that the draft names: {error.message}"
+        return None, Notice(text, id="named-target-unreadable")
     return location, pair.note
 
 
@@ -215,9 +216,9 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
 
 
 def print_finding(finding: Finding) -> None:
-    """A line with id, severity, location and fault of a finding, then its effect and its fix, a line each.
+    """Print a finding: a line with id, severity, location and fault, a line with its effect, a line with its fix.
 
-    Lines are wrapped on a terminal; in a pipe they are not, for grep.
+    Lines are wrapped on a terminal, but not in a pipe, so that grep finds whole lines.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
     _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
@@ -251,12 +252,12 @@ def _print_search(search: "ReadingSearch") -> None:
     console.table(("draft run with", "tokens", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:
-        console.result(f"{INDENT}and {rest} other settings, none of them better")
+        console.result(f"{INDENT}and {rest} other settings, which are not better")
 
 
 def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     if repaired is None:
-        console.result(f"{destination}: not written, since there is nothing to fix")
+        console.result(f"{destination}: not written, because nothing was fixed")
         return
     done = ", ".join(repaired.fixed) or "nothing"
     console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")

@@ -1,4 +1,4 @@
-"""`dflash validate-handoff`: does the draft's context arrive at the server that decodes?"""
+"""`dflash validate-handoff`: check whether the draft's context KV arrives at the server that decodes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from dflash_cli.handoff.two_servers.transfer_report import TransferReport
 
 HANDOFF_LEVELS: tuple[RuleLevel, ...] = ("kv-transfer",)
-START = "its start: a JSON object of the engine's arguments, or the serve command"
+START = "the engine's arguments as a JSON object, or the serve command"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffValidationRequest(RuleOptions):
     """Check two servers, one for prefill and one for decode: does the draft's context KV arrive?
 
-    Each file describes the start of one server: a JSON object of the engine's arguments, or the serve command. Exits
-    with 3 if the context does not arrive.
+    Each file describes one server: the engine's arguments as a JSON object, or the serve command. Exits with 3 if the
+    context KV does not arrive.
     """
 
-    prefill: Annotated[Path, Argument(metavar="PREFILL", help=f"File of the prefill server, with {START}.")]
-    decode: Annotated[Path, Argument(metavar="DECODE", help=f"File of the decode server, with {START}.")]
+    prefill: Annotated[Path, Argument(metavar="PREFILL", help=f"File that describes the prefill server: {START}.")]
+    decode: Annotated[Path, Argument(metavar="DECODE", help=f"File that describes the decode server: {START}.")]
     engine: Annotated[
         str,
         Option(short="-e", metavar="NAME[@RELEASE]", group=ESSENTIALS, help="Engine of both servers: vllm or sglang."),
@@ -43,7 +43,7 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
     """Check two servers, and return every finding.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UsageError: a file that is absent or malformed, or an engine without rules.
+        CheckpointNotFound, CheckpointError, UsageError: a file is absent or malformed, or the engine has no such rules.
     """
     from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
 
@@ -58,10 +58,7 @@ def command(request: HandoffValidationRequest) -> None:
     """Check and print."""
     report = validate_handoff(request)
     fails = report.fails(strict=request.strict)
-    if console.is_json():
-        console.result_json(replace(report.document, passed=not fails))
-    else:
-        _print(report)
+    console.show(replace(report.document, passed=not fails), lambda: _print(report))
     if fails:
         raise typer.Exit(FAILED)
 

@@ -1,7 +1,7 @@
 """The kinds of JSON documents, and the JSON Schema of each.
 
-A kind is one line of `KINDS` and a dataclass, or several, with that `KIND`. A class is imported only when its schema
-is asked for.
+A kind is one line of `KINDS` and one or several dataclasses with that `KIND`. Their modules are imported only for
+their schema.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from dflash_runtime.documents import schema_of
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a document is, and its classes as `module:Class`; a document has one of them."""
+    """The title of a kind of documents, and its classes as `module:Class`. A document has one of these classes."""
 
     title: str
     classes: tuple[str, ...]
 
     @property
     def loaded(self) -> tuple[type, ...]:
-        """The classes."""
+        """The classes, imported."""
         pairs = (name.split(":") for name in self.classes)
         return tuple(getattr(import_module(f"dflash_cli.{module}"), name) for module, name in pairs)
 

@@ -1,13 +1,13 @@
 """Read prompts from arguments, a JSON Lines file or stdin, and turn them into token ids.
 
-A row holds exactly one of
+A row has exactly one of these keys:
 
-    prompt             text, completed as it is (or as one user message with --chat)
-    messages           a conversation, rendered by the target's chat template
-    turns              user messages; each is answered before the next is asked
-    prompt_token_ids   ids, which need no tokenizer
+    prompt             text, continued as it is, or a user message with --chat
+    messages           a conversation for the target's chat template
+    turns              user messages. Each is answered before the next is asked
+    prompt_token_ids   token ids, which need no tokenizer
 
-A row may also hold `id`, `category` and, to score its answer, `reference`.
+A row may also have `id`, `category` and, to score its answer, `reference`.
 """
 
 import json

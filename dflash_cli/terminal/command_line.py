@@ -2,18 +2,15 @@
 
 Typer splits the arguments, calls the command and completes words. The code here does what Typer cannot do:
 
-what                                      why Typer cannot
-commands from a table, imported when      Typer lists commands of imported functions. `dflash --help` would import every
-called (CommandTable)                     command, and Typer guesses mistyped names only among imported commands
-values read by the request class          Python and the command line check values alike, and a wrong value is an error
-(read_request, AsTyped)                   with id, field, found and expected. Typer imports pydantic (0.1 s) for types
-help with examples and essential          Typer shows all options at once, and examples only after them
-options first (help_page, --help-all)
-the draft as the first argument or        in Typer a parameter is an argument or an option
-by --draft (_moved_up)
-`dflash help COMMAND`; without            Typer has no such command, and exits with 0 after help
-arguments help and exit code 2
-interruptions as errors                   Typer ends silently (`interruption.py`)
+- `CommandTable` imports the module of a command when it is called. Typer would import all commands for `dflash --help`,
+  and guesses mistyped names only among imported commands.
+- `read_request` reads values by the request class, so that Python and the command line check values alike. A wrong value
+  is an error with id, field, found and expected.
+- `AsTyped` saves the import of pydantic (0.1 s), which Typer needs for types of values.
+- `help_page` shows examples and essential options first, and all options with --help-all. Typer shows all at once.
+- `_moved_up` takes the draft as the first argument or by --draft. In Typer a parameter is an argument or an option.
+- `CommandTable.parse_args` reads `dflash help COMMAND`, and exits with 2 after the help of a bare `dflash`.
+- `turned_into_errors` reports interruptions. Typer ends silently.
 """
 
 import difflib
@@ -48,9 +45,8 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the command table: `function` is `module:name`, `docs` the topic of `dflash docs` about it."""
+    """A line of the command table. `docs` is the topic of `dflash docs` about the command."""
 
-    function: str
     section: str
     summary: str
     examples: tuple[str, ...] = ()
@@ -61,7 +57,7 @@ class Entry:
 class AsTyped:
     """Leaves values as Typer split them: text, lists of text, and booleans. The request class reads them.
 
-    Typer's own object in its place imports pydantic, also for an option that is not given.
+    Typer's own class for this imports pydantic, even if the option is not given.
     """
 
     def coerce(self, value: Any, **_: Any) -> Any:
@@ -76,7 +72,7 @@ def _as_typed(parameters: list[Any]) -> list[Any]:
 
 
 class CommandTable(TyperGroup):
-    """A group whose commands come from `table`, which a subclass sets."""
+    """A group with the commands of `table`, an attribute that subclasses set."""
 
     table: Mapping[str, Entry] = {}
     examples: tuple[str, ...] = ()
@@ -93,17 +89,17 @@ class CommandTable(TyperGroup):
         return _as_typed(super().get_params(ctx))
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """As Typer, which ends silently when it sees an interruption: so interruptions become errors first."""
+        """Turn interruptions into errors, because Typer ends silently on an interruption."""
         with turned_into_errors():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """See `make_context`."""
+        """Turn interruptions into errors; see `make_context`."""
         with turned_into_errors():
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Without arguments, print help and exit as for wrong use; `help COMMAND` is `COMMAND --help`."""
+        """Read `help COMMAND` as `COMMAND --help`. Without arguments, print help and exit with 2."""
         if args[:1] == ["help"] and not ctx.resilient_parsing:
             args = [*args[1:], "--help"]
         if not args and not ctx.resilient_parsing:
@@ -168,9 +164,8 @@ class RequestCommand(TyperCommand):
 
 
 def load_command(name: str, entry: Entry) -> RequestCommand:
-    """Import a command's module and make the command that Typer runs."""
-    module, _, attribute = entry.function.partition(":")
-    function = getattr(import_module(module), attribute)
+    """Import a command's module and make the command that Typer runs. Modules have the names of their commands."""
+    function = import_module(f"dflash_cli.commands.{name.replace('-', '_')}").command
     kind = request_class(function)
     app = _plain_app(add_completion=False)
     app.command(name, cls=RequestCommand, help=kind.__doc__)(_callback(entry, function, kind))
@@ -223,7 +218,7 @@ def request_class(function: Callable[..., None]) -> type[Request]:
 
 
 def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
-    """The request of typed texts by parameter name; None or an empty list stands for an absent text.
+    """The request of typed texts by parameter name. None or an empty list means that an option is not given.
 
     Raises:
         UsageError: a text cannot be read, an argument is missing, or options contradict each other.
@@ -245,7 +240,7 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
 
 
 def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts by name, with an argument that came by its flag put before the others, which move up by one."""
+    """Texts by name. An argument that is given by its flag comes first, and the other arguments move up by one."""
     given = {name: value for name, value in typed.items() if not name.startswith(BY_FLAG)}
     for item in parameters:
         text = typed.get(BY_FLAG + item.name)
@@ -265,7 +260,7 @@ def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> di
 
 
 BY_FLAG = "by_flag_"
-"""The prefix of the name under which Typer hands over an argument that came by its flag."""
+"""The prefix of Typer's name for an argument that is given by its flag."""
 
 
 def _callback(entry: Entry, function: Callable[..., None], kind: type[Request]) -> Callable[..., None]:
@@ -307,7 +302,7 @@ HELP_ALL = _keyword(
 
 
 def _for_typer(item: Parameter) -> list[inspect.Parameter]:
-    """A parameter as Typer sees it: explicit flags, and text as the value. An argument with a flag is two."""
+    """A parameter for Typer, with its flags and text as its value. An argument with a flag is two parameters."""
     text: Any = list[str] | None if item.is_list else str | None
     option, found, completion = item.option, [], _completion(item)
     if item.is_argument:

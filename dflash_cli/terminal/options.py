@@ -1,4 +1,4 @@
-"""Options that several verbs share: bases of request classes."""
+"""Options that several verbs share, as bases of their request classes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ TARGET_HELP = f"Target: {REFERENCE}: tiny."
 
 
 def parse_object(text: str) -> Mapping[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text is not a JSON object.
     """
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -48,10 +48,10 @@ def values_of(request: Request, kind: type[Request]) -> dict[str, Any]:
 
 
 def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
-    """Refuse options whose values are not the defaults.
+    """Refuse options that the user changed. `because` completes "does not go with ...".
 
     Raises:
-        UsageError: the first option of these fields that was changed does not go with `because`.
+        UsageError: naming the first changed option of these fields.
     """
     for item in request.changed():
         if item.name in names:
@@ -216,13 +216,13 @@ class SamplingOptions(SeedOptions):
 
     @property
     def verified_rows(self) -> int | None:
-        """Rows of a block to verify, the anchor included; None for all."""
+        """The number of rows of a block to verify, including the anchor, or None for all rows."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(SamplingOptions):
-    """How tokens are chosen and verified with a draft."""
+    """How many tokens are drafted, and how the draft chooses them."""
 
     num_speculative_tokens: Annotated[
         int | None,
@@ -244,7 +244,7 @@ class DraftingOptions(SamplingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(DraftingOptions):
-    """How tokens are chosen, drafted and verified, with one width for all steps."""
+    """Drafting with one verify width for all steps."""
 
     verify_width: Annotated[
         int | None,
@@ -265,7 +265,8 @@ class DeviceOptions(Request):
     """Where a pair runs."""
 
     device: Annotated[
-        str, Option(metavar="DEVICE", group=ENGINE, is_setting=False, help="auto, cpu, cuda or cuda:N.")
+        str,
+        Option(metavar="DEVICE", group=ENGINE, is_setting=False, help="Run on this device: auto, cpu, cuda or cuda:N."),
     ] = "auto"
     target_runtime: Annotated[
         Literal["auto", "native", "transformers", "transformers-cache"],
@@ -327,7 +328,7 @@ class EngineOptions(DeviceOptions):
         ),
     ] = None  # fmt: skip
     gpu_memory_utilization: Annotated[
-        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of GPU memory to use.")
+        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of the GPU memory to use.")
     ] = 0.9
     prefix_cache: Annotated[
         bool,
@@ -347,7 +348,7 @@ class EngineOptions(DeviceOptions):
         Literal["async", "sync"],
         Option(
             group=ENGINE, is_setting=False,
-            help="Launch a step before the results of the last are read (async), or wait for each (sync).",
+            help="Launch a step before the results of the last step are read (async), or wait for them (sync).",
         ),
     ] = "async"  # fmt: skip
     graphs: Annotated[
@@ -391,7 +392,7 @@ class IntervalOptions(Request):
         0.95
     )
     num_resamples: Annotated[
-        int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 leaves it out.")
+        int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 omits the interval.")
     ] = 10_000
 
 
@@ -414,7 +415,7 @@ class GateOptions(Request):
         bool,
         Option(
             group=MEASURING, is_setting=False,
-            help="Exit with 0 although prompts failed. They are named and left out of the result.",
+            help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
     ] = False  # fmt: skip
 
@@ -465,7 +466,7 @@ class RuleOptions(Request):
 
     strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
     ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
+        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip rules with these ids.")
     ] = ()
 
 
@@ -490,6 +491,6 @@ class LockOptions(Request):
         Path | None,
         Option(
             group=MEASURING, is_setting=False,
-            help="Exit with 3 unless draft and target are the ones that dflash lock pinned in FILE. Reads all bytes.",
+            help="Exit with 3 unless draft and target are pinned in FILE by dflash lock. Reads all bytes.",
         ),
     ] = None  # fmt: skip

@@ -90,7 +90,7 @@ def test_progress_counts_every_round() -> None:
 
 
 class Slow:
-    """A model whose forward takes 30 ms more."""
+    """A model with a forward that takes 30 ms more."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -154,7 +154,7 @@ def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Pa
 
 
 def test_a_shape_of_either_curve_is_named(files: Path) -> None:
-    """Also of a result without rows, whose counts by position are known."""
+    """A result without rows has a shape too, because it states the counts by position."""
     low = document("low")
     counts = {
         "num_drafts": 1000,
@@ -192,7 +192,7 @@ def test_the_gate_fails_one_category_that_falls(files: Path) -> None:
 
 
 def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
-    """What is not shown to be lower passes; that it falls by less than a little more than was seen is not shown."""
+    """A result that is not shown to be lower passes. With a tolerance it fails, because a drop is not ruled out."""
     (found,) = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"]
     little = f"{abs(found['difference']) + 0.001:.4f}"
     for options, code in (((), 0), (("--tolerance", "0.2"), 0), (("--tolerance", little), 3)):

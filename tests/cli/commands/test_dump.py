@@ -1,4 +1,4 @@
-"""`dflash dump`, and `eval-acceptance --mode replay` on what it writes: from prompts to the same figures as a run's."""
+"""`dflash dump`, and `eval-acceptance --mode replay` on its dump, which gives the same figures as a run."""
 
 import errno
 import json

@@ -136,7 +136,7 @@ def write_prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def mixed_prompts(path: Path) -> Path:
-    """Two good rows, one of an unknown id, one that is too long, and a conversation whose second turn is too long."""
+    """Two good rows, an unknown id, a row that is too long, and a conversation with a second turn that is too long."""
     good = [list(prompt) for prompt in bundled_prompts()[:2]]
     return write_prompts(
         path,
@@ -171,7 +171,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     result.write_text(done.out)
     assert support.run_main("report", result, "-o", report).code == 0
     assert "3 of 5 prompts" in report.read_text()
-    # The turn that was answered stays in the file and is no answer of its conversation.
+    # The answered turn stays in the file, but its conversation is not measured.
     assert len(rows.read_text().splitlines()) == 4
     again = support.run_main("eval-acceptance", *options, "--output", rows, "--resume")
     assert again.code == 2

@@ -29,7 +29,7 @@ TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("ad
 
 
 class InThisProcess:
-    """What the prefill process does, in a thread: no second process has to load torch."""
+    """The prefill process as a thread, so that no second process has to load torch."""
 
     pid = 0
 
@@ -76,7 +76,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
-    """The document of a run, and what it says."""
+    """The document of a run, and its text on stderr."""
     done = support.run_main(*arguments, "--json")
     assert done.code == code, done.err
     return json.loads(done.out), done.err
@@ -94,7 +94,7 @@ def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
     ids=" ".join,
 )
 def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the one engine that they are held against has nothing in its prefix cache of what was handed over."""
+    """The engine that they are compared with starts with an empty prefix cache."""
     answer = disaggregation._answer_alone
 
     def answer_alone(session: PairSession, plan: EvaluationPlan) -> list[Answer]:
@@ -166,7 +166,7 @@ def test_a_program_is_refused_what_does_not_fit() -> None:
 
 @pytest.fixture
 def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
-    """Loses the prefill side right before it is told of the requests whose number, over all runs, is here."""
+    """Numbers of requests, counted over all runs. The prefill side is lost before it receives one of them."""
     numbers: list[int] = []
     calls = count(1)
 

@@ -17,7 +17,7 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ '# no th
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled target under another name, whose template knows enable_thinking."""
+    """The bundled target under another name, with a template that reads enable_thinking."""
     folder = tmp_path_factory.mktemp("pair") / "other"
     shutil.copytree(tiny_directory() / "target", folder)
     template = folder / "chat_template.jinja"
@@ -236,7 +236,7 @@ def test_the_final_number_is_scored_with_the_draft_and_without(gsm8k: Path, tmp_
     assert [line.get("is_plain", False) for line in lines].count(True) == 8
     assert all(line["verify_widths"] == [] for line in lines if line.get("is_plain"))
 
-    # What is drafted for is what a run with the draft alone gives, of which the file of answers is one too.
+    # The answers with the draft equal the answers of a run without plain decoding, which can resume from this file.
     alone = document(*asked, "--exact-match", "draft", "--resume")
     for key in ("acceptance_len", "num_drafts", "histogram", "num_conversations"):
         assert alone[key] == found[key]

@@ -224,7 +224,7 @@ def test_quiet_leaves_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def target_without_template(path: Path) -> Path:
-    """The bundled target, whose tokenizer completes text and knows no chats."""
+    """The bundled target with a tokenizer that lacks a chat template."""
     shutil.copytree(tiny_directory() / "target", path)
     (path / "chat_template.jinja").unlink(missing_ok=True)
     config = path / "tokenizer_config.json"

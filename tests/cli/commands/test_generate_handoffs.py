@@ -1,4 +1,4 @@
-"""`dflash generate --handoff-out` and `--handoff-in`: two runs that are one, and every way in which they are none."""
+"""`dflash generate --handoff-out` and `--handoff-in`: two runs give the text of one run, or a named fault."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from dflash_testing.engine_kv import BLOCK_SIZE, prefill_layers, save_as_vllm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 LENGTHS = (1, 15, 16, 17, 33)
-"""Of prompts, so that their last page holds one row, all but one, all, and those of the next page."""
+"""Lengths of prompts: their last page of 16 has 1, 15, 16, 1 and 1 rows."""
 
 
 @pytest.fixture(scope="module")

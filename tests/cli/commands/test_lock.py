@@ -77,7 +77,7 @@ def test_a_file_that_came_or_went_has_moved() -> None:
 
 
 def test_a_repository_is_known_by_its_commit(locked: dict[str, Any]) -> None:
-    """Headers read from the hub are those of a commit."""
+    """Headers that are read from the hub belong to a commit."""
     locked["draft"] |= {"name": "org/draft", "commit": "a" * 40}
     Path("hub.lock").write_text(json.dumps(locked))
     found = read_lock(Path("hub.lock"))

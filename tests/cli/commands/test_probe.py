@@ -1,4 +1,4 @@
-"""`dflash probe` against servers on this machine: figures, faults on the way, exit codes, and what is kept."""
+"""`dflash probe` against servers on this machine: figures, faults of the connection, exit codes and kept answers."""
 
 import json
 import os

@@ -194,7 +194,7 @@ class TestEnv:
     @pytest.mark.parametrize("value", ["/somewhere", "~/elsewhere", "$HOME/there"])
     @pytest.mark.parametrize("name", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
     def test_the_cache_is_the_hubs(self, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What importing huggingface_hub would say, which takes long."""
+        """The cache folder is the one that huggingface_hub states, which takes long to import."""
         for other in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, value)

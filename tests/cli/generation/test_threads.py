@@ -18,7 +18,7 @@ def pair() -> list[Checkpoint]:
 
 @pytest.fixture
 def set_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What torch was told; the real number stays."""
+    """The number of threads that torch would use. The real number stays."""
     told: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: told[-1] if told else 8)

@@ -1,4 +1,4 @@
-"""What ends a run from outside, through the real entry: signals, readers that go, closed streams, full disks."""
+"""Signals, readers that end, closed streams and full disks, with the real entry point."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_a_full_disk_is_named(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
+    """A limit on the size of files stands for the disk. Only the answers that were cut off are asked again."""
     rows = tmp_path / "rows.jsonl"
     options = ["--num-prompts", "8", "-n", "16", "--concurrency", "1", "--num-resamples", "0", "--output", str(rows)]
     done = shell(f"ulimit -f 4; dflash eval-acceptance {' '.join(options)}")
@@ -233,7 +233,7 @@ def test_a_pipe_whose_reader_goes_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="needs the installed script")
 def test_the_installed_script_ends_as_main_does() -> None:
-    """What pip writes for the console script, on the code of this tree."""
+    """The console script that pip writes, with the code of this tree."""
     assert shell(f"{SCRIPT} explain | head -1").code == 0
     assert shell(f"{SCRIPT} inspect tiny >&-").code == 0
     process = subprocess.Popen([SCRIPT, "generate", "x"], stderr=subprocess.PIPE, text=True, env=ENV)

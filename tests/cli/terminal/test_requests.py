@@ -212,7 +212,7 @@ def test_a_command_and_its_python_function_have_one_request_class(name: str, ent
 
     import dflash_cli
 
-    module = importlib.import_module(entry.function.partition(":")[0])
+    module = importlib.import_module(f"dflash_cli.commands.{name.replace('-', '_')}")
     kind = request_class(module.command)
     assert load_command(name, entry).kind is kind
     verbs = [value for value in vars(module).values() if isinstance(value, Verb) and value.kind is kind]

@@ -319,7 +319,7 @@ except DFlashError as error:
 
 
 def show(text: str, environment: dict[str, str]) -> Any:
-    """What a process of its own reads, since the hub's library takes its settings when it is imported."""
+    """The result of a separate process, because the hub's library reads its settings during its import."""
     done = subprocess.run(
         [sys.executable, "-c", SHOW, text],
         env={**os.environ, **support.IMPORT_PATHS, **environment},
