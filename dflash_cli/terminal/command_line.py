@@ -4,8 +4,8 @@ Typer splits the arguments, calls the command and completes words. The code here
 
 - `CommandTable` imports the module of a command when it is called. Typer would import all commands for `dflash --help`,
   and guesses mistyped names only among imported commands.
-- `read_request` reads values by the request class, so that Python and the command line check values alike. A wrong value
-  is an error with id, field, found and expected.
+- `read_request` reads values by the request class, so that Python and the command line check values alike. A wrong
+  value is an error with id, field, found and expected.
 - `AsTyped` saves the import of pydantic (0.1 s), which Typer needs for types of values.
 - `help_page` shows examples and essential options first, and all options with --help-all. Typer shows all at once.
 - `_moved_up` takes the draft as the first argument or by --draft. In Typer a parameter is an argument or an option.

@@ -1,4 +1,4 @@
-"""The Python interface: its names, the cost of importing it, and that a function does the work of its command."""
+"""The Python interface: its names, the cost of its import, and the same results as the commands."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command line as a program: start-up, the command table, one-line messages, and what -q and -v let through."""
+"""The command line as a program: start-up, the command table, one-line messages, -q and -v."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ def test_every_line_of_the_table_names_a_function(name: str) -> None:
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
-    """One process asks for all pages, the table's first, and says after each what is imported by then."""
+    """One process prints all help pages, the command table first, and the imported modules after each page."""
     names = list(COMMANDS)
     script = "\n".join([
         "import json, sys", "from dflash_cli.main import main", "for arguments in json.loads(sys.argv[1]):",
@@ -84,7 +84,7 @@ def test_words_are_completed(typed: str, expected: set[str]) -> None:
 
 
 def processor_seconds(*arguments: str) -> float:
-    """Processor time of one run, which other work on the machine changes less than the time on the clock."""
+    """Processor time of one run. Other work on the machine changes it less than the elapsed time."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": PATHS},
@@ -99,7 +99,7 @@ def processor_seconds(*arguments: str) -> float:
 
 @pytest.mark.parametrize(("arguments", "limit"), [([], 0.15), (["generate"], 0.25), (["convert"], 0.25)])
 def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
-    """Over a bare interpreter, in the best of several tries."""
+    """Compared with a bare interpreter, in the best of several tries."""
     help_page = min(processor_seconds("-m", "dflash_cli", *arguments, "--help") for _ in range(5))
     assert help_page - min(processor_seconds("-c", "pass") for _ in range(5)) < limit
 

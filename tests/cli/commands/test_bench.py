@@ -1,4 +1,4 @@
-"""`dflash bench`: what is counted, what is refused, and that both arms decode the same prompts."""
+"""`dflash bench`: counts, refusals, and the same prompts for both arms."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_text_leads_with_the_speedup() -> None:
 
 
 def test_tokens_a_step_are_the_engines_acceptance() -> None:
-    """The same prompt answered by `generate`: all its steps but the last, which ends the round, are in the window."""
+    """`generate` answers the same prompt. The window has all its steps except the last, which ends the round."""
     prompt = bundled_prompts()[3]
     llm = bundled_llm(bundled_draft_model(), 7)
     request = SpeedRequest(prompts=[prompt], batches=[1], max_new_tokens=40, num_rounds=1)
@@ -149,7 +149,7 @@ def test_the_gate_names_the_batch_that_gains_least() -> None:
     assert re.findall(r"[\d.]+", caught.value.message) == ["1.20", "2", "1.5"], "the speed-up, its batch, the gate"
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+def test_impossible_measurements_are_refused(tmp_path: Path) -> None:
     with refuses(UsageError, field="--concurrency", found="x"):
         run("tiny", "--concurrency", "1,x")
     with refuses(UsageError, field="--num-speculative-tokens", found=0):

@@ -69,7 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_better_is_found_in_total_and_by_category(files: Path) -> None:
+def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
     outcome = support.run_main("compare", "old.json", "new.json", "--json")
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["is_paired"]
@@ -82,7 +82,7 @@ def test_what_is_better_is_found_in_total_and_by_category(files: Path) -> None:
 
 
 def test_p_values_are_corrected_for_categories_and_for_results(files: Path) -> None:
-    """Of two others the larger p-value is as it is, the smaller doubled; six categories are one family."""
+    """Of two other results, the larger p-value is unchanged, the smaller is doubled. Six categories are one family."""
     one = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"][0]
     both = json.loads(support.run_main("compare", "old.json", "again.json", "new.json", "--json").out)["comparisons"]
     assert one["p_value"] == both[0]["p_value"] > both[1]["p_value"]
@@ -100,7 +100,7 @@ def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
     assert "(Holm)" in outcome.out
 
 
-def test_unlike_prompts_are_refused_by_name(files: Path) -> None:
+def test_different_prompts_are_refused_by_name(files: Path) -> None:
     outcome = support.run_main("compare", "old.json", "few.json")
     assert outcome.code == 2
     assert outcome.error_id == "different-prompts"
@@ -130,8 +130,8 @@ def test_a_prompt_that_comes_twice_is_paired_in_order(files: Path) -> None:
     assert (found["verdict"], found["num_conversations"]) == ("same", 36)
 
 
-def test_what_was_measured_otherwise_is_named(files: Path) -> None:
-    """Another draft and another date are no such thing; nor is a target of another name with the same digest."""
+def test_other_conditions_of_a_result_are_named(files: Path) -> None:
+    """Another draft, another date, or another name of the same target is not another condition."""
     write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3))
     outcome = support.run_main("compare", "old.json", "hot.json")
     assert outcome.notices == ("measured-otherwise",)
@@ -171,7 +171,7 @@ def test_a_shape_of_either_curve_is_named(files: Path) -> None:
     assert f"B shape: {shape['name']} (5% " in outcome.out
 
 
-def test_the_gate_fails_what_is_shown_to_be_lower(files: Path) -> None:
+def test_the_gate_fails_a_result_that_is_shown_to_be_lower(files: Path) -> None:
     assert support.run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
     outcome = support.run_main("compare", "new.json", "old.json", "--gate", "no-regression")
     assert outcome.code == 3

@@ -32,7 +32,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(dump: Path, tmp_path: Path) -> Path:
-    """A copy that a test may harm."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(dump, tmp_path / "copied"))
 
 
@@ -75,7 +75,7 @@ def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_the_text_says_what_the_mean_over_anchors_is(dump: Path) -> None:
+def test_the_mean_over_anchors_states_its_count(dump: Path) -> None:
     done = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny")
     assert done.out.startswith("acceptance length ")
     said = re.search(r"\nmean over (\d+) anchors ", done.out)
@@ -87,7 +87,7 @@ def test_the_text_says_what_the_mean_over_anchors_is(dump: Path) -> None:
     assert refuse(3, *REPLAY, "--dump", dump, "--head-from", "tiny", "--min-acceptance", "7")
 
 
-def test_the_manifest_says_what_was_dumped(dump: Path) -> None:
+def test_the_manifest_describes_the_dump(dump: Path) -> None:
     manifest = json.loads((dump / "manifest.json").read_text())
     assert (manifest["kind"], manifest["schema_version"], manifest["is_complete"]) == ("dump", 1, True)
     assert (manifest["taps"], manifest["dtype"]) == ([0, 2, 3, 4], "float32")
@@ -103,7 +103,7 @@ def test_the_manifest_says_what_was_dumped(dump: Path) -> None:
     assert str(Path.cwd()) not in json.dumps({**manifest, "measured": None})
 
 
-def test_an_interrupted_dump_goes_on_from_what_is_there(copied: Path) -> None:
+def test_an_interrupted_dump_resumes(copied: Path) -> None:
     whole = files_of(copied)
     first, second = list(whole)[:2]
     (copied / first).unlink()
@@ -117,7 +117,7 @@ def test_an_interrupted_dump_goes_on_from_what_is_there(copied: Path) -> None:
     assert len(list(copied.iterdir())) == 9
 
 
-def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
+def test_a_dump_with_other_settings_is_not_resumed(copied: Path) -> None:
     before = files_of(copied)
     longer = support.run_main(*DUMP, copied, "--resume", "-n", "17")
     other_taps = support.run_main("dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
@@ -168,7 +168,7 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
     assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
 
 
-def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_dump_keeps_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = Path.write_bytes, []
 
     def interrupt(self: Path, data: bytes) -> int:
@@ -224,20 +224,20 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
         ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "usage-error", "--dump-layer-ids"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], error_id: str, field: str) -> None:
+def test_missing_and_contradicting_options_are_refused(arguments: list[str], error_id: str, field: str) -> None:
     done = support.run_main(*arguments)
     assert (done.code, done.error_id, done.field) == (2, error_id, field)
     assert not Path("x").exists()
 
 
-def test_a_dump_that_is_not_there_or_no_dump(tmp_path: Path) -> None:
+def test_a_missing_or_unknown_dump_is_refused(tmp_path: Path) -> None:
     assert f"error: {tmp_path / 'x'}: " in refuse(4, *REPLAY, "--dump", tmp_path / "x")
     refusal = refuse(5, *REPLAY, "--dump", tmp_path)
     assert all(name in refusal for name in ("dflash", "sglang", "vllm"))
 
 
 def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The file with tensors changed, and its metadata as it was."""
+    """Change tensors of a file and keep its metadata."""
     with safe_open(file, framework="pt") as reader:
         metadata = reader.metadata()
     tensors = load_file(file)
@@ -245,7 +245,7 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def edit_facts(file: Path, **changes: Any) -> None:
-    """The file with other facts in its metadata."""
+    """Change facts in the metadata of a file."""
     with safe_open(file, framework="pt") as reader:
         facts = json.loads(reader.metadata()["dflash"])
     save_file(load_file(file), file, {"dflash": json.dumps(facts | changes)})
@@ -328,8 +328,8 @@ def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -
     assert error.startswith(f"error: {other}: {dump} was made with tiny (")
 
 
-def test_nothing_but_embedding_and_head_is_read_of_the_target(dump: Path, tmp_path: Path) -> None:
-    """The other weights are not even there."""
+def test_only_embedding_and_head_of_the_target_are_read(dump: Path, tmp_path: Path) -> None:
+    """The folder lacks all other weights."""
     ends = tmp_path / "ends"
     ends.mkdir()
     shutil.copy(TARGET / "config.json", ends)

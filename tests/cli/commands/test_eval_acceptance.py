@@ -22,7 +22,7 @@ from dflash_testing.refusals import refuses
 
 SMALL = ["--num-prompts", "4", "-n", "12", "--num-resamples", "200"]
 ENOUGH = ["--num-prompts", "12", "-n", "12", "--num-resamples", "200"]
-"""As few prompts as an interval takes."""
+"""The fewest prompts for which there is an interval."""
 
 
 def run(*arguments: str) -> Any:
@@ -160,7 +160,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     assert [item["id"] for item in document["failed"]] == ["unknown", None, None]
     assert document["failed"][0]["error"].startswith(f"{prompts}:2: ")
     assert "99999" in document["failed"][0]["error"]
-    # Alone in its pass over second turns, where an index of that pass would be 0.
+    # It is the only prompt in the pass over second turns. An index in that pass would be 0.
     assert [item["index"] for item in document["failed"]] == [1, 3, 4]
     assert document["failed"][2]["error"].startswith(f"{prompts}:5: turn 2: ")
     good = write_prompts(tmp_path / "good.jsonl", [json.loads(prompts.read_text().splitlines()[n]) for n in (0, 2)])
@@ -182,7 +182,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     assert "warning: 3 of 5 prompts " in allowed.err
 
 
-def test_nothing_measured_is_a_failure_whatever_is_allowed(tmp_path: Path) -> None:
+def test_a_run_in_which_every_prompt_fails_is_a_failure(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt_token_ids": [99_999]}] * 7)
     done = support.run_main("eval-acceptance", "--prompts", prompts, "--allow-failed")
     assert done.code == 2
@@ -197,7 +197,7 @@ def test_a_sample_is_said_to_be_one() -> None:
     }  # fmt: skip
 
 
-def test_a_draft_that_was_changed_in_its_place_is_another_experiment(tmp_path: Path) -> None:
+def test_a_changed_draft_is_another_experiment(tmp_path: Path) -> None:
     draft, rows = tmp_path / "mine", tmp_path / "rows.jsonl"
     shutil.copytree(tiny_directory() / "draft", draft)
     options = ["--target", "tiny", *SMALL, "--output", str(rows)]
@@ -236,7 +236,7 @@ def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.M
     [(["--draft-sampling", "probabilistic"], "draft_sampling"), (["--dtype", "float64"], "dtype"),
      (["-k", "3"], "num_speculative_tokens"), (["--temperature", "0.5"], "temperature")],
 )  # fmt: skip
-def test_whatever_decides_a_result_is_compared(options: list[str], name: str, tmp_path: Path) -> None:
+def test_settings_that_decide_a_result_are_compared(options: list[str], name: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     run(*SMALL, "--output", str(rows))
     with refuses(UsageError, "settings-differ", path=rows, field=name):
@@ -257,8 +257,8 @@ def test_another_device_and_template_option_are_another_experiment(
         run(*SMALL, "--output", str(rows), "--resume")
 
 
-def test_what_was_rendered_is_told_from_what_was_given(tmp_path: Path) -> None:
-    """The same prompts, as they are and as conversations."""
+def test_given_and_rendered_prompts_have_digests_of_their_own(tmp_path: Path) -> None:
+    """The same prompts, as text and as conversations."""
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
     options = ["--prompts", str(prompts), "-n", "8", "--json"]
     plain, chat = (json.loads(run(*options, *more).stdout)["measured"] for more in ([], ["--chat"]))
@@ -330,12 +330,12 @@ def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
         (["--resume"], "--resume"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: list[str], field: str) -> None:
+def test_missing_and_contradicting_options_are_refused(options: list[str], field: str) -> None:
     with refuses(UsageError, field=field):
         run(*options)
 
 
-def test_a_narrow_verification_is_called_capped_and_says_nothing_of_the_rest(tmp_path: Path) -> None:
+def test_a_narrow_verification_is_called_capped_and_leaves_out_other_positions(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     done = run(*SMALL, "--verify-width", "3", "--output", str(rows))
     assert re.search(r" at most 8, capped: of 7 .* 2 ", done.stdout)
@@ -354,7 +354,7 @@ def test_sampled_acceptance_is_lower_and_seeded() -> None:
 
 
 def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
-    """The reduced draft was trained without causality and shows it most."""
+    """The reduced draft was trained without causality, and loses most from causal attention."""
     options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "48", "--num-resamples", "0", "--json"]
     as_trained = json.loads(run(*options).stdout)
     causal = json.loads(run(*options, "--causality", "causal").stdout)
@@ -363,8 +363,8 @@ def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
     assert causal["num_tokens"] == as_trained["num_tokens"]
 
 
-def test_a_curve_that_tells_of_a_fault_is_named(tmp_path: Path) -> None:
-    """Another mask token than in training: hardly a first token is accepted. A sound draft has no such shape."""
+def test_a_curve_that_shows_a_fault_is_named(tmp_path: Path) -> None:
+    """With another mask token than in training, almost no first token is accepted. A sound draft lacks this shape."""
     draft, report = tmp_path / "draft", tmp_path / "report.md"
     result_file = tmp_path / "result.json"
     shutil.copytree(tiny_directory() / "draft", draft)

@@ -1,4 +1,4 @@
-"""`dflash eval-acceptance --disaggregated`: a prefill process of its own, beside one engine on the same prompts."""
+"""`dflash eval-acceptance --disaggregated`: a prefill process, compared with one engine on the same prompts."""
 
 import json
 import threading
@@ -67,7 +67,7 @@ class InThisProcess:
         self._act = act
 
     def close(self) -> None:
-        """The thread stays, and waits for lines that never come."""
+        """Leave the thread waiting for lines."""
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
     ],
     ids=" ".join,
 )
-def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_answer_like_one(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that they are compared with starts with an empty prefix cache."""
     answer = disaggregation._answer_alone
 
@@ -181,7 +181,7 @@ def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
 
 
 def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_path: Path) -> None:
-    """At once, not when their time is up; the text stays right, one warning says so, and the report counts them."""
+    """At once, without waiting for the timeout. The text stays right, with one warning and a count in the report."""
     prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
     asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--num-resamples", "0"]
@@ -196,11 +196,13 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     assert sum("num_loaded" in line for line in lines) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
     resumed, _ = evaluate(*asked, "--output", rows, "--resume")
-    assert resumed["disaggregation"]["num_turns"] == 5  # three first turns, and two more of the one asked again
+    assert (
+        resumed["disaggregation"]["num_turns"] == 5
+    )  # three first turns, and two later turns of the conversation that is asked again
 
 
 @pytest.mark.usefixtures("in_thread")
-def test_what_the_prefill_process_is_refused_ends_the_run_in_one_line() -> None:
+def test_an_error_of_the_prefill_process_ends_the_run_in_one_line() -> None:
     done = support.run_main(*FEW, "--prefill-draft", "no/such/draft")
     assert (done.code, done.out) == (4, "")
     assert len(done.err[done.err.index("error: ") :].splitlines()) <= 2, "the error and its hint"
@@ -249,7 +251,7 @@ def test_the_prefill_process_takes_another_gpu_or_part_of_the_memory(
 
 
 def found_with(**changes: Any) -> Disaggregation:
-    """A comparison of 20 answers that are the same, but for changes."""
+    """A comparison of 20 equal answers, with some fields changed."""
     counts = [(30.0, 10)] * 20
     same = SideBySide.compare(counts, counts, confidence=0.95)
     sound: dict[str, Any] = {
@@ -271,7 +273,7 @@ def found_with(**changes: Any) -> Disaggregation:
         ({"num_handed": 0, "why_prefilled_here": "gone"}, "gone"),
     ],
 )
-def test_what_is_a_fault_and_what_is_rounding(changes: dict[str, Any], fault: str | None) -> None:
+def test_faults_are_told_from_rounding(changes: dict[str, Any], fault: str | None) -> None:
     found = found_with(**changes)
     assert found.holds == (fault is None)
     if fault is not None:
@@ -280,7 +282,7 @@ def test_what_is_a_fault_and_what_is_rounding(changes: dict[str, Any], fault: st
             found.check()
 
 
-def test_a_fall_is_an_interval_below_nothing() -> None:
+def test_a_drop_is_an_interval_below_zero() -> None:
     counts = [(30.0 + place % 3, 10) for place in range(20)]
     lower = [(tokens - 4 - place % 2, steps) for place, (tokens, steps) in enumerate(counts)]
     noisy = [(tokens + (8 if place % 2 else -9), steps) for place, (tokens, steps) in enumerate(counts)]
@@ -292,7 +294,7 @@ def test_a_fall_is_an_interval_below_nothing() -> None:
 
 
 def test_a_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the last line that it wrote; who asks for an answer is told, however often, and who waits for a loss."""
+    """The error has its last line of stderr. It is raised at every call, and passed to `when_lost`."""
     monkeypatch.setattr("dflash_cli.handoff.prefill_process.MODULE", "no_such_module")
     process = PrefillProcess({"draft": None})
     for _ in range(2):

@@ -27,7 +27,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve short prompts, as few as an interval takes."""
+    """Twelve short prompts, the fewest for which there is an interval."""
     path = tmp_path_factory.mktemp("prompts") / "rows.jsonl"
     lines = [{"prompt": f"def f{n}(x):\n    return x + {n}\n\ndef g{n}(", "category": "ab"[n % 2]} for n in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -76,7 +76,7 @@ def test_without_a_template_the_mix_is_asked_as_text_and_that_is_said(other: Pat
 
 
 def test_the_bundled_target_keeps_its_own_prompts(tmp_path: Path) -> None:
-    """Whatever draft is tried on it."""
+    """With any draft."""
     shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
     done = support.run_main(
         "eval-acceptance", tmp_path / "mine", "-t", "tiny", "--num-prompts", "4", "-n", "8", "--json"
@@ -114,7 +114,7 @@ def test_thinking_on_and_off_are_two_conditions_of_the_same_prompts(other: Path,
     assert again["conditions"] == found["conditions"]
     compared = support.run_main("compare", rows, rows)
     assert compared.code == 0
-    assert "12 prompts" in compared.out  # each is one, under whatever conditions
+    assert "12 prompts" in compared.out  # a prompt counts once, under any number of conditions
     (tmp_path / "found.json").write_text(json.dumps(found))
     from_document = support.run_main("compare", tmp_path / "found.json", rows, "--json")
     assert json.loads(from_document.out)["comparisons"][0]["verdict"] == "same"
@@ -203,7 +203,7 @@ def test_a_row_of_token_ids_takes_no_filler(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made-up rows in the layout of GSM8K, four of them with the number that the bundled pair comes to."""
+    """Made-up rows in the layout of GSM8K. Four of them have the number that the bundled pair answers."""
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = [{"question": f"PRIMES = [2, 3, 5, 7, 1{n}, ", "answer": "#### 0"} for n in range(1, 9)]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -270,7 +270,7 @@ def test_a_dump_has_its_own_prompts(option: str, tmp_path: Path) -> None:
 
 
 def test_sampled_text_is_the_same_with_and_without_the_draft(gsm8k: Path) -> None:
-    """A prompt draws its own numbers, whatever the condition."""
+    """A prompt draws the same random numbers under every condition."""
     asked = ["--dataset", f"gsm8k={gsm8k}:4", "--dataset-format", "vllm", "--raw", "-n", "16", "--temperature", "0.8"]
     (match,) = document(*asked, "--exact-match", "both")["exact_match"]
     assert match["plain"]["num_same_text"] == match["plain"]["num_pairs"] == 4

@@ -79,7 +79,7 @@ def test_the_table_in_the_documents_is_true() -> None:
     ids=" ".join,
 )
 def test_no_torch(arguments: tuple[str, ...]) -> None:
-    """Commands that read headers, or nothing, start without torch and the like; test_architecture.py has others."""
+    """Commands that read at most headers start without torch. test_architecture.py checks others."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('.', 'runtime', 'kernels')]!r}; "
         f"sys.argv = ['dflash', *{list(arguments)!r}]\n"

@@ -1,4 +1,4 @@
-"""`dflash generate`: text, rows, statistics, and every way a prompt can be given."""
+"""`dflash generate`: text, rows, statistics and all sources of prompts."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> RequestOutput:
-    """What the runtime says to PROMPT."""
+    """The output of the runtime for PROMPT."""
     ids = bundled_tokenizer().encode(PROMPT)
     return bundled_llm(bundled_draft_model(), 7).generate([ids], SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
 
@@ -49,7 +49,7 @@ def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutp
     assert f" {len(expected.acceptance_lengths)} steps, " in done.err
 
 
-def test_rows_hold_what_the_runtime_said(expected: RequestOutput) -> None:
+def test_rows_hold_the_output_of_the_runtime(expected: RequestOutput) -> None:
     done = run(PROMPT, "-n", "40", "--ignore-eos", "--output", "-")
     (row,) = map(json.loads, done.stdout.splitlines())
     assert row == {
@@ -86,8 +86,8 @@ def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestO
     assert "(capped: 2.0 of 7 " in done.stderr
 
 
-def test_widths_do_not_adapt_where_steps_have_no_times() -> None:
-    """Silently unless it is asked for: on the CPU nobody expects it."""
+def test_widths_do_not_adapt_without_step_times() -> None:
+    """A warning is printed only if --verify-width auto is given."""
     by_default, asked = (
         support.run_main("generate", PROMPT, "-n", "9", "--json", *options)
         for options in ([], ["--verify-width", "auto"])
@@ -161,7 +161,7 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert "lacks a tokenizer" in refused.err
 
 
-def test_what_gives_way_is_said_once() -> None:
+def test_a_feature_that_is_switched_off_is_named_once() -> None:
     done = support.run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
     assert done.code == 0
     lines = [line for line in done.err.splitlines() if "probabilistic drafting is off" in line]
@@ -216,7 +216,7 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
 
 
 def test_quiet_leaves_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_is_quiet", False)  # put back afterwards
+    monkeypatch.setattr(console, "_is_quiet", False)  # restored after the test
     loud, quiet = (support.run_main("generate", PROMPT, "-n", "4", *options) for options in ([], ["-q"]))
     assert loud.err.splitlines()[0].startswith("loading ")
     assert quiet.err == ""
@@ -235,7 +235,7 @@ def target_without_template(path: Path) -> Path:
 
 
 def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: RequestOutput) -> None:
-    """Rows that need the template have errors of their own, turn by turn; the row of ids is answered."""
+    """Rows that need the template get an error for each turn. The row of ids is answered."""
     target = target_without_template(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [

@@ -36,7 +36,7 @@ SAMPLED = ["-n", "12", "--temperature", "0.8", "--seed", "3"]
 
 @pytest.fixture(scope="module")
 def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples, since those go on from seeds too."""
+    """Sampled text, because sampling continues from the seeds as well."""
     folder = tmp_path_factory.mktemp("handoffs") / "ho"
     done = support.run_main("generate", "-p", prompts, *SAMPLED, "--handoff-out", folder)
     assert (done.code, done.out) == (0, f"{folder}\n")
@@ -46,7 +46,7 @@ def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(handed_off: Path, tmp_path: Path) -> Path:
-    """A copy that a test may harm."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(handed_off, tmp_path / "ho"))
 
 
@@ -57,7 +57,7 @@ def rows_of(*arguments: object) -> list[dict[str, Any]]:
 
 
 def refuse(code: int, *arguments: object) -> DFlashError:
-    """The error of a run that writes no result. It is printed once."""
+    """The error of a run without a result. It is printed once."""
     done = support.run_main("generate", *arguments)
     assert (done.code, done.out) == (code, ""), done.err
     assert done.err.count("error: ") == 1
@@ -65,8 +65,8 @@ def refuse(code: int, *arguments: object) -> DFlashError:
     return done.error
 
 
-def test_two_runs_over_a_folder_are_one(prompts: Path, handed_off: Path) -> None:
-    """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
+def test_two_runs_over_a_folder_answer_like_one(prompts: Path, handed_off: Path) -> None:
+    """Rows, traces, numbers, ids and text are equal. Each row states how many tokens were handed off."""
     one, two = rows_of("-p", prompts, *SAMPLED, "--trace", "9"), rows_of("--handoff-in", handed_off, "--trace", "9")
     assert [row.pop("num_loaded", 0) for row in two] == list(LENGTHS)
     assert two == one
@@ -111,7 +111,7 @@ def test_a_peer_that_never_answers_is_said_to_be_gone(prompts: Path) -> None:
         assert "0.2 s" in error.message
 
 
-def test_what_is_damaged_is_refused_before_models_are_loaded(copied: Path) -> None:
+def test_damaged_handoffs_are_refused_before_models_are_loaded(copied: Path) -> None:
     tensors, header = copied / "00001" / "kv.safetensors", copied / "00001" / "handoff.json"
     whole, text = tensors.read_bytes(), header.read_text()
     tensors.write_bytes(whole[:-100])
@@ -234,7 +234,7 @@ def test_samples_are_not_judged_token_by_token(handed_off: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prefilled(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same prompts as vLLM's ExampleConnector leaves them."""
+    """The same prompts in the form of vLLM's ExampleConnector."""
     folder = tmp_path_factory.mktemp("vllm") / "prefilled"
     llm = bundled_llm(bundled_draft_model(), 7)
     for line in prompts.read_text().splitlines():
@@ -245,7 +245,7 @@ def prefilled(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts_begin_with_what_vllm_has_prefilled(prompts: Path, prefilled: Path) -> None:
-    """Whole blocks that lack the last token; the others are run here, and that is said."""
+    """Whole blocks without the last token. Other prompts are prefilled here, with a notice."""
     given = ("-p", prompts, *SAMPLED)
     wanted = rows_of(*given)
     done = support.run_main("generate", *given, "--handoff-in", prefilled, "-o", "-")

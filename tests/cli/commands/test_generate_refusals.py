@@ -1,4 +1,4 @@
-"""What `dflash generate` refuses: one line that says what is wrong, the exit code that is documented, and no result."""
+"""Refusals of `dflash generate`: one line with the fault, the documented exit code, and no result."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(
 
 @pytest.mark.triton
 def test_kernels_that_cannot_run_are_refused() -> None:
-    """In a process of its own, since the interpreter is switched on in this one."""
+    """In a separate process, because this process has the interpreter switched on."""
     env = {"TRITON_INTERPRET": "0"}
     done = support.launch("generate", "x", "--kernels", "triton", "--device", "cpu", env=env)
     assert (done.code, done.out) == (5, "")
@@ -92,7 +92,7 @@ def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
-def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], limit: str) -> None:
+def test_impossible_settings_are_refused(command: list[str], options: list[str], limit: str) -> None:
     done = support.run_main(*command, *options)
     assert (done.code, done.out, done.field) == (2, "", options[0])
     assert done.error is not None
@@ -107,7 +107,7 @@ def test_an_empty_prompt_leaves_stdout_empty() -> None:
 
 
 def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
-    """A text longer than the tokenizer says it takes is refused by us, in one line."""
+    """A text longer than the tokenizer's limit is refused in one line, without a warning of transformers."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
     done = support.launch("generate", "--prompts", prompts, "-n", "2")

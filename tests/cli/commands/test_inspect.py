@@ -1,4 +1,4 @@
-"""What `dflash inspect` says about one checkpoint and about two."""
+"""`dflash inspect` on one checkpoint and on two."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_not_served_is_described(tmp_path: Path) -> None:
-    """It is refused by what would run or convert it; its sizes, taps and block are what its config says."""
+    """Commands that run or convert it refuse it. `inspect` shows sizes, taps and block from the config."""
     nested = {**support.native_config()["dflash_config"], "attention_value_scale": 0.612}
     draft = support.write_checkpoint(
         tmp_path / "draft",
@@ -117,7 +117,7 @@ class TestTwo:
         assert document["tensors"]["num_equal"] == int(outcome.out.splitlines()[-1].split()[0]) == 24
 
     def test_values_in_plain_words(self, tmp_path: Path) -> None:
-        """Objects by their parts, attention as one line, no reprs."""
+        """Objects are compared part by part, attention in one line, without Python syntax."""
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         one = support.make_native(tmp_path / "one", support.Shape(theta=10000.0))
         shape = support.Shape(windows=(16, None), taps=(0, 3))

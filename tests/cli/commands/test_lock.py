@@ -1,4 +1,4 @@
-"""`dflash lock`, and what --lock of other commands makes of it: of the locked pair, or of none."""
+"""`dflash lock`, and --lock of other commands, which run the locked pair or stop."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def change(name: str = "model.safetensors") -> None:
-    """Another last byte, of the same size."""
+    """Change the last byte of the weights."""
     file = Path("mine", name)
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
@@ -53,7 +53,7 @@ def test_a_lock_is_replaced_only_by_force() -> None:
 
 
 @pytest.mark.parametrize("command", [VALIDATE, EVALUATE])
-def test_what_moved_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
+def test_a_changed_file_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
     assert support.run_main(*command, "--lock", "dflash.lock").code == 0
     change()
     done = support.run_main(*command, "--lock", "dflash.lock")
@@ -65,7 +65,7 @@ def test_what_moved_is_named_with_both_hashes(command: list[str], locked: dict[s
     assert "--force" in hint
 
 
-def test_a_file_that_came_or_went_has_moved() -> None:
+def test_added_and_removed_files_are_noticed() -> None:
     found = read_lock(Path("dflash.lock"))
     Path("mine", "generation_config.json").write_text("{}")
     with refuses(GateFailed) as caught:

@@ -45,7 +45,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
-    """The document of a probe that ends with 0."""
+    """The document of a probe with exit code 0."""
     done = support.invoke("probe", engine.url, *args, "--json")
     assert done.code == 0, done.err
     document: dict[str, Any] = json.loads(done.out)
@@ -53,7 +53,7 @@ def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
 
 
 def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
-    """A file of `eval-acceptance --output`, of answers that another engine gives: the form of our own number."""
+    """A file in the form of `eval-acceptance --output`, with answers of a fake engine."""
     path = prompts.with_name("own.jsonl")
     with serving(FakeEngine(reports="detailed", **changes)) as other:
         probe(other, "-p", prompts, *FEW, "--output", path)
@@ -61,7 +61,7 @@ def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
 
 
 def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None:
-    """The server is driven by our engine on the bundled pair, and reports its steps as vLLM would."""
+    """Our engine answers for the server with the bundled pair, and reports its steps in the form of vLLM."""
     own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
     sample = ("--num-prompts", "12", "-n", "12")
     evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--output", own, "--json").out)
@@ -107,7 +107,7 @@ def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: Fa
 
 
 @pytest.mark.parametrize("fault", ["500", "timeout"])
-def test_troubles_that_pass_are_tried_again(engine: FakeEngine, prompts: Path, fault: Any) -> None:
+def test_temporary_faults_are_retried(engine: FakeEngine, prompts: Path, fault: Any) -> None:
     engine.faults = {1: fault, 4: fault, 5: fault}
     document = probe(engine, "-p", prompts, *FEW, "--timeout", "0.15")
     assert document["runs"][0]["failed"] == []
@@ -124,7 +124,7 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
 
 
-def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: FakeEngine, prompts: Path) -> None:
+def test_a_server_that_ends_is_one_line_and_resume_asks_the_rest(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     engine.faults = dict.fromkeys(range(6, 40), "500")
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--output", rows, "--retries", "0")
@@ -134,7 +134,7 @@ def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: Fake
     assert not done.out
     assert len(prompts.with_name("rows.1.jsonl").read_text().splitlines()) == 1 + 5
     engine.faults = {}
-    time.sleep(0.1)  # a request that was under way
+    time.sleep(0.1)  # for a request that was running
     before = engine.num_answers
     document = probe(engine, "-p", prompts, *FEW, "--output", rows, "--resume")
     assert engine.num_answers - before == 1 + 14 - 5
@@ -143,7 +143,7 @@ def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: Fake
     assert document["runs"][0]["per_pos_accepted"] == whole["runs"][0]["per_pos_accepted"]
 
 
-def test_rows_of_other_settings_are_not_gone_on_with(engine: FakeEngine, prompts: Path) -> None:
+def test_rows_with_other_settings_are_not_resumed(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     probe(engine, "-p", prompts, *FEW, "--output", rows)
     done = support.invoke(
@@ -152,7 +152,7 @@ def test_rows_of_other_settings_are_not_gone_on_with(engine: FakeEngine, prompts
     assert (done.code, done.error_id, done.field) == (2, "settings-differ", "max_new_tokens")
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_a_refused_connection_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -162,7 +162,7 @@ def test_nobody_there_is_one_line() -> None:
     assert "Traceback" not in done.err
 
 
-def test_what_is_no_server_of_models_is_refused(prompts: Path) -> None:
+def test_a_server_without_models_is_refused(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text="x")) as engine:
         done = support.invoke("probe", f"{engine.url}/elsewhere", "-p", prompts)
     assert (done.code, done.error_id) == (5, "unknown-server")
@@ -265,7 +265,7 @@ def cause(done: support.Outcome) -> str:
     return next(line for line in done.out.splitlines() if line.startswith("cause: "))
 
 
-def test_a_lower_number_than_our_own_is_the_engines(engine: FakeEngine, prompts: Path) -> None:
+def test_a_length_below_our_own_is_a_fault_of_the_engine(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts, rate=0.7)
     with serving(FakeEngine(reports="summary", rate=0.4)) as worse:
         done = support.invoke("probe", worse.url, "-p", prompts, *FEW, "--result", own)
@@ -274,7 +274,7 @@ def test_a_lower_number_than_our_own_is_the_engines(engine: FakeEngine, prompts:
     assert "own.1.jsonl: 3." in done.out
 
 
-def test_a_number_as_low_as_our_own_is_the_checkpoints(prompts: Path) -> None:
+def test_a_length_as_low_as_our_own_is_a_fault_of_the_checkpoint(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", rate=0.1)) as engine:
         own = own_result(engine, prompts, rate=0.1)
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
@@ -282,7 +282,7 @@ def test_a_number_as_low_as_our_own_is_the_checkpoints(prompts: Path) -> None:
     assert "(rule 7)" in cause(done)
 
 
-def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> None:
+def test_another_server_is_compared(engine: FakeEngine, prompts: Path) -> None:
     with serving(FakeEngine(style="sglang", release="0.5.23")) as other:
         document = probe(engine, "-p", prompts, *FEW, "--beside", other.url)
     assert document["beside"]["server"]["engine"] == "sglang"
@@ -291,7 +291,7 @@ def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> Non
     assert document["attribution"]["owner"] == "none"
 
 
-def test_a_draft_that_suffers_under_load_is_the_engines(prompts: Path) -> None:
+def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", worse_loaded=1, pause_s=0.01)) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
     assert done.code == 3
@@ -314,7 +314,7 @@ def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Pa
     assert (done.code, done.error_id, done.field) == (3, "gate-failed", "acceptance length")
 
 
-def test_a_yardstick_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
+def test_a_result_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts)
     prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
@@ -377,7 +377,7 @@ def test_a_file_that_a_later_run_would_overwrite_is_refused_before_the_first(
         outcome = support.invoke("probe", engine.url, "-p", prompts, "--output", tmp_path / "rows.jsonl", *more)
         assert outcome.code == 2
         assert f"error: {tmp_path / name}: " in outcome.err
-    assert engine.num_answers <= 2  # those by which it is seen whether a draft is served
+    assert engine.num_answers <= 2  # the requests that test whether a draft is served
     assert not (tmp_path / "rows.1.jsonl").exists()
 
 

@@ -1,4 +1,4 @@
-"""`dflash serve-command`: commands with the K each engine counts in. `dflash env`: what the installation is made of."""
+"""`dflash serve-command`: commands with K in each engine's count. `dflash env`: the parts of the installation."""
 
 import json
 import re
@@ -143,7 +143,7 @@ class TestRefusal:
         assert outcome.code == 3
         assert "P01" in outcome.err or "N05" in outcome.err
 
-    def test_what_drops_acceptance_is_a_warning(self, tmp_path: Path) -> None:
+    def test_a_rule_about_lower_acceptance_is_a_warning(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
         target = support.make_target(tmp_path / "target")
         outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
@@ -155,7 +155,7 @@ class TestRefusal:
         assert (outcome.code, outcome.field) == (2, "--engine")
 
     def test_one_of_two_engines(self, tmp_path: Path) -> None:
-        """The other's command is printed all the same; the exit code and the last line are the refusal's."""
+        """The command of the other engine is printed. The exit code and the last line belong to the refusal."""
         draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
         outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm,sglang")
         assert outcome.code == 5
@@ -207,7 +207,7 @@ class TestEnv:
         assert re.search(r"^HF_TOKEN +not set$", outcome.out, re.MULTILINE)
         assert "torch " in outcome.out
 
-    def test_a_driver_that_fails_is_no_error(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_a_failing_driver_is_not_an_error(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text("#!/bin/sh\nexit 9\n")
         program.chmod(0o755)
@@ -244,7 +244,7 @@ def test_a_config_that_cannot_be_read_is_an_error_though_no_engine_stops_at_it(t
 
 
 def test_a_draft_without_a_block_is_served_as_it_is_asked_for(tmp_path: Path) -> None:
-    """As nvidia publishes one: the engine is told how many tokens to draft, and nothing else knows."""
+    """A draft in the form that nvidia publishes. Only the option states how many tokens to draft."""
     draft = support.make_native(tmp_path / "dflash-draft", block_size=support.REMOVED)
     target = support.make_target(tmp_path / "target")
     silent = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")

@@ -1,4 +1,4 @@
-"""`dflash tune`: from step times that are given to advice and settings of engines, and how a run goes on."""
+"""`dflash tune`: from given step times to advice and settings of engines; resumed runs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ TIMES = {
     "resized": {"3": {"1": 30.0, "64": 400.0}, "7": {"1": [11.0, 11.1, 11.2], "64": 500.0}},
     "source": "made",
 }
-"""At batch 1 the whole block pays; at 64 nothing does."""
+"""At batch 1 the whole block pays. At batch 64 drafting does not pay."""
 
 
 def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> support.Outcome:
@@ -51,7 +51,7 @@ def test_every_k_of_the_file_is_measured_in_both_ways(document: dict[str, Any]) 
     assert way["interval"]["low"] <= way["difference"] <= way["interval"]["high"]
 
 
-def test_what_pays_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
+def test_the_best_k_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
     choices = {item["batch"]: item for item in document["choices"] if item["category"] is None}
     assert (choices[1]["payoff"], choices[64]["payoff"]) == ("pays", "does not pay")
     best, whole = choices[1]["speedups"][0], document["candidates"][-1]
@@ -91,12 +91,12 @@ def test_a_release_without_a_schedule_is_told_one_k() -> None:
         assert f'"num_speculative_tokens": {7 if is_told else 3}' in (row.text or "")
 
 
-def test_a_schedule_of_one_k_is_none() -> None:
+def test_a_schedule_with_one_k_is_left_out() -> None:
     rows = tuned_engines("vllm,tensorrt-llm", "tiny", "tiny", 7, ((1, 8, 7),))
     assert not [row for row in rows if "per_batch_size" in str(row.text) or "schedule" in str(row.text)]
 
 
-def test_what_ifs_are_paired_with_the_pair_as_it_is(document: dict[str, Any]) -> None:
+def test_what_ifs_are_compared_with_the_unchanged_pair(document: dict[str, Any]) -> None:
     assert [item["what_if"] for item in document["what_ifs"]] == ["draft=int4", "kv=fp8"]
     whole = document["candidates"][-1]["acceptance_len"]
     for item in document["what_ifs"]:
@@ -115,7 +115,7 @@ def test_text_leads_with_advice_and_fits_80_columns(tmp_path: Path) -> None:
     assert max(map(len, tables.splitlines())) <= 80
 
 
-def test_where_nothing_pays_no_engine_is_told_anything(tmp_path: Path) -> None:
+def test_settings_of_engines_are_left_out_if_drafting_does_not_pay(tmp_path: Path) -> None:
     times = {"plain": {"1": 1.0}, "resized": {"7": {"1": 100.0}}}
     outcome = tune(tmp_path, times=times)
     assert outcome.code == 0
@@ -129,7 +129,7 @@ def test_an_engine_that_would_not_serve_the_pair_is_told_why() -> None:
     assert str(row.refusal).startswith("sglang 0.5.23 cannot serve the draft: S09 ")
 
 
-def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     assert tune(tmp_path, "--output", rows).code == 0
     files = sorted(rows.iterdir())
@@ -149,7 +149,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     assert whole.read_text().startswith("".join(lines[:5]))
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
@@ -164,7 +164,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
 
 
 def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless something that decides them is another than it was."""
+    """Unless a setting that decides the step times has changed."""
     measured: list[int] = []
 
     def made(*arguments: Any) -> StepCosts:
@@ -227,7 +227,7 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
         (["--output", "no/such/folder"], "--output", "no/such/folder"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(
+def test_invalid_options_are_refused(
     arguments: list[str], field: str, found: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -82,7 +82,7 @@ class TestCommand:
         assert "C38" in [item["id"] for item in document["findings"]]
 
     def test_a_relative_is_not_judged_for_engines(self, tmp_path: Path) -> None:
-        """SGLang serves Domino as Domino; what is said here is only that it is not DFlash."""
+        """SGLang serves Domino as Domino. The finding says only that the draft is not DFlash."""
         draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
         outcome = support.invoke("validate", draft, "--engine", "sglang", "--json")
         assert outcome.code == 5
@@ -98,7 +98,7 @@ class TestCommand:
         assert lines[index + 2].startswith("    fix: ")
 
     def test_fixes_are_ready_to_paste(self, tmp_path: Path) -> None:
-        """The user's own names, quoted for the shell; TARGET stays a word where no target is known."""
+        """Fixes have the user's names, quoted for the shell, and the word TARGET for an unknown target."""
         draft = support.make_native(tmp_path / "it's a draft", tie_word_embeddings=True, is_neox_style=False)
         lines = support.invoke("validate", draft).out.splitlines()
         (copy,) = [line for line in lines if "--fix-out" in line]
@@ -112,7 +112,7 @@ class TestCommand:
                 "dflash", "convert", str(draft), "spec-fixed", "--to", "sglang", "--target", name,
             ]  # fmt: skip
 
-    def test_of_a_file_as_many_prompts_are_drawn_as_asked_for(self, tmp_path: Path) -> None:
+    def test_as_many_prompts_are_drawn_as_asked_for(self, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt_token_ids": [index]}) + "\n" for index in range(40)))
         drawn = {}
@@ -150,8 +150,8 @@ class TestWidth:
 
 
 class TestFixOut:
-    def test_what_is_mechanical_is_mended(self, tmp_path: Path) -> None:
-        """A flag, a key that must go and a count that follows from another are mended, and the copy passes."""
+    def test_mechanical_faults_are_fixed(self, tmp_path: Path) -> None:
+        """A flag, a surplus key and a count that follows from another are fixed, and the copy passes."""
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False, model_type="qwen3")
         config = json.loads((draft / "config.json").read_text())
         config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 4
@@ -185,8 +185,8 @@ class TestFixOut:
         assert outcome.code == 0, outcome.out
         assert json.loads((tmp_path / "out" / "config.json").read_text())["use_sliding_window"] is True
 
-    def test_what_only_the_trainer_knows_is_left(self, tmp_path: Path) -> None:
-        """Weights that are there but of another type than stated are fixed; a tap on the last layer is not."""
+    def test_faults_that_only_the_trainer_can_fix_are_left(self, tmp_path: Path) -> None:
+        """Weights that contradict the config are fixed. A tap on the last layer is not."""
         nested = {"mask_token_id": 31, "target_layer_ids": [0, 3]}
         draft = support.make_native(tmp_path / "draft", dflash_config=nested, tie_word_embeddings=True)
         outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out", "--strict")
@@ -217,7 +217,7 @@ class TestFixOut:
         assert support.invoke("validate", draft, "--fix-out", draft).code == 2
 
     def test_nothing_is_written_where_there_is_nothing_to_fix(self, tmp_path: Path) -> None:
-        """Nor where all that was found is of a kind that no copy mends, such as the target of its training."""
+        """Also if all findings are faults that a copy cannot fix, such as another target in training."""
         draft, out = support.make_native(tmp_path / "draft"), tmp_path / "out"
         outcome = support.invoke("validate", draft, "--fix-out", out)
         assert outcome.code == 0

@@ -1,4 +1,4 @@
-"""When acceptance counts as low, and the command that is then named."""
+"""The limit of low acceptance, and the command that is suggested then."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_low_is_a_quarter_of_the_block_or_one_and_a_half(length: float, num_draf
     assert is_low(counts(length, num_drafted)) is low
 
 
-def test_few_steps_say_nothing() -> None:
+def test_acceptance_over_few_steps_is_not_called_low() -> None:
     assert not is_low(counts(1.0, num_steps=19))
     assert is_low(counts(1.0, num_steps=20))
     assert not is_low(AcceptanceCounts(7))

@@ -1,4 +1,4 @@
-"""Conditions of a run: what is typed, what each is called, and how a prompt under one is told from another."""
+"""Conditions of a run: their options, their names, and the digests of prompts under them."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_a_template_may_call_the_switch_something_else(options: str | None, expe
     assert made.template_options == expected
 
 
-def test_a_level_that_is_no_switch_is_handed_on_as_it_is() -> None:
+def test_other_levels_of_thinking_are_passed_to_the_template() -> None:
     made = make_conditions(("low", "high"), (), with_plain=False, template_options='{"reasoning_effort": "$thinking"}')
     assert [item.template_options for item in made] == [{"reasoning_effort": "low"}, {"reasoning_effort": "high"}]
 

@@ -1,4 +1,4 @@
-"""Several answers on a terminal are told apart; in a pipe nothing is added to them."""
+"""Several answers have headings on a terminal, but not in a pipe."""
 
 import json
 import re
@@ -62,12 +62,12 @@ def test_turns_have_headings_of_their_own(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("terminal")
-def test_one_answer_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_answer_has_no_heading(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(1)
     assert shown(rows, [finished(rows[0], "one")], capsys) == "one\n"
 
 
-def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_has_no_headings(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(2)
     assert shown(rows, [finished(rows[0], "one"), finished(rows[1], "two")], capsys) == "one\ntwo\n"
 
@@ -82,7 +82,7 @@ def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "row\nsecond\n"
 
 
-def test_rows_wait_for_those_before_them() -> None:
+def test_rows_wait_for_earlier_rows() -> None:
     rows = [PromptRow(index=index, kind="prompt", value="") for index in range(3)]
     written: list[str] = []
     sink = RowSink(rows, written.append, 7)

@@ -1,4 +1,4 @@
-"""The meter: what it says of a run, on a terminal and in a log; and what quiet lets through."""
+"""The meter of a run on a terminal and in a log, and the output of a quiet run."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def test_the_line_has_count_estimate_and_time_left() -> None:
     assert meter.line(16, "").endswith("3:00:00 left")
 
 
-def test_what_was_done_before_does_not_count_as_speed() -> None:
+def test_resumed_work_does_not_count_as_speed() -> None:
     clock = Clock()
     meter = Meter(100, "prompts", clock=clock)
     meter.resume(80)

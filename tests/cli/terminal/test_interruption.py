@@ -41,7 +41,7 @@ def shell(line: str) -> support.Outcome:
 def end_when(
     process: "subprocess.Popen[str]", is_time: Callable[[], bool], number: signal.Signals = signal.SIGINT
 ) -> support.Outcome:
-    """Send a signal as soon as something is so, and wait for the end."""
+    """Send a signal as soon as a condition holds, and wait for the end."""
     until = time.monotonic() + 60
     while not is_time() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -59,7 +59,7 @@ def num_lines(path: Path) -> int:
     ("number", "word"),
     [pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow), (signal.SIGTERM, "terminated")],
 )
-def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals, word: str, tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_says_how_to_continue(number: signal.Signals, word: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["eval-acceptance", "--output", rows, "--concurrency", "1", "-n", "64", "--num-resamples", "0"]
     done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
@@ -95,7 +95,7 @@ def test_an_interruption_while_loading_is_said() -> None:
 
 @pytest.mark.parametrize("entry", ["from dflash_cli.__main__ import main; main()", None], ids=["script", "-m"])
 def test_an_interruption_while_modules_are_imported_ends_without_a_traceback(entry: str | None, tmp_path: Path) -> None:
-    """A Typer that is slow to import stands in for a cold disk."""
+    """A Typer with a slow import replaces a slow disk."""
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
     path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
     process = subprocess.Popen(
@@ -122,12 +122,12 @@ def test_an_ignored_interruption_stays_ignored() -> None:
 @pytest.mark.parametrize(
     "line", ["dflash explain | head -1", "dflash --help | head -c 1", "dflash explain --json | head -c 1"]
 )
-def test_a_reader_that_goes_is_no_error(line: str) -> None:
+def test_a_reader_that_ends_early_is_not_an_error(line: str) -> None:
     done = shell(line)
     assert (done.code, done.err) == (0, "")
 
 
-def test_a_text_whose_reader_goes_is_no_error() -> None:
+def test_a_text_with_a_reader_that_ends_early_is_not_an_error() -> None:
     done = shell("dflash generate x -n 2000 --ignore-eos | head -c 1")
     assert done.code == 0
     assert [text for text in done.err.splitlines() if not text.startswith("loading ")] == []
@@ -149,7 +149,7 @@ def test_closed_streams_are_empty_ones(line: str, code: int) -> None:
     assert "Traceback" not in done.err
 
 
-def test_a_file_that_is_opened_is_never_the_closed_stdout(tmp_path: Path) -> None:
+def test_an_opened_file_never_becomes_stdout(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     done = shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --output {rows} >&-")
     assert done.code == 0
@@ -188,8 +188,8 @@ def test_a_full_disk_is_named(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk. Only the answers that were cut off are asked again."""
+def test_a_run_resumes_from_the_answers_on_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files replaces the full disk. Only the answers that were cut off are asked again."""
     rows = tmp_path / "rows.jsonl"
     options = ["--num-prompts", "8", "-n", "16", "--concurrency", "1", "--num-resamples", "0", "--output", str(rows)]
     done = shell(f"ulimit -f 4; dflash eval-acceptance {' '.join(options)}")
@@ -204,7 +204,7 @@ def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--output"])
 def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
-    """--output is the same code; see test_atomic_file."""
+    """All outputs use the same code; see test_atomic_file."""
     pipe, real, link = tmp_path / "pipe", tmp_path / "real", tmp_path / "link"
     os.mkfifo(pipe)
     real.write_text("old")
@@ -222,8 +222,8 @@ def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_whose_reader_goes_is_named(tmp_path: Path) -> None:
-    """Only stdout may lose its reader in silence."""
+def test_a_pipe_that_loses_its_reader_is_named(tmp_path: Path) -> None:
+    """Only stdout may lose its reader without an error."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = shell(f"head -c 1 < {pipe} > {tmp_path / 'first'} & dflash eval-acceptance --num-prompts 4 --output {pipe}")
@@ -247,7 +247,7 @@ def test_the_installed_script_ends_as_main_does() -> None:
 def test_a_second_interruption_while_the_first_is_reported_shows_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `timeout -s INT` sends it: once to the process, and once to its group."""
+    """`timeout -s INT` sends two signals: to the process and to its group."""
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

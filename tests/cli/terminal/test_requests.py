@@ -196,7 +196,7 @@ def test_a_switch_without_a_default_says_whether_it_was_typed(typed: list[str], 
 
 
 def test_every_option_says_its_flags_to_typer() -> None:
-    """Releases of Typer derive different flags from a metavar, so none is left to derive."""
+    """Releases of Typer derive different flags from a metavar, so every flag is given."""
     for item in parameters_of(Toy):
         for parameter in _for_typer(item):
             (info,) = parameter.annotation.__metadata__

@@ -1,6 +1,6 @@
-"""Datasets of prompts, on made-up rows in the layouts in which they are published.
+"""Datasets of prompts, with made-up rows in the published layouts.
 
-No row of a dataset stands here.
+This file contains no row of a dataset.
 """
 
 import csv
@@ -50,7 +50,7 @@ MADE: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [{"question_id": "q1", "category": "coding", "turns": ["Do this.", "And that."]}],
     ),
 }
-"""Dataset -> a file's name in its repository, and rows made for the tests."""
+"""Dataset -> the name of a file in its repository, and made-up rows."""
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -132,7 +132,7 @@ def test_examples_stand_before_the_question_and_are_not_asked(tmp_path: Path) ->
     assert (row.reference, row.where) == ("1,200", f"{tmp_path}/main/test-00000-of-00001.jsonl:6")
 
 
-def test_rows_keep_what_is_known_of_them(tmp_path: Path) -> None:
+def test_rows_keep_id_and_category(tmp_path: Path) -> None:
     found = {name: read(f"{name}={write_dataset(tmp_path / name, name)}").rows[0] for name in MADE}
     assert {name: (row.id, row.category) for name, row in found.items()} == {
         "gsm8k": (None, None), "math500": ("a/1.json", "Algebra"), "humaneval": ("Made/0", None), "mbpp": (3, None),
@@ -284,7 +284,7 @@ def test_rows_without_questions_are_named(tmp_path: Path) -> None:
         assert "rows.jsonl:1: " in caught.value.message
 
 
-def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_location_without_rows_is_refused(tmp_path: Path) -> None:
     with refuses(CheckpointNotFound, "no-such-dataset-location", field="--dataset", found="nowhere/at/all"):
         read("gsm8k=nowhere/at/all")
     with refuses(CheckpointNotFound, "no-row-files", found=str(tmp_path)):
@@ -296,7 +296,7 @@ def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def local_hub() -> Iterator[hub.LocalHub]:
-    """A hub with one dataset, and files beside it that are not to be downloaded."""
+    """A hub with one dataset, and other files that must not be downloaded."""
     with hub.serving() as server:
         rows = "".join(json.dumps(row) + "\n" for row in GSM8K).encode()
         server.repos["openai/gsm8k"] = {
