@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.options import ResultOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 from dflash_runtime.notices import Notice
 
@@ -21,13 +21,12 @@ HERE = re.compile(r"""[\s"']/\w""")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardRequest(ForceOptions):
+class CardRequest(ResultOptions):
     """Write a model-card section with measured acceptance: figures, conditions, and how the draft is served.
 
     The card starts with YAML metadata for the Hub, including a model-index.
     """
 
-    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
     output: Annotated[
         Path | None,
         Option(

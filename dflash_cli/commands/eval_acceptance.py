@@ -149,7 +149,7 @@ def command(request: EvaluationRequest) -> None:
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
     if evaluation.failed:
-        tell_failed_prompts(evaluation.failed, f" of {evaluation.num_prompts}", is_allowed=request.allow_failed)
+        tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
         if not request.allow_failed or not evaluation.total.num_conversations:
             raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
     _check_minimum(evaluation, request)

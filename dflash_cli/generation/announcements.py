@@ -8,6 +8,7 @@ from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.terminal import console
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
 
 SHOWN_FAILURES = 5
@@ -52,14 +53,11 @@ def suggest_diagnosis(counts: AcceptanceCounts, references: Mapping[str, str | N
     console.note(Notice(f"acceptance is low; to find the cause: {command}", id="low-acceptance"))
 
 
-def tell_failed_prompts(failures: Sequence[Failure], total: str = "", *, is_allowed: bool) -> None:
-    """Print the first prompts that failed: a warning if they are allowed to fail, otherwise an error.
-
-    `total` is ` of N`, where N prompts were asked.
-    """
+def tell_failed_prompts(failures: Sequence[Failure], *, is_allowed: bool, num_prompts: int | None = None) -> None:
+    """Print the first prompts that failed, as a warning if they may fail, otherwise as an error."""
     say = console.warn if is_allowed else console.error
-    noun = "prompt" if len(failures) == 1 and not total else "prompts"
-    say(Notice(f"{len(failures)}{total} {noun} failed and are not in the result:", id="prompts-failed"))
+    of_all = plural(len(failures), "prompt") if num_prompts is None else f"{len(failures)} of {num_prompts} prompts"
+    say(Notice(f"{of_all} failed; the result leaves out failed prompts:", id="prompts-failed"))
     for failure in failures[:SHOWN_FAILURES]:
         console.error_text(f"    {failure.error}")
     if len(failures) > SHOWN_FAILURES:

@@ -428,6 +428,13 @@ class ForceOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResultOptions(ForceOptions):
+    """A measured result that a verb writes in another form."""
+
+    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(ForceOptions):
     """Whether an interrupted run continues. The request class has `output`, the file or folder that keeps answers."""
 
