@@ -62,7 +62,7 @@ class CardRequest(ResultOptions):
         if self.output is not None and self.insert is not None:
             raise UsageError(
                 "--output and --insert name two cards", id="options-exclude-each-other", field="--insert",
-                expected="one card",
+                expected="one card", hint="leave out one of them",
             )  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_cli.acceptance.prompt_options import ConditionOptions
 from dflash_cli.acceptance.replay_options import ReplayOptions
+from dflash_cli.commands.lock import check_lock
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
@@ -212,7 +212,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         journal=request.output,
         resume=request.resume,
         force=request.force,
-        lock_sha256=_check_lock(request.lock, pair),
+        lock_sha256=check_lock(request.lock, pair.directories),
     )
     if request.disaggregated:
         from dflash_cli.handoff.disaggregation import compare_with_one_engine
@@ -244,21 +244,6 @@ def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None
         check_gate(evaluation, request.min_acceptance, use_lower_bound=request.gate == "lower")
     if evaluation.disaggregation is not None:
         evaluation.disaggregation.check()
-
-
-def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
-    """Require that the pair is the locked pair. Returns the SHA-256 of the lock file."""
-    if lock is None:
-        return None
-    from dflash_cli.checkpoints.lock import read_lock
-
-    found = read_lock(lock)
-    places = {"target": pair.target.checkpoint.path}
-    if pair.draft is not None:
-        places["draft"] = pair.draft.checkpoint.path
-    with console.working("hashing"):
-        found.check(places)
-    return found.sha256
 
 
 def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluation, Tally]":

@@ -224,7 +224,10 @@ def generate(request: GenerationRequest) -> Generation:
 def command(request: GenerationRequest) -> None:
     """Answer and print."""
     if console.is_json() and request.output == "-":
-        raise UsageError("--json and --output - both write to stdout", id="two-results-on-stdout", field="--output")
+        raise UsageError(
+            "--json and --output - both write to stdout", id="two-results-on-stdout", field="--output",
+            hint="leave out --output -: the document of --json contains the rows",
+        )  # fmt: skip
     from dflash_cli.documents.atomic_file import check_output
 
     if request.output not in (None, "-"):

@@ -68,8 +68,7 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
     names = [request.reference, *([] if request.other is None else [request.other])]
     locations = [find_checkpoint(item, Role.DRAFT, needs_weights=request.values and len(names) > 1) for item in names]
     found = [describe(item) for item in locations]
-    for location in locations:
-        _tell_traffic(location)
+    tell_traffic(*locations)
     if len(found) == 1:
         return found[0]
     first, second = found
@@ -77,6 +76,7 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
         raise UsageError(
             f"{names[0]} is a {first.kind} and {names[1]} is a {second.kind}: they cannot be compared",
             id="kinds-differ", field="REF2", found=second.kind, expected=first.kind,
+            hint="compare two drafts or two targets",
         )  # fmt: skip
     return compare(first, second, with_values=all(isinstance(item, Path) for item in locations))
 
@@ -106,6 +106,8 @@ def command(request: InspectionRequest) -> None:
         console.note(Notice(text, id="values-not-compared"))
 
 
-def _tell_traffic(location: "Location") -> None:
-    if not isinstance(location, Path):
-        console.status(f"{location.path}: {location.traffic.text}")
+def tell_traffic(*locations: "Location | None") -> None:
+    """Print how much was read from the hub for each repository."""
+    for location in locations:
+        if location is not None and not isinstance(location, Path):
+            console.status(f"{location.path}: {location.traffic.text}")

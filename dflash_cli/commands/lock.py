@@ -11,7 +11,10 @@ from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dflash_cli.checkpoints.lock import LockDocument
+    from dflash_cli.checkpoints.references import Location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,23 @@ def lock(request: LockRequest) -> "LockDocument":
     with atomic_text(request.output) as stream:
         stream.write(console.json_document(document, indent=2) + "\n")
     return document
+
+
+def check_lock(path: Path | None, locations: "Mapping[str, Location | None]") -> str | None:
+    """Require that the checkpoints by role are the locked ones. Returns the SHA-256 of the lock file.
+
+    Raises:
+        CheckpointNotFound, UsageError: the lock file is absent or malformed.
+        GateFailed: a checkpoint differs from the lock.
+    """
+    if path is None:
+        return None
+    from dflash_cli.checkpoints.lock import read_lock
+
+    found = read_lock(path)
+    with console.working("hashing"):
+        found.check({role: item for role, item in locations.items() if item is not None})
+    return found.sha256
 
 
 def command(request: LockRequest) -> None:

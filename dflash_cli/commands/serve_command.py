@@ -1,11 +1,11 @@
 """`dflash serve-command`: print the command that starts an engine with a pair."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
+from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.engines.pair_serving import judge_pair
 from dflash_cli.engines.serve_document import ServeCommandDocument, ServedEngine
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
@@ -74,9 +74,7 @@ def serve_command(request: ServeCommandRequest) -> ServeCommands:
     if first is not None and None not in judged.refusals.values():
         raise first
     served = judged.served
-    for item in judged.locations:
-        if not isinstance(item, Path):
-            console.status(f"{item.path}: {item.traffic.text}")
+    tell_traffic(*judged.locations)
     commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
     return ServeCommands(commands=commands, refusals=dict(judged.refusals), report=judged.report)
 

@@ -13,6 +13,8 @@ import typer
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
+from dflash_cli.commands.inspect import tell_traffic
+from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.report import Report
@@ -123,7 +125,7 @@ def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, Pair
     pair, location, target_location = _find_pair(
         request.draft, request.target, request.level, needs_weights=request.fix_out is not None
     )
-    _check_lock(request.lock, location, target_location)
+    check_lock(request.lock, {"draft": location, "target": target_location})
     plan = ValidationPlan(
         draft=location,
         draft_reference=request.draft,
@@ -135,7 +137,7 @@ def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, Pair
         num_speculative_tokens=request.num_speculative_tokens,
     )
     report = validate_draft(plan) if request.level != "run" else _run(request, plan)
-    _tell_traffic(location, target_location)
+    tell_traffic(location, target_location)
     return plan, report, pair
 
 
@@ -166,17 +168,6 @@ def _find_pair(
     return pair, pair.draft_location, target_location
 
 
-def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
-    """Require the locked pair, or only the locked draft without a target."""
-    if lock is None:
-        return
-    from dflash_cli.checkpoints.lock import read_lock
-
-    found = read_lock(lock)
-    with console.working("hashing"):
-        found.check({"draft": draft} | ({"target": target} if target is not None else {}))
-
-
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
     """The target that the draft names, or None if its headers cannot be read, and a note for the user."""
     try:
@@ -186,12 +177,6 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
         text = f"nothing was checked against the target that the draft names: {error.message}"
         return None, Notice(text, id="named-target-unreadable")
     return location, pair.note
-
-
-def _tell_traffic(*locations: "Location | None") -> None:
-    for location in locations:
-        if location is not None and not isinstance(location, Path):
-            console.status(f"{location.path}: {location.traffic.text}")
 
 
 def _print(report: Report, *, is_target_missing: bool) -> None:

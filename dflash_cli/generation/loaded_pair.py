@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -58,6 +59,12 @@ class OpenedPair:
         if self.draft is not None:
             found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
         return found
+
+    @property
+    def directories(self) -> dict[str, Path]:
+        """Directories of the checkpoints by role, without a draft for plain decoding."""
+        drafts = {} if self.draft is None else {"draft": self.draft.checkpoint.path}
+        return {"target": self.target.checkpoint.path, **drafts}
 
     @property
     def template_digest(self) -> str | None:

@@ -136,7 +136,11 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         RequestError: a row is malformed; the error names file and line.
     """
     if arguments and prompts is not None:
-        raise UsageError("prompts are given both as arguments and by --prompts", id="two-prompt-sources")
+        raise UsageError(
+            "prompts are given both as arguments and by --prompts",
+            id="two-prompt-sources",
+            hint="leave out one of them",
+        )
     if arguments:
         texts = [_read_stdin() if text == "-" else text for text in arguments]
         return [

@@ -254,6 +254,7 @@ def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> di
                 id="draft-given-twice",
                 field=item.flag,
                 found=text,
+                hint=f"leave out {item.flag}",
             )
         given.update(dict.fromkeys(names, None) | dict(zip(names, texts, strict=False)))
     return given

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
@@ -162,22 +162,12 @@ def spans(parts: Iterable[tuple[str, str]]) -> None:
     _rich_stdout().print(Text.assemble(*parts))
 
 
-def progress(*, transient: bool = True) -> "Progress":
-    """A progress display on stderr, hidden if stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def progress() -> "Progress":
+    """Bars with `figures` on stderr, hidden if stderr is not a terminal."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=transient,
-        disable=_is_quiet or not console.is_terminal,
-    )
+    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
+    return _display(*texts, TimeElapsedColumn(), TimeRemainingColumn())
 
 
 @contextmanager
@@ -186,13 +176,20 @@ def working(text: str) -> Iterator[None]:
     if _is_quiet or not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with _display(SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()) as display:
         display.add_task(text)
         yield
+
+
+def _display(*columns: "ProgressColumn") -> "Progress":
+    """A display of these columns on stderr that disappears at its end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=_is_quiet or not console.is_terminal)
 
 
 class Meter:
@@ -216,11 +213,10 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         if self._is_terminal and not _is_quiet:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-            columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-            self._display = Progress(*columns, console=Console(stderr=True), transient=True)
+            text = TextColumn("{task.description}", markup=False)
+            self._display = _display(BarColumn(bar_width=16), text, TimeElapsedColumn())
             self._display.start()
             self._display.add_task(self.line(0, ""), total=self._total)
         return self

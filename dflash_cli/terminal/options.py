@@ -60,6 +60,7 @@ def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
                 id="options-exclude-each-other",
                 field=item.title,
                 found=getattr(request, item.name),
+                hint=f"leave out {item.title}",
             )
 
 
@@ -450,7 +451,7 @@ class ResumeOptions(ForceOptions):
         if self.resume and getattr(self, "output", None) is None:
             raise UsageError(
                 "--resume needs --output, which names the answers to continue", id="resume-without-output",
-                field="--resume",
+                field="--resume", hint="add --output as in the interrupted run",
             )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
+from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -41,6 +42,8 @@ DRAFTING = "Drafting"
 MEASURING = "Measuring"
 ENGINE = "Engine"
 OUTPUT = "Output"
+PAIR = ("draft", "target")
+"""The options that come right after the arguments."""
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
@@ -300,11 +303,13 @@ _PARAMETERS: dict[type, tuple[Parameter, ...]] = {}
 
 
 def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
-    """The parameters of a request class: arguments, then options, each in the order of the fields."""
+    """The parameters of a request class: arguments, the pair, options of the class itself, then inherited options."""
     if kind not in _PARAMETERS:
-        hints = get_type_hints(kind, include_extras=True)
+        hints, own = get_type_hints(kind, include_extras=True), get_annotations(kind)
         found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(cast(Any, kind))]
-        _PARAMETERS[kind] = tuple(sorted(found, key=lambda item: not item.is_argument))
+        _PARAMETERS[kind] = tuple(
+            sorted(found, key=lambda item: (not item.is_argument, item.name not in PAIR, item.name not in own))
+        )
     return _PARAMETERS[kind]
 
 
