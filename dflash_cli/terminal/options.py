@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal.requests import (
     DRAFTING,
@@ -21,9 +21,11 @@ from dflash_cli.terminal.requests import (
     parameters_of,
     parse_size,
 )
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.scheduling.request import SamplingParams
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
@@ -210,8 +212,10 @@ class SamplingOptions(SeedOptions):
         ),
     ] = ()
 
-    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
+    def sampling_params(self, max_new_tokens: int) -> "SamplingParams":
         """The runtime's parameters. Its fields have the names of these options."""
+        from dflash_runtime.scheduling.request import SamplingParams
+
         given = values_of(self, SamplingOptions)
         return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
 
@@ -357,11 +361,13 @@ class EngineOptions(DeviceOptions):
         Option(off="--no-graphs", group=ENGINE, is_setting=False, help="Capture steps as CUDA graphs."),
     ] = True
 
-    def engine_config(self, **own: Any) -> EngineConfig:
+    def engine_config(self, **own: Any) -> "EngineConfig":
         """The runtime's config. `own` are the fields that a verb decides.
 
         Its fields have the names of these options, except `kv_memory_bytes`. `threads` is set for the whole process.
         """
+        from dflash_runtime.config import EngineConfig
+
         given = values_of(self, EngineOptions)
         del given["threads"]
         return EngineConfig(kv_memory_bytes=given.pop("kv_memory"), **given, **own)
