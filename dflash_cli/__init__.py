@@ -1,4 +1,4 @@
-"""Convert, validate, run and measure DFlash drafts. The names below are imported when they are first used.
+"""Convert, validate, run and measure DFlash drafts. A name is imported when it is first used.
 
 from dflash_cli import evaluate
 
@@ -10,29 +10,49 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
-    from dflash_cli.api import open_draft, open_target
-    from dflash_cli.commands.bench import BenchRequest, bench
-    from dflash_cli.commands.card import CardRequest, card
-    from dflash_cli.commands.compare import ComparisonRequest, compare
-    from dflash_cli.commands.convert import ConversionRequest, convert
-    from dflash_cli.commands.diagnose import DiagnosisRequest, diagnose
-    from dflash_cli.commands.dump import DumpRequest, dump
-    from dflash_cli.commands.env import EnvironmentRequest, env
-    from dflash_cli.commands.eval_acceptance import EvaluationRequest, evaluate
-    from dflash_cli.commands.explain import ExplanationRequest, explain
-    from dflash_cli.commands.export import ExportRequest, export
-    from dflash_cli.commands.generate import GenerationRequest, generate
-    from dflash_cli.commands.inspect import InspectionRequest, inspect
-    from dflash_cli.commands.lock import LockRequest, lock
-    from dflash_cli.commands.probe import ProbeRequest, probe
-    from dflash_cli.commands.report import ReportRequest, report
-    from dflash_cli.commands.serve_command import ServeCommandRequest, serve_command
-    from dflash_cli.commands.tune import TuningRequest, tune
-    from dflash_cli.commands.validate import ValidationRequest, validate
-    from dflash_cli.commands.validate_handoff import HandoffValidationRequest, validate_handoff
-    from dflash_runtime.device.loading import load_pair
-    from dflash_runtime.llm import LLM
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_cli.api import open_draft as open_draft
+    from dflash_cli.api import open_target as open_target
+    from dflash_cli.commands.bench import BenchRequest as BenchRequest
+    from dflash_cli.commands.bench import bench as bench
+    from dflash_cli.commands.card import CardRequest as CardRequest
+    from dflash_cli.commands.card import card as card
+    from dflash_cli.commands.compare import ComparisonRequest as ComparisonRequest
+    from dflash_cli.commands.compare import compare as compare
+    from dflash_cli.commands.convert import ConversionRequest as ConversionRequest
+    from dflash_cli.commands.convert import convert as convert
+    from dflash_cli.commands.diagnose import DiagnosisRequest as DiagnosisRequest
+    from dflash_cli.commands.diagnose import diagnose as diagnose
+    from dflash_cli.commands.dump import DumpRequest as DumpRequest
+    from dflash_cli.commands.dump import dump as dump
+    from dflash_cli.commands.env import EnvironmentRequest as EnvironmentRequest
+    from dflash_cli.commands.env import env as env
+    from dflash_cli.commands.eval_acceptance import EvaluationRequest as EvaluationRequest
+    from dflash_cli.commands.eval_acceptance import evaluate as evaluate
+    from dflash_cli.commands.explain import ExplanationRequest as ExplanationRequest
+    from dflash_cli.commands.explain import explain as explain
+    from dflash_cli.commands.export import ExportRequest as ExportRequest
+    from dflash_cli.commands.export import export as export
+    from dflash_cli.commands.generate import GenerationRequest as GenerationRequest
+    from dflash_cli.commands.generate import generate as generate
+    from dflash_cli.commands.inspect import InspectionRequest as InspectionRequest
+    from dflash_cli.commands.inspect import inspect as inspect
+    from dflash_cli.commands.lock import LockRequest as LockRequest
+    from dflash_cli.commands.lock import lock as lock
+    from dflash_cli.commands.probe import ProbeRequest as ProbeRequest
+    from dflash_cli.commands.probe import probe as probe
+    from dflash_cli.commands.report import ReportRequest as ReportRequest
+    from dflash_cli.commands.report import report as report
+    from dflash_cli.commands.serve_command import ServeCommandRequest as ServeCommandRequest
+    from dflash_cli.commands.serve_command import serve_command as serve_command
+    from dflash_cli.commands.tune import TuningRequest as TuningRequest
+    from dflash_cli.commands.tune import tune as tune
+    from dflash_cli.commands.validate import ValidationRequest as ValidationRequest
+    from dflash_cli.commands.validate import validate as validate
+    from dflash_cli.commands.validate_handoff import HandoffValidationRequest as HandoffValidationRequest
+    from dflash_cli.commands.validate_handoff import validate_handoff as validate_handoff
+    from dflash_runtime.device.loading import load_pair as load_pair
+    from dflash_runtime.llm import LLM as LLM
+    from dflash_runtime.scheduling.request import SamplingParams as SamplingParams
 
 _VERBS = {
     "bench": ("bench", "BenchRequest"),
@@ -66,57 +86,12 @@ _HOMES = {
     **{name: f"dflash_cli.commands.{module}" for module, names in _VERBS.items() for name in names},
 }
 
-__all__ = [
-    "LLM",
-    "BenchRequest",
-    "CardRequest",
-    "ComparisonRequest",
-    "ConversionRequest",
-    "DiagnosisRequest",
-    "DumpRequest",
-    "EnvironmentRequest",
-    "EvaluationRequest",
-    "ExplanationRequest",
-    "ExportRequest",
-    "GenerationRequest",
-    "HandoffValidationRequest",
-    "InspectionRequest",
-    "LockRequest",
-    "ProbeRequest",
-    "ReportRequest",
-    "SamplingParams",
-    "ServeCommandRequest",
-    "TuningRequest",
-    "ValidationRequest",
-    "__version__",
-    "bench",
-    "card",
-    "compare",
-    "convert",
-    "diagnose",
-    "dump",
-    "env",
-    "evaluate",
-    "explain",
-    "export",
-    "generate",
-    "inspect",
-    "load_pair",
-    "lock",
-    "open_draft",
-    "open_target",
-    "probe",
-    "report",
-    "serve_command",
-    "tune",
-    "validate",
-    "validate_handoff",
-]
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} does not have {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)

@@ -16,7 +16,7 @@ Reference = str | Path
 
 
 def open_draft(reference: Reference, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """Read a draft of any known dialect, its config and headers, not its weights. `causality` overrules the config.
+    """Read the config and headers of a draft in any known dialect. `causality` overrules the config.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `dflash_runtime.errors`.
@@ -25,7 +25,7 @@ def open_draft(reference: Reference, *, causality: Causality | None = None) -> D
 
 
 def open_target(reference: Reference) -> TargetSource:
-    """Read a target's config and headers, not its weights.
+    """Read the config and headers of a target.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `dflash_runtime.errors`.

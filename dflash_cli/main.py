@@ -5,12 +5,12 @@ import errno
 import os
 import re
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.command_line import CommandTable, Entry
+from dflash_cli.terminal.command_line import CommandTable, Entry, make_app
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -29,7 +29,6 @@ ABOUT = "About"
 
 COMMANDS = {
     "generate": Entry(
-        function="dflash_cli.commands.generate:command",
         section=RUN,
         summary="Generate text with a pair: a target and the draft made for it.",
         examples=(
@@ -40,7 +39,6 @@ COMMANDS = {
         docs="prompts",
     ),
     "eval-acceptance": Entry(
-        function="dflash_cli.commands.eval_acceptance:command",
         section=RUN,
         summary="Measure how many tokens a pair commits in each step.",
         examples=(
@@ -53,7 +51,6 @@ COMMANDS = {
         docs="definitions",
     ),
     "compare": Entry(
-        function="dflash_cli.commands.compare:command",
         section=RUN,
         summary="Compare measured acceptance lengths, paired by prompt.",
         examples=(
@@ -63,7 +60,6 @@ COMMANDS = {
         docs="comparing",
     ),
     "report": Entry(
-        function="dflash_cli.commands.report:command",
         section=RUN,
         summary="Write a report on measured acceptance: HTML, PNG, Markdown or CSV.",
         examples=(
@@ -73,7 +69,6 @@ COMMANDS = {
         docs="publishing",
     ),
     "dump": Entry(
-        function="dflash_cli.commands.dump:command",
         section=RUN,
         summary="Keep a target's text and hidden states to judge drafts without the target.",
         examples=(
@@ -83,7 +78,6 @@ COMMANDS = {
         docs="replay",
     ),
     "probe": Entry(
-        function="dflash_cli.commands.probe:command",
         section=RUN,
         summary="Check whether a running server's draft is engaged, and its acceptance length.",
         examples=(
@@ -94,7 +88,6 @@ COMMANDS = {
         docs="probe",
     ),
     "bench": Entry(
-        function="dflash_cli.commands.bench:command",
         section=RUN,
         summary="Measure how much faster a pair decodes with its draft.",
         examples=(
@@ -104,7 +97,6 @@ COMMANDS = {
         docs="tuning",
     ),
     "tune": Entry(
-        function="dflash_cli.commands.tune:command",
         section=RUN,
         summary="Find out how many tokens to draft, and whether drafting pays.",
         examples=(
@@ -115,14 +107,12 @@ COMMANDS = {
         docs="tuning",
     ),
     "diagnose": Entry(
-        function="dflash_cli.commands.diagnose:command",
         section=CHECK,
         summary="Find out why few of a draft's tokens are accepted.",
         examples=("dflash diagnose org/draft --target org/model",),
         docs="checks",
     ),
     "validate": Entry(
-        function="dflash_cli.commands.validate:command",
         section=CHECK,
         summary="Check a draft, alone or with its target.",
         examples=(
@@ -132,28 +122,24 @@ COMMANDS = {
         docs="checks",
     ),
     "validate-handoff": Entry(
-        function="dflash_cli.commands.validate_handoff:command",
         section=CHECK,
         summary="Check two servers that hand KV over: does the draft's context arrive?",
         examples=("dflash validate-handoff prefill.json decode.json --engine vllm",),
         docs="hand-offs",
     ),
     "inspect": Entry(
-        function="dflash_cli.commands.inspect:command",
         section=CHECK,
         summary="Describe a draft or a target, or compare two.",
         examples=("dflash inspect org/draft", "dflash inspect ./checkpoint-1000 ./checkpoint-2000"),
         docs="formats",
     ),
     "explain": Entry(
-        function="dflash_cli.commands.explain:command",
         section=CHECK,
         summary="Explain a rule that validate checks.",
         examples=("dflash explain C20",),
         docs="checks",
     ),
     "convert": Entry(
-        function="dflash_cli.commands.convert:command",
         section=DEPLOY,
         summary="Convert a draft to another dialect, a checkpoint format.",
         examples=(
@@ -163,31 +149,27 @@ COMMANDS = {
         docs="formats",
     ),
     "serve-command": Entry(
-        function="dflash_cli.commands.serve_command:command",
         section=DEPLOY,
         summary="Print the command that serves a pair with an engine such as vLLM.",
         examples=("dflash serve-command org/draft --target org/model --engine vllm",),
         docs="tutorial",
     ),
     "lock": Entry(
-        function="dflash_cli.commands.lock:command",
         section=DEPLOY,
         summary="Pin a draft and a target by revision and hash.",
         examples=(
             "dflash lock org/draft --target org/model",
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
-        docs="publishing",
+        docs="lock",
     ),
     "card": Entry(
-        function="dflash_cli.commands.card:command",
         section=DEPLOY,
         summary="Write a model-card section with measured acceptance.",
         examples=("dflash card result.json", "dflash card result.json --insert README.md"),
         docs="publishing",
     ),
     "export": Entry(
-        function="dflash_cli.commands.export:command",
         section=DEPLOY,
         summary="Write a measured acceptance in the form of another program.",
         examples=(
@@ -197,7 +179,6 @@ COMMANDS = {
         docs="publishing",
     ),
     "schema": Entry(
-        function="dflash_cli.commands.schema:command",
         section=ABOUT,
         summary="Print the JSON Schema of a command's --json document.",
         examples=("dflash schema eval-acceptance",),
@@ -205,7 +186,6 @@ COMMANDS = {
         has_json=False,
     ),
     "docs": Entry(
-        function="dflash_cli.commands.docs:command",
         section=ABOUT,
         summary="Show a page of the documentation.",
         examples=("dflash docs tutorial", "dflash docs checks | grep S09"),
@@ -213,11 +193,10 @@ COMMANDS = {
         has_json=False,
     ),
     "env": Entry(
-        function="dflash_cli.commands.env:command",
         section=ABOUT,
         summary="Show versions, GPUs and settings.",
         examples=("dflash env --json",),
-        docs="performance",
+        docs="env",
     ),
 }
 
@@ -234,61 +213,41 @@ class DFlashCommands(CommandTable):
     docs = ""
 
 
-app = typer.Typer(
-    name="dflash",
-    cls=DFlashCommands,
-    help="Convert, validate, run and measure DFlash speculative decoding drafts.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = make_app(
+    DFlashCommands, "dflash", "Convert, validate, run and measure DFlash speculative decoding drafts.", __version__
 )
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        console.result(f"dflash {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is being done.")] = False,
-    debug: Annotated[bool, typer.Option("-vv", help="Log every detail to stderr.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Convert, validate, run and measure DFlash speculative decoding drafts."""
-    console.configure(quiet=quiet, verbosity=2 if debug else int(verbose))
 
 
 RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
 INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
-FULL = {
-    errno.ENOSPC: "no space left on the device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "larger than a file may be here",
+OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
+    errno.ENOSPC: (CapacityError, "disk-full", "no space left on the device"),
+    errno.EDQUOT: (CapacityError, "quota-used-up", "the disk quota is used up"),
+    errno.EFBIG: (CapacityError, "file-too-large", "larger than a file may be here"),
+    errno.EROFS: (UsageError, "read-only", "is on a read-only file system"),
+    errno.EACCES: (UsageError, "permission-denied", "permission denied"),
+    errno.EPERM: (UsageError, "permission-denied", "permission denied"),
 }
+"""Errors of the system about files -> error, id and text."""
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
-"""Typer exports one of its usage errors; this is what all of them are."""
+"""The base class of Typer's usage errors, which Typer does not export."""
 
 
 def main() -> None:
-    """Run the command line; every foreseen error becomes one line and its documented exit code."""
+    """Run the command line. Every foreseen error becomes one line and its documented exit code."""
     open_closed_streams()
-    # Libraries warn users of their own, such as of texts longer than a model reads, which here are refused by name.
+    # transformers would warn about texts that are too long. The engine refuses these with an error of its own.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with signals_raise():
         try:
             code = _run()
-        except KeyboardInterrupt:  # once more, while the first is reported
+        except KeyboardInterrupt:  # a second one, while the first is reported
             code = signal_exit_code()
     sys.exit(code)
 
 
 def _run() -> int:
-    """The exit code; 0 where a reader of stdout that has had enough goes, as `head` does."""
+    """Run the app and return the exit code: 0 also if the reader of stdout ends early, as `head` does."""
     try:
         with turned_into_errors():
             return app(standalone_mode=False) or 0
@@ -304,7 +263,7 @@ def _run() -> int:
 
 
 def _report(error: DFlashError) -> None:
-    """Say why the command stops, unless nobody hears it."""
+    """Print why the command stops, if stderr can be written."""
     try:
         console.error(error.message, error.hint)
     except OSError:
@@ -316,30 +275,30 @@ def _report(error: DFlashError) -> None:
 
 
 def _foreseen(error: Exception) -> DFlashError | None:
-    """An error that is reported as one line, in its documented form; None for a bug, which shows its traceback."""
+    """The error that is reported as one line, or None for a bug, which shows its traceback."""
     if isinstance(error, DFlashError):
         return error
     if isinstance(error, TYPER_USAGE_ERROR):
         return _usage_error(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNS_MODELS:
         return UnsupportedError(
-            f"this command runs models and needs {error.name}, which is not installed", hint=INSTALL
+            f"this command runs models and needs {error.name}, which is not installed",
+            id="missing-package",
+            found=error.name,
+            hint=INSTALL,
         )
-    if isinstance(error, OSError) and error.errno in FULL:
-        return CapacityError(f"{error.filename or 'stdout'}: {FULL[error.errno]}")
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return UsageError(f"{error.filename or 'output'}: is on a read-only file system")
-    if isinstance(error, PermissionError):
-        return UsageError(f"{error.filename or 'output'}: permission denied")
-    if isinstance(error, MemoryError):
-        return CapacityError("out of memory", hint="lower --concurrency or --max-model-len")
-    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
-        return CapacityError(str(error).splitlines()[0], hint="lower --concurrency or --max-model-len")
+    if isinstance(error, OSError) and error.errno in OUTPUT_FAULTS:
+        kind, id, text = OUTPUT_FAULTS[error.errno]
+        return kind(text, id=id, path=error.filename or "stdout")
+    is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
+    if is_of_torch or isinstance(error, MemoryError):
+        text = str(error).splitlines()[0] if is_of_torch else "out of memory"
+        return CapacityError(text, id="out-of-memory", hint="lower --concurrency or --max-model-len")
     return None
 
 
 def _usage_error(error: Any) -> UsageError:
-    """Typer's message about wrong use, on one line, and reworded for known forms."""
+    """The error for wrong use that Typer found, on one line."""
     hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
@@ -353,7 +312,9 @@ def _usage_error(error: Any) -> UsageError:
         )
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
-    return UsageError(f"unexpected argument: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
+    if surplus:
+        return UsageError(f"unexpected argument: {surplus[1]}", id="unexpected-argument", found=surplus[1], hint=hint)
+    return UsageError(text[:1].lower() + text[1:], hint=hint)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
-"""The release, below everything else so that any room may say it."""
+"""The release. This module imports nothing, so that every module can import it."""
 
 __version__ = "0.1.0"

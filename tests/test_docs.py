@@ -169,6 +169,7 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
         ("README.md", False),
         ("docs/tutorial.md", False),
         ("docs/how-to/replay.md", False),
+        ("docs/how-to/lock.md", False),
         ("docs/reference/kv-transfer.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)

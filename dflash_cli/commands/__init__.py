@@ -1,1 +1,1 @@
-"""One file a command: parse, call, print."""
+"""One file per command: its request class, its function, its output."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions
+from dflash_cli.terminal.options import BlockOptions, CausalityOptions, EngineOptions, PairOptions, PromptOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from dflash_cli.generation.prompt_source import PromptSource
     from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
 
-SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
+SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens per step")
 STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
-LEGEND = """decoding only, while all requests of a batch are at work
-tokens a step: committed for each request by a step that drafts; ms: of a step
-draft, verify, rest: parts of the drafting ms, found by leaving out the draft's work, then the target's"""
+LEGEND = """decoding only, while all requests of the batch are running
+tokens per step: committed per request and step with a draft; ms: time of a step
+draft, verify, rest: parts of the drafting ms, measured by leaving out first the draft, then the target"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(EngineOptions, BlockOptions, PromptOptions, PairOptions):
+class BenchRequest(EngineOptions, BlockOptions, PromptOptions, CausalityOptions, PairOptions):
     """Measure how much faster a pair decodes with its draft than without.
 
-    The gain depends on the text: give --prompts like those of your users. Otherwise the bundled prompts are used: chats
-    (mix-64), or for the bundled target pieces of Python.
+    The speed-up depends on the text: give prompts of your users with --prompts. Without --prompts or --dataset, the
+    bundled prompts are used: 64 chats (mix-64), or for the bundled target 64 pieces of Python.
     """
 
     concurrency: Annotated[
@@ -61,7 +61,7 @@ class BenchRequest(EngineOptions, BlockOptions, PromptOptions, PairOptions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Bench(Shown):
-    """Speeds of a pair, one entry per number of requests at once."""
+    """The speeds of a pair, with one entry per number of concurrent requests."""
 
     session: "PairSession"
     plan: "SpeedRequest"
@@ -96,8 +96,7 @@ def bench(request: BenchRequest) -> Bench:
     """Measure decoding with and without the draft.
 
     Raises:
-        UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to time; and errors of
-            loading.
+        UsageError, RequestError: the pair or a prompt cannot be served, or answers are too short to time.
     """
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens, draft_sampling=request.draft_sampling
@@ -128,10 +127,7 @@ def bench(request: BenchRequest) -> Bench:
 def command(request: BenchRequest) -> None:
     """Measure and print."""
     found = bench(request)
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        _print(found.speeds)
+    console.show(found, lambda: _print(found.speeds))
     if request.min_speedup is not None:
         from dflash_cli.tuning.speed import check_speedup
 
@@ -164,7 +160,7 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
-    """The row of a batch size and, where the engine has it, one with adaptive width below it."""
+    """The row of a batch size, and a second row if the engine adapts the verify width."""
     parts = speed.parts
     times = [parts.draft_ms, parts.verify_ms, parts.rest_ms] if parts is not None else []
     rows = [_row(speed, str(speed.batch), speed.speculative, times)]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.options import ResultOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 from dflash_runtime.notices import Notice
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from dflash_cli.publishing.model_card import CardDocument, ModelCard
 
 HERE = re.compile(r"""[\s"']/\w""")
-"""How a command shows that it names a folder of the machine it was made on."""
+"""Matches a command with an absolute path, which exists only on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardRequest(ForceOptions):
+class CardRequest(ResultOptions):
     """Write a model-card section with measured acceptance: figures, conditions, and how the draft is served.
 
-    Its head is YAML metadata with a model-index, as the Hub reads it.
+    The card starts with YAML metadata for the Hub, including a model-index.
     """
 
-    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
     output: Annotated[
         Path | None,
         Option(
@@ -43,7 +42,7 @@ class CardRequest(ForceOptions):
         Path | None,
         Option(
             metavar="README", group=ESSENTIALS, is_setting=False,
-            help="Insert section and metadata into an existing card, in place of older ones; the rest stays.",
+            help="Insert section and metadata into an existing card, and replace earlier ones. Other text stays.",
         ),
     ] = None  # fmt: skip
     draft_name: Annotated[
@@ -64,7 +63,7 @@ class CardRequest(ForceOptions):
         if self.output is not None and self.insert is not None:
             raise UsageError(
                 "--output and --insert name two cards", id="options-exclude-each-other", field="--insert",
-                expected="one card",
+                expected="one card", hint="leave out one of them",
             )  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def card(request: CardRequest) -> WrittenCard:
     """Make a card, and write it if `output` or `insert` is given.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UsageError: a file that is absent or no result, or an output that exists.
+        CheckpointNotFound, CheckpointError, UsageError: a file is absent or is not a result, or the output exists.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole
@@ -133,10 +132,7 @@ def card(request: CardRequest) -> WrittenCard:
 def command(request: CardRequest) -> None:
     """Write the card and print its path, or print the card."""
     found = card(request)
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        console.result(found.text if found.path is None else f"{found.path}\n", end="")
+    console.show(found, lambda: console.result(found.text if found.path is None else f"{found.path}\n", end=""))
 
 
 def _read(path: Path) -> str:

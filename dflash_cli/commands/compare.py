@@ -1,11 +1,12 @@
-"""`dflash compare`: results of eval-acceptance and of other tools against the first one."""
+"""`dflash compare`: compare results of eval-acceptance and of other tools with the first result."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Argument, Option, Request, verb
+from dflash_cli.terminal.options import VerdictOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRequest(Request):
-    """Compare acceptance lengths, paired by prompt: the difference, its interval, and whether it is one.
+class ComparisonRequest(VerdictOptions):
+    """Compare acceptance lengths prompt by prompt: the difference, its interval and a verdict.
 
-    Results are files of eval-acceptance, written with --json or --output, or files of other tools, recognised by their
-    content.
+    Results are files that eval-acceptance wrote with --json or --output, or files of other tools. The kind of a file is
+    recognised by its content.
     """
 
     results: Annotated[
@@ -37,20 +38,17 @@ class ComparisonRequest(Request):
         float | None,
         Option(
             above=0, group=ESSENTIALS,
-            help="Tokens per step that do not matter: results that differ by less are called equivalent.",
+            help="Call results equivalent if they differ by less than X tokens per step.",
         ),
     ] = None  # fmt: skip
     gate: Annotated[
         Literal["no-regression"] | None,
         Option(
             group=ESSENTIALS, is_setting=False,
-            help="Exit with 3 if a result is lower than the first, in total or in a category; with --tolerance, unless "
-            "a larger drop is ruled out.",
+            help="Exit with 3 if a result is lower than the first, in total or in a category. With --tolerance, exit "
+            "with 3 unless a larger drop is ruled out.",
         ),
     ] = None  # fmt: skip
-    confidence: Annotated[
-        float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals and verdicts.")
-    ] = 0.95
 
     def check(self) -> None:
         super().check()
@@ -107,10 +105,7 @@ def command(request: ComparisonRequest) -> None:
     found = compare(request)
     for text in filter(None, map(warning, found.items)):
         console.warn(text)
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        _print(found.items, found.tolerance)
+    console.show(found, lambda: _print(found.items, found.tolerance))
     if request.gate is not None:
         check_no_regression(found.items, found.tolerance)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.conversion.spec import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SIZE, Argument, Option, parse_size, verb
+from dflash_cli.terminal.options import CausalityOptions, ForceOptions
+from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import fields_of
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.plan import ConversionPlan
 
 LEGEND = (
-    "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
-    "derived: made for the new dialect; dropped: not in the result"
+    "kept: same name; moved: other section of the config; renamed: other name; split: rows of a fused tensor; "
+    "derived: computed for the new dialect; dropped: not in the result"
 )
-"""Meaning of the words that `--dry-run` prints before each key, tensor and file."""
+"""The words that `--dry-run` prints before each key, tensor and file."""
 
 
 def _complete_dialect(typed: str) -> list[str]:
@@ -34,7 +34,7 @@ def _complete_dialect(typed: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionRequest(ForceOptions):
+class ConversionRequest(ForceOptions, CausalityOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
 
     conversion.json in the result lists what became of every config key, tensor and file.
@@ -62,8 +62,8 @@ class ConversionRequest(ForceOptions):
         str | None,
         Option(
             short="-t", metavar="TARGET", group=ESSENTIALS,
-            help="Target of the draft: it gives DST what SRC does not state, and its tensors are compared with SRC's "
-            "before copies are dropped.",
+            help="Target of the draft. Gives settings that SRC does not state, and shows which tensors of SRC are "
+            "copies of the target's, which DST leaves out.",
         ),
     ] = None  # fmt: skip
     target_name: Annotated[
@@ -85,14 +85,6 @@ class ConversionRequest(ForceOptions):
         bool,
         Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
     ] = False
-    causality: Annotated[
-        Literal["causal", "non-causal", "layer-types"] | None,
-        Option(
-            group=DRAFTING,
-            help="Attention inside a block, instead of the draft's config: to earlier positions (causal), to all "
-            "(non-causal), or to earlier positions in sliding-window layers only (layer-types).",
-        ),
-    ] = None
     normalise_taps: Annotated[
         bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")
     ] = False
@@ -110,7 +102,7 @@ class ConversionRequest(ForceOptions):
 
 
 def _plan(request: ConversionRequest) -> "ConversionPlan":
-    """The conversion, decided before anything is written."""
+    """The plan of the conversion, made before anything is written."""
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.destination import check_destination, protect_inputs
@@ -164,10 +156,7 @@ def command(request: ConversionRequest) -> None:
     converted = _write(request, plan)
     if converted.logits is not None:
         console.status(_logits(converted.logits))
-    if console.is_json():
-        console.result_json(converted)
-    else:
-        console.result(str(request.destination))
+    console.show(converted, lambda: console.result(str(request.destination)))
 
 
 def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":

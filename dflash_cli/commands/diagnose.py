@@ -33,7 +33,7 @@ class DiagnosisRequest(DiagnosisOptions, TargetOptions, DraftOptions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosed(Shown):
-    """The likeliest cause, and the report it was drawn from."""
+    """The likeliest cause, and the report behind it."""
 
     cause: "Diagnosis"
     report: "RunReport"
@@ -53,9 +53,8 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
     """Check and run a pair, and name the likeliest cause of low acceptance.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError: the draft or the target is absent, or the target cannot
-            be run.
-        UsageError: too few prompts.
+        CheckpointNotFound, CheckpointError, UnsupportedError: the draft or the target is absent or cannot be run.
+        UsageError: there are too few prompts.
     """
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
@@ -86,18 +85,15 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
 def command(request: DiagnosisRequest) -> None:
     """Diagnose and print."""
     found = diagnose(request)
-    for note in found.report.notes if found.report.search is not None else ():  # else the sentence has them
+    for note in found.report.notes if found.report.search is not None else ():  # otherwise the sentence has the notes
         console.warn(note)
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        console.result(found.cause.sentence)
+    console.show(found, lambda: console.result(found.cause.sentence))
     if found.cause.has_cause:
         raise typer.Exit(FOUND)
 
 
 def _open_draft(location: Path) -> "DraftCheckpoint | None":
-    """The draft; None if its config cannot be read, in which case the findings of the rules say why."""
+    """The draft, or None if its config cannot be read; the findings of the rules then say why."""
     from dflash_cli.checkpoints.opening import open_draft
 
     try:

@@ -1,4 +1,4 @@
-"""`dflash docs`: the documentation pages of this release; works offline."""
+"""`dflash docs`: show the documentation of this release, offline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

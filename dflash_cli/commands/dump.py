@@ -1,4 +1,4 @@
-"""`dflash dump`: keep a target's text and hidden states, so that drafts are judged without running it again."""
+"""`dflash dump`: keep a target's text and hidden states to judge drafts without running the target again."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     TARGET_HELP,
     ConcurrencyOptions,
     EngineOptions,
-    ForceOptions,
     PromptOptions,
+    ResumeOptions,
     SamplingOptions,
 )
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOptions, ForceOptions):
+class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions):
     """Keep a target's text on your prompts and the hidden states of the layers that drafts read.
 
     eval-acceptance --mode replay then judges drafts on any machine, without the target. Prompts with text need the
@@ -42,7 +42,7 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
         str | None,
         Option(
             metavar="DRAFT", group=ESSENTIALS,
-            help="Keep the layers that this draft taps, besides those of --taps.",
+            help="Keep the outputs of the layers that this draft taps, in addition to --taps.",
         ),
     ] = None  # fmt: skip
     taps: Annotated[
@@ -56,12 +56,9 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
         int,
         Option(
             min=0, group=ESSENTIALS,
-            help="Keep N tokens after each answer's end, so that the last blocks can be judged whole.",
+            help="Keep N more tokens after the end of each answer, so that whole blocks can be judged there.",
         ),
     ] = 32  # fmt: skip
-    resume: Annotated[
-        bool, Option(group=ESSENTIALS, is_setting=False, help="Continue from the answers in --output.")
-    ] = False
 
     def check(self) -> None:
         super().check()
@@ -83,7 +80,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
     `DumpSummary.failed` lists the prompts that failed.
 
     Raises:
-        UsageError: the folder exists, or layers that the target lacks; and errors of loading.
+        UsageError: the folder exists, or the target lacks a layer. Loading raises further errors.
     """
     config = request.engine_config(num_draft_tokens=0, max_num_requests=request.concurrency)
     params = request.sampling_params(request.max_new_tokens)
@@ -127,10 +124,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
 def command(request: DumpRequest) -> None:
     """Write the dump and print its folder."""
     summary = dump(request)
-    if console.is_json():
-        console.result_json(summary.document)
-    else:
-        console.result(str(request.output))
+    console.show(summary, lambda: console.result(str(request.output)))
     _finish(summary)
 
 
@@ -162,16 +156,18 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
         except KeyboardInterrupt as error:
             num_done = len(list(request.folder.glob("*.safetensors")))
             raise Interrupted(
-                f"{num_done} answers are kept in {request.folder}",
-                hint="run the same command with --resume to continue",
+                f"{num_done} answers are written",
+                num_answers=num_done,
+                kept_in=request.folder,
+                hint=how_to_continue(request.folder),
             ) from error
 
 
 def _finish(summary: "DumpSummary") -> None:
-    """Say how much was written, and name what could not be answered.
+    """Print the number of written answers and the failed prompts.
 
     Raises:
-        typer.Exit: with the code of the gravest failure.
+        typer.Exit: a prompt failed; with the code of the gravest failure.
     """
     requests = summary.manifest.requests or ()
     num_tokens = sum(item.num_tokens for item in requests)

@@ -27,10 +27,6 @@ def env(request: EnvironmentRequest) -> "Environment":
 def command(request: EnvironmentRequest) -> None:
     """Print the environment."""
     found = env(request)
-    if console.is_json():
-        console.result_json(found)
-    else:
-        for line in found.summary():
-            console.result(line)
+    console.show(found, lambda: console.result("\n".join(found.summary())))
     for warning in found.warnings:
         console.warn(warning)

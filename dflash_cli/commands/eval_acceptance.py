@@ -2,18 +2,19 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_cli.acceptance.prompt_options import ConditionOptions
 from dflash_cli.acceptance.replay_options import ReplayOptions
+from dflash_cli.commands.lock import check_lock
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     BlockOptions,
+    CausalityOptions,
     ConcurrencyOptions,
     EngineOptions,
     GateOptions,
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
 
-SHOWN_FAILURES = 5
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
     "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
 )  # fmt: skip
-"""The fields that decide which text a draft is judged on. A dump brings its own."""
+"""The options that decide the text on which a draft is judged. With --mode replay, the dump has the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,10 @@ class EvaluationRequest(
     BlockOptions,
     ResumableOptions,
     ConditionOptions,
+    CausalityOptions,
     PairOptions,
 ):
-    """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
+    """Measure the acceptance length of a draft: the average number of tokens per verify step, with an interval.
 
     Without --prompts or --dataset, the bundled prompts are used: 64 chats (mix-64), or for the bundled target 64 pieces
     of Python.
@@ -80,7 +81,7 @@ class EvaluationRequest(
         int,
         Option(
             min=0, group=OUTPUT, is_setting=False,
-            help="Also show each step of the first N prompts: accepted, own and rejected tokens.",
+            help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),
     ] = 0  # fmt: skip
 
@@ -115,10 +116,10 @@ def evaluate(request: EvaluationRequest) -> "Evaluation":
     """Measure how many tokens a pair commits per verify step.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval.
-    `Evaluation.failed` lists the prompts that failed, which the result leaves out. Blocks are verified whole.
+    `Evaluation.failed` lists the failed prompts, which the result leaves out. Whole blocks are verified.
 
     Raises:
-        UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
+        UsageError, RequestError: the pair or a prompt cannot be served. Loading raises further errors.
         HandoffMismatch: the hand-offs of a disaggregated run do not fit.
     """
     if request.mode == "replay":
@@ -136,19 +137,21 @@ def command(request: EvaluationRequest) -> None:
     request.check_outputs()
     if request.mode == "replay":
         evaluation = _replay(request)
-        _show(evaluation, show_all=request.show_all)
+        console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
         _check_minimum(evaluation, request)
         return
-    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
+    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis, tell_failed_prompts
     from dflash_cli.generation.outputs import show_steps
 
     evaluation, tally, pair, max_model_len = _run(request)
-    _show(evaluation, show_all=request.show_all)
+    console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
     show_steps(tally.answers, pair.tokenizer, request.trace)
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
     if evaluation.failed:
-        _finish_failed(evaluation, is_allowed=request.allow_failed)
+        tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
+        if not request.allow_failed or not evaluation.total.num_conversations:
+            raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
     _check_minimum(evaluation, request)
 
 
@@ -174,7 +177,7 @@ def _replay(request: EvaluationRequest) -> "Evaluation":
 
 
 def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, int]":
-    """The evaluation of a run of the pair, its answers, the pair, and the most tokens of a text."""
+    """Run the pair. Returns the evaluation, the answers, the pair and the model length."""
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
@@ -209,7 +212,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         journal=request.output,
         resume=request.resume,
         force=request.force,
-        lock_sha256=_check_lock(request.lock, pair),
+        lock_sha256=check_lock(request.lock, pair.directories),
     )
     if request.disaggregated:
         from dflash_cli.handoff.disaggregation import compare_with_one_engine
@@ -229,18 +232,11 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     return evaluation, tally, pair, max_model_len
 
 
-def _show(evaluation: "Evaluation", *, show_all: bool) -> None:
-    if console.is_json():
-        console.result_json(evaluation)
-    else:
-        _print(evaluation, show_all=show_all)
-
-
 def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None:
     """Require the acceptance length of --min-acceptance, and that a hand-off changed nothing.
 
     Raises:
-        GateFailed: it is lower, or the hand-off changed text or acceptance.
+        GateFailed: the acceptance length is lower, or the hand-off changed text or acceptance.
     """
     from dflash_cli.acceptance.measure import check_gate
 
@@ -248,38 +244,6 @@ def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None
         check_gate(evaluation, request.min_acceptance, use_lower_bound=request.gate == "lower")
     if evaluation.disaggregation is not None:
         evaluation.disaggregation.check()
-
-
-def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
-    """Require that the pair is the locked one; return the hash of the lock file."""
-    if lock is None:
-        return None
-    from dflash_cli.checkpoints.lock import read_lock
-
-    found = read_lock(lock)
-    places = {"target": pair.target.checkpoint.path}
-    if pair.draft is not None:
-        places["draft"] = pair.draft.checkpoint.path
-    with console.working("hashing"):
-        found.check(places)
-    return found.sha256
-
-
-def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
-    """Name the prompts that failed. Stop, unless failures are allowed and some prompts were measured.
-
-    Raises:
-        typer.Exit: with the code of the gravest failure.
-    """
-    failures = evaluation.failed
-    say = console.warn if is_allowed else console.error
-    say(f"{len(failures)} of {evaluation.num_prompts} prompts failed and are not in the result:")
-    for failure in failures[:SHOWN_FAILURES]:
-        console.error_text(f"    {failure.error}")
-    if len(failures) > SHOWN_FAILURES:
-        console.error_text(f"    and {len(failures) - SHOWN_FAILURES} more, which --json lists")
-    if not is_allowed or not evaluation.total.num_conversations:
-        raise typer.Exit(max(failure.exit_code for failure in failures))
 
 
 def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluation, Tally]":
@@ -295,20 +259,16 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
         try:
             evaluation = measure(answering, plan, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
-            raise Interrupted(progress.text, hint=_how_to_continue(plan)) from error
+            raise Interrupted(
+                progress.text, num_answers=len(tally.answers), kept_in=plan.journal, hint=how_to_continue(plan.journal)
+            ) from error
         except WorkersLost as error:
-            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_continue(plan)) from error
+            raise WorkersLost(f"{error.message}; {progress.text}", hint=how_to_continue(plan.journal)) from error
     if tally.answers:
         console.status(tally.figures(evaluation.seconds))
     else:
         console.status(f"no prompts left to answer: {plan.journal} has every answer")
     return evaluation, tally
-
-
-def _how_to_continue(plan: "EvaluationPlan") -> str:
-    if plan.journal is None:
-        return "the answers are lost; --output FILE keeps them, and --resume continues from them"
-    return f"the answers are kept in {plan.journal}; run the same command with --resume to continue"
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:

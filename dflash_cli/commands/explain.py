@@ -1,4 +1,4 @@
-"""`dflash explain`: what a validation rule checks and why; works offline."""
+"""`dflash explain`: explain a validation rule, offline."""
 
 import difflib
 import textwrap
@@ -59,7 +59,7 @@ class Rules(Shown, list[Rule]):
 
 @verb(ExplanationRequest)
 def explain(request: ExplanationRequest) -> Rules:
-    """The rule of that id, or all rules that match.
+    """The rule with the given id, or all rules that match the filters.
 
     Raises:
         UsageError: an unknown rule or engine.

@@ -1,25 +1,24 @@
-"""`dflash export`: a measured acceptance in the form of another program."""
+"""`dflash export`: write a measured acceptance in the form of another program."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.options import ResultOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 
 if TYPE_CHECKING:
     from dflash_cli.publishing.exports.export_format import Exported
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest(ForceOptions):
+class ExportRequest(ResultOptions):
     """Write a measured acceptance in the form of another program.
 
-    Results of runs that did not verify every draft token are refused: acceptance of the other tokens is unknown.
+    A result is refused if its run did not verify all draft tokens, because acceptance of the others is unknown.
     """
 
-    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
     to: Annotated[
         Literal[
             "speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang-length", "tensorrt-llm-length"

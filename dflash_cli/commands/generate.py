@@ -13,6 +13,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
     DRAFT_HELP,
+    CausalityOptions,
     ConcurrencyOptions,
     DraftingOptions,
     EngineOptions,
@@ -23,6 +24,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +45,7 @@ Width = int | Literal["auto", "all"]
 
 
 def parse_width(text: str) -> Width:
-    """`auto`, `all`, or a number of rows.
+    """Parse `auto`, `all` or a number of rows.
 
     Raises:
         ValueError: the text has another form.
@@ -57,7 +59,14 @@ def parse_width(text: str) -> Width:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest(
-    HandoffOptions, ConcurrencyOptions, EngineOptions, DraftingOptions, PromptOptions, ForceOptions, PairOptions
+    HandoffOptions,
+    ConcurrencyOptions,
+    EngineOptions,
+    DraftingOptions,
+    PromptOptions,
+    ForceOptions,
+    CausalityOptions,
+    PairOptions,
 ):
     """Generate text with a pair: a target and the draft made for it.
 
@@ -105,7 +114,7 @@ class GenerationRequest(
         if self.check_lossless and self.temperature > 0:
             raise UsageError(
                 field="--check-lossless", found=f"--temperature {self.temperature:g}",
-                expected="--temperature 0: a sampled token has no single right value",
+                expected="--temperature 0, because sampled tokens may differ",
             )  # fmt: skip
         if len(self.thinking) > 1:
             raise UsageError(
@@ -152,7 +161,7 @@ class Generation(Shown):
 def run(
     request: GenerationRequest, open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]"
 ) -> Generation:
-    """Answer the prompts, or hand them off; every event goes to the sinks too."""
+    """Answer the prompts or hand them off, and pass every event to the sinks."""
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import gather_prompts
 
@@ -207,7 +216,7 @@ def generate(request: GenerationRequest) -> Generation:
     """Answer prompts with a pair, and return the answers with their steps and figures.
 
     Raises:
-        UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
+        UsageError, RequestError: the pair or a prompt cannot be served. Loading raises further errors.
     """
     return run(request, lambda session, rows, stack: iter(()))
 
@@ -215,7 +224,10 @@ def generate(request: GenerationRequest) -> Generation:
 def command(request: GenerationRequest) -> None:
     """Answer and print."""
     if console.is_json() and request.output == "-":
-        raise UsageError("--json and --output - both write to stdout", id="two-results-on-stdout", field="--output")
+        raise UsageError(
+            "--json and --output - both write to stdout", id="two-results-on-stdout", field="--output",
+            hint="leave out --output -: the document of --json contains the rows",
+        )  # fmt: skip
     from dflash_cli.documents.atomic_file import check_output
 
     if request.output not in (None, "-"):
@@ -237,7 +249,7 @@ def _answer(
     session: "PairSession", choice: "PromptChoice", params: "SamplingParams", handing: "Handing",
     open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]",
 ) -> "tuple[Tally, float, bool]":  # fmt: skip
-    """Answer the prompts, or hand them off; the counts, the seconds, and whether that was interrupted."""
+    """Answer the prompts or hand them off. Returns the counts, the seconds, and whether the run was interrupted."""
     from dflash_cli.generation.answers import Tally
 
     tally = Tally(session.llm.num_draft_tokens)
@@ -253,7 +265,7 @@ def _answer(
 def _open_sinks(
     request: GenerationRequest, session: "PairSession", rows: "Sequence[PromptRow]", stack: ExitStack
 ) -> "Iterator[Sink]":
-    """The sinks of the command: rows to a file with a meter; or steps; or text."""
+    """The outputs of the command: rows in a file and a meter, or steps, or text."""
     from dflash_cli.generation.outputs import ProgressSink, TextSink, TraceSink, open_row_sink
 
     if request.output is not None:
@@ -269,7 +281,7 @@ def _open_sinks(
 
 
 def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
-    """Pass every event to every sink; returns whether the run was interrupted. Finished answers stay either way."""
+    """Pass every event to every sink. Returns whether the run was interrupted; finished answers are kept."""
     try:
         for event in events:
             for sink in sinks:
@@ -280,7 +292,7 @@ def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
 
 
 def _tell(found: Generation, request: GenerationRequest) -> None:
-    """Print notes on a run beside its figures."""
+    """Print notes about a run after its figures."""
     from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
 
     handing, tally = found.handoffs, found.tally
@@ -293,26 +305,29 @@ def _tell(found: Generation, request: GenerationRequest) -> None:
 
 
 def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:
-    """A checkpoint as the only prompt was probably meant as the draft, and single words as one text without quotes."""
+    """Print a note if the only prompt names a checkpoint, or if every prompt is one word, as without quotes."""
     from dflash_cli.checkpoints.references import is_bundled
 
     is_alone = len(prompts) == 1 and not has_draft
     if is_alone and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
-        console.note(f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}")
+        text = f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}"
+        console.note(Notice(text, id="prompt-names-a-checkpoint"))
     if len(prompts) > 1 and all(text.isascii() and len(text.split()) == 1 for text in prompts):
-        console.note(
-            f"{len(prompts)} prompts of one word each were read; put quotes around a text to make it one prompt"
-        )
+        text = f"{len(prompts)} prompts of one word each were read; put quotes around a text to make it one prompt"
+        console.note(Notice(text, id="prompts-of-one-word"))
 
 
 def _stop(found: Generation, output: str | None) -> NoReturn:
-    """Say which answers of an interrupted run are kept."""
-    finished = f"{len(found.tally.answers)} of {found.num_answers} answered"
-    raise Interrupted(finished if output in (None, "-") else f"{finished}, which {output} holds")
+    """End an interrupted run with an error that says which answers are kept."""
+    num_answers = len(found.tally.answers)
+    finished = f"{num_answers} of {found.num_answers} answered"
+    if output in (None, "-"):
+        raise Interrupted(finished, num_answers=num_answers)
+    raise Interrupted(f"{finished} and kept in {output}", num_answers=num_answers, kept_in=output)
 
 
 def _finish(tally: "Tally", lossless: "Lossless | None") -> None:
-    """Say what did not go well, and stop with the exit code it has."""
+    """Print the failed prompts and the comparison with plain decoding. Exits with the code of the gravest failure."""
     failed = [answer.output.error for answer in tally.answers if answer.output.error is not None]
     for text in failed[:SHOWN_FAILURES]:
         console.error(text)
@@ -322,7 +337,9 @@ def _finish(tally: "Tally", lossless: "Lossless | None") -> None:
         console.status(lossless.summary)
         if not lossless.is_lossless:
             raise GateFailed(
-                f"not lossless: {lossless.worst}", hint="run again with --scheduling sync --no-prefix-cache"
+                f"not lossless: {lossless.worst}",
+                id="not-lossless",
+                hint="run again with --scheduling sync --no-prefix-cache",
             )
     code = max((answer.output.exit_code for answer in tally.answers), default=0)
     if code:

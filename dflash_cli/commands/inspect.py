@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.comparison import Difference
@@ -38,8 +39,8 @@ class InspectionRequest(Request):
         bool,
         Option(
             group=ESSENTIALS,
-            help="With two checkpoints, download them and compare tensor values too. Default: of hub repositories only "
-            "configs and headers are compared; directories always in full.",
+            help="With two checkpoints: download hub repositories and compare tensor values. Default: compare only "
+            "their configs and headers. Directories are always compared in full.",
         ),
     ] = False
 
@@ -57,8 +58,8 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
     """Describe one checkpoint, or the differences of two.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UnsupportedError: a checkpoint that is absent or unreadable.
-        UsageError: a draft and a target cannot be compared.
+        CheckpointNotFound, CheckpointError, UnsupportedError: a checkpoint is absent or cannot be read.
+        UsageError: one checkpoint is a draft and the other a target.
     """
     from dflash_cli.checkpoints.comparison import compare
     from dflash_cli.checkpoints.description import describe
@@ -67,8 +68,7 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
     names = [request.reference, *([] if request.other is None else [request.other])]
     locations = [find_checkpoint(item, Role.DRAFT, needs_weights=request.values and len(names) > 1) for item in names]
     found = [describe(item) for item in locations]
-    for location in locations:
-        _tell_traffic(location)
+    tell_traffic(*locations)
     if len(found) == 1:
         return found[0]
     first, second = found
@@ -76,6 +76,7 @@ def inspect(request: InspectionRequest) -> "Description | Difference":
         raise UsageError(
             f"{names[0]} is a {first.kind} and {names[1]} is a {second.kind}: they cannot be compared",
             id="kinds-differ", field="REF2", found=second.kind, expected=first.kind,
+            hint="compare two drafts or two targets",
         )  # fmt: skip
     return compare(first, second, with_values=all(isinstance(item, Path) for item in locations))
 
@@ -101,9 +102,12 @@ def command(request: InspectionRequest) -> None:
     for line in difference_lines(found, with_tensors=request.tensors):
         console.result(line)
     if found.num_not_compared:
-        console.note("only headers were read from the hub; --values downloads the weights and compares them too")
+        text = "only headers were read from the hub; --values downloads the weights and compares them too"
+        console.note(Notice(text, id="values-not-compared"))
 
 
-def _tell_traffic(location: "Location") -> None:
-    if not isinstance(location, Path):
-        console.status(f"{location.path}: {location.traffic.text}")
+def tell_traffic(*locations: "Location | None") -> None:
+    """Print how much was read from the hub for each repository."""
+    for location in locations:
+        if location is not None and not isinstance(location, Path):
+            console.status(f"{location.path}: {location.traffic.text}")

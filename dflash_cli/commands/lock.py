@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, TargetOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.options import ForceOptions, PairOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dflash_cli.checkpoints.lock import LockDocument
+    from dflash_cli.checkpoints.references import Location
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockRequest(ForceOptions, TargetOptions):
+class LockRequest(ForceOptions, PairOptions):
     """Pin a draft and its target by revision and SHA-256, for --lock of other commands.
 
     Reads every byte of the weights; hub repositories are downloaded.
     """
 
-    draft: Annotated[
-        str | None, Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")
-    ] = None
     output: Annotated[
         Path,
         Option(short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False, help="File to write the lock to."),
@@ -58,12 +58,24 @@ def lock(request: LockRequest) -> "LockDocument":
     return document
 
 
+def check_lock(path: Path | None, locations: "Mapping[str, Location | None]") -> str | None:
+    """Require that the checkpoints by role are the locked ones. Returns the SHA-256 of the lock file.
+
+    Raises:
+        CheckpointNotFound, UsageError: the lock file is absent or malformed.
+        GateFailed: a checkpoint differs from the lock.
+    """
+    if path is None:
+        return None
+    from dflash_cli.checkpoints.lock import read_lock
+
+    found = read_lock(path)
+    with console.working("hashing"):
+        found.check({role: item for role, item in locations.items() if item is not None})
+    return found.sha256
+
+
 def command(request: LockRequest) -> None:
     """Write the lock and print its entries."""
     found = lock(request)
-    if console.is_json():
-        console.result_json(found)
-        return
-    for line in found.summary():
-        console.result(line)
-    console.result(str(request.output))
+    console.show(found, lambda: console.result("\n".join([*found.summary(), str(request.output)])))

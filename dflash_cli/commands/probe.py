@@ -1,4 +1,4 @@
-"""`dflash probe`: whether a running server's draft is engaged, at what length, and why a low length is low."""
+"""`dflash probe`: check whether a running server uses its draft, its acceptance length, and the cause of a low one."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ import typer
 
 from dflash_cli.probing.probe_options import ProbeOptions, ProbePlan, open_probe
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.requests import Argument, verb
 from dflash_runtime.notices import Notice
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from dflash_cli.probing.server_probe import Probed
 
 FAULT = 3
-SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest(ProbeOptions):
-    """Ask a running server: is its draft engaged, how many tokens does a step commit, and why is a low number low?
+    """Ask a running server: does it use its draft, what is its acceptance length, and why is a low length low?
 
-    The server answers with several numbers of requests at once, and answers at temperature 0 are compared with each
-    other. --result or --beside gives a yardstick, and the cause of a lower number is named. Without --prompts or
+    The server answers the prompts at several numbers of concurrent requests. Answers at temperature 0 are compared.
+
+    --result or --beside gives a second result; the cause of a lower length is then named. Without --prompts or
     --dataset, the bundled prompts are used: 64 chats (mix-64), or with --target tiny 64 pieces of Python.
     """
 
@@ -37,7 +37,7 @@ class ProbeRequest(ProbeOptions):
 def probe(request: ProbeRequest) -> "Probed":
     """Ask a server, and return its runs and the likeliest cause of low acceptance.
 
-    `Probed.runs` are the runs by number of requests at once; `Probed.attribution` names the cause.
+    `Probed.runs` has one run per number of concurrent requests. `Probed.attribution` names the cause.
 
     Raises:
         ServerUnreachable, UnsupportedError: the server does not answer, or reports no acceptance.
@@ -73,9 +73,8 @@ def _probe(request: ProbePlan) -> "Probed":
         try:
             return run_probe(request, observe)
         except KeyboardInterrupt as error:
-            kept = "the answers are kept; run the same command with --resume to continue"
-            lost = "the answers are lost; --output FILE keeps them, and --resume continues from them"
-            raise Interrupted(progress.text, hint=lost if request.asking.journal is None else kept) from error
+            journal = request.asking.journal
+            raise Interrupted(progress.text, kept_in=journal, hint=how_to_continue(journal)) from error
 
 
 def _show(found: "Probed") -> None:
@@ -99,21 +98,18 @@ def _show(found: "Probed") -> None:
 
 
 def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, allow_failed: bool) -> None:
-    """Name prompts that were not answered, and end with the code that the result has.
+    """Print failed prompts, and exit with the code of the result.
 
     Raises:
         typer.Exit: prompts failed, or a cause was found.
         GateFailed: the acceptance length is too low.
     """
     from dflash_cli.acceptance.measure import check_summary
-    from dflash_runtime.phrases import plural
+    from dflash_cli.generation.announcements import tell_failed_prompts
 
     failures = [failure for run in found.all_runs for failure in run.failed]
     if failures:
-        say = console.warn if allow_failed else console.error
-        say(f"{plural(len(failures), 'prompt')} failed and are not in the result:")
-        for failure in failures[:SHOWN_FAILURES]:
-            console.error_text(f"    {failure.error}")
+        tell_failed_prompts(failures, is_allowed=allow_failed)
         if not allow_failed:
             raise typer.Exit(max(failure.exit_code for failure in failures))
     if minimum is not None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest(ForceOptions):
-    """Write a report on measured acceptance; several results stand side by side.
+    """Write a report on measured acceptance, with several results side by side.
 
-    A page is one file without scripts that needs no network. A PNG needs matplotlib (extra: plot).
+    An HTML report is one file without scripts, and needs no network. A PNG needs matplotlib (extra: plot).
     """
 
     results: Annotated[
@@ -35,7 +35,7 @@ class ReportRequest(ForceOptions):
     ] = None  # fmt: skip
     format: Annotated[
         Literal["html", "png", "md", "csv"] | None,
-        Option(group=ESSENTIALS, help="The form of the report. Default: by the end of FILE; md on stdout."),
+        Option(group=ESSENTIALS, help="The form of the report. Default: by the suffix of FILE; md on stdout."),
     ] = None
 
 

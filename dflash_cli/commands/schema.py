@@ -12,11 +12,11 @@ from dflash_runtime.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaRequest(Request):
-    """Print the JSON Schema of a kind of document, as --json of the commands prints and files hold it."""
+    """Print the JSON Schema of a kind of document, which --json of a command prints or a file contains."""
 
-    kind: Annotated[
-        str | None, Argument(metavar="KIND", help="The kind that a document states. Default: list all kinds.")
-    ] = None
+    kind: Annotated[str | None, Argument(metavar="KIND", help="The `kind` of a document. Default: list all kinds.")] = (
+        None
+    )
 
 
 def command(request: SchemaRequest) -> None:

@@ -1,26 +1,26 @@
-"""`dflash serve-command`: print the command that starts an engine with a pair. Nothing is run."""
+"""`dflash serve-command`: print the command that starts an engine with a pair."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
+from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.engines.pair_serving import ServeCommandDocument, ServedEngine, judge_pair
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DraftOptions, TargetOptions
+from dflash_cli.terminal.options import DraftOptions, ServedOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import DFlashError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeCommandRequest(TargetOptions, DraftOptions):
+class ServeCommandRequest(ServedOptions, TargetOptions, DraftOptions):
     """Print the command that serves a pair with an engine. Nothing is run.
 
-    Engines count draft tokens differently; each command has the number that its engine expects.
+    Engines count draft tokens differently. Each command has the number that its engine expects.
     """
 
     engine: Annotated[
@@ -30,13 +30,6 @@ class ServeCommandRequest(TargetOptions, DraftOptions):
             help=f"Engines to print the command for: {known_engines()}.",
         ),
     ]  # fmt: skip
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            short="-k", min=1, metavar="K", group=ESSENTIALS,
-            help="Tokens to draft per step. Default: the draft's block size minus one.",
-        ),
-    ] = None  # fmt: skip
 
     def check(self) -> None:
         super().check()
@@ -80,25 +73,24 @@ def serve_command(request: ServeCommandRequest) -> ServeCommands:
     if first is not None and None not in judged.refusals.values():
         raise first
     served = judged.served
-    for item in judged.locations:
-        if not isinstance(item, Path):
-            console.status(f"{item.path}: {item.traffic.text}")
+    tell_traffic(*judged.locations)
     commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
     return ServeCommands(commands=commands, refusals=dict(judged.refusals), report=judged.report)
 
 
 def command(request: ServeCommandRequest) -> None:
-    """Print the commands; an engine that does not serve the pair is an error after them."""
+    """Print the commands, then an error if an engine does not serve the pair."""
     found = serve_command(request)
     for finding in found.report.findings:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
-    if console.is_json():
-        console.result_json(found.document)
-    else:
-        for engine, item in found.commands.items():
-            label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
-            console.result(label + item.text)
+    console.show(found, lambda: _print(found))
     refusal = next((item for item in found.refusals.values() if item is not None), None)
     if refusal is not None:
         raise refusal
+
+
+def _print(found: ServeCommands) -> None:
+    for engine, item in found.commands.items():
+        label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
+        console.result(label + item.text)

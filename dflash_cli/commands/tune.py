@@ -1,4 +1,4 @@
-"""`dflash tune`: how many tokens to draft for which batch size, and whether drafting pays at all."""
+"""`dflash tune`: how many tokens to draft at each batch size, and whether drafting pays."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
+    CausalityOptions,
     EngineOptions,
-    ForceOptions,
     IntervalOptions,
     PairOptions,
     PromptOptions,
+    ResumeOptions,
     SamplingOptions,
 )
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ForceOptions, PairOptions):
+class TuningRequest(
+    IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions, CausalityOptions, PairOptions
+):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
-    The best number depends on the text: give --prompts like those of your users.
+    The best number depends on the text: give prompts of your users with --prompts.
     """
 
     num_speculative_tokens: Annotated[
@@ -45,7 +48,7 @@ class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptio
         tuple[int, ...],
         Option(
             min=1, group=ESSENTIALS,
-            help="Numbers of requests at once to choose for. Default: 1,8,32, or those of --step-times.",
+            help="Numbers of requests at once to choose for. Default: 1,8,32, or the batch sizes in --step-times.",
         ),
     ] = ()  # fmt: skip
     step_times: Annotated[
@@ -68,7 +71,7 @@ class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptio
         tuple[str, ...],
         Option(
             short="-e", metavar="NAME[@RELEASE],...", group=DRAFTING, is_setting=False,
-            help="Engines to print settings for; tensorrt-llm is possible here too.",
+            help="Engines to print settings for, also tensorrt-llm.",
         ),
     ] = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")  # fmt: skip
     rounds: Annotated[
@@ -85,20 +88,9 @@ class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptio
             help="Keep each answer when it ends, and the step times, in files of DIR.",
         ),
     ] = None  # fmt: skip
-    resume: Annotated[
-        bool,
-        Option(
-            group=ESSENTIALS, is_setting=False,
-            help="Continue an interrupted run: measure only what --output lacks.",
-        ),
-    ] = False  # fmt: skip
 
     def check(self) -> None:
         super().check()
-        if self.resume and self.output is None:
-            raise UsageError(
-                "--resume needs --output, the folder to continue", id="resume-without-output", field="--resume"
-            )
         _check_engines(self.engine)
 
 
@@ -106,11 +98,10 @@ class TuningRequest(IntervalOptions, EngineOptions, SamplingOptions, PromptOptio
 def tune(request: TuningRequest) -> "Tuning":
     """Measure acceptance and step times, and choose K for each batch size.
 
-    `Tuning.choices` has every candidate's speed-up per batch size, the best first, and whether drafting pays.
+    `Tuning.choices` has the speed-up of every candidate per batch size, the best first, and whether drafting pays.
 
     Raises:
-        UsageError, RequestError: numbers that do not fit the pair, or prompts that cannot be served; and errors of
-            loading.
+        UsageError, RequestError: a K does not fit the pair, or a prompt cannot be served.
     """
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
@@ -203,9 +194,7 @@ def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
     try:
         return run(session, request, _Shown())
     except KeyboardInterrupt as error:
-        is_kept = request.folder is not None
-        kept = f"answers are kept in {request.folder}; run the same command with --resume to continue"
-        raise Interrupted(hint=kept if is_kept else "--output DIR keeps answers") from error
+        raise Interrupted(kept_in=request.folder, hint=how_to_continue(request.folder)) from error
 
 
 def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[EngineSettings]":

@@ -1,4 +1,4 @@
-"""`dflash validate`: is a draft sound, does it fit its target, and which engines can serve it?"""
+"""`dflash validate`: check a draft, its fit with the target, and which engines can serve it."""
 
 import shutil
 import sys
@@ -13,6 +13,8 @@ import typer
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
+from dflash_cli.commands.inspect import tell_traffic
+from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.rules.report import Report
@@ -20,9 +22,18 @@ from dflash_cli.rules.rule import Finding, Level, ignored_ids
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import DraftOptions, ForceOptions, LockOptions, TargetOptions, refuse_beside
+from dflash_cli.terminal.options import (
+    DraftOptions,
+    ForceOptions,
+    LockOptions,
+    RuleOptions,
+    ServedOptions,
+    TargetOptions,
+    refuse_beside,
+)
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
@@ -39,7 +50,9 @@ OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptions, DraftOptions):
+class ValidationRequest(
+    DiagnosisOptions, ForceOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
+):
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
 
     engine: Annotated[
@@ -57,10 +70,6 @@ class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptio
             "with the draft's config as it is and with one setting changed at a time.",
         ),
     ] = "headers"
-    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
-    ] = ()
     fix_out: Annotated[
         Path | None,
         Option(
@@ -68,12 +77,6 @@ class ValidationRequest(DiagnosisOptions, ForceOptions, LockOptions, TargetOptio
             help="Write a corrected copy to DIR, and list what could not be corrected.",
         ),
     ] = None  # fmt: skip
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            short="-k", min=1, metavar="K", group=ESSENTIALS, help="Draft tokens per step that engines are told to use."
-        ),
-    ] = None
 
     def check(self) -> None:
         super().check()
@@ -90,7 +93,7 @@ def validate(request: ValidationRequest) -> Report:
 
     Raises:
         CheckpointNotFound: the draft or the target is absent.
-        CheckpointError, UnsupportedError: the target cannot be read, or not be run.
+        CheckpointError, UnsupportedError: the target cannot be read or run.
         UsageError: the run level without a target, an unknown engine or an unknown rule.
     """
     return _validate(request)[1]
@@ -123,7 +126,7 @@ def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, Pair
     pair, location, target_location = _find_pair(
         request.draft, request.target, request.level, needs_weights=request.fix_out is not None
     )
-    _check_lock(request.lock, location, target_location)
+    check_lock(request.lock, {"draft": location, "target": target_location})
     plan = ValidationPlan(
         draft=location,
         draft_reference=request.draft,
@@ -135,7 +138,7 @@ def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, Pair
         num_speculative_tokens=request.num_speculative_tokens,
     )
     report = validate_draft(plan) if request.level != "run" else _run(request, plan)
-    _tell_traffic(location, target_location)
+    tell_traffic(location, target_location)
     return plan, report, pair
 
 
@@ -153,7 +156,7 @@ def _run(request: ValidationRequest, plan: ValidationPlan) -> Report:
 def _find_pair(
     draft: str, target: str | None, level: Level, *, needs_weights: bool
 ) -> "tuple[PairReferences[Location], Location, Location | None]":
-    """The pair, where its draft is, and where its target is, if there is one that can be read."""
+    """The references of the pair, the location of its draft, and the location of its target if it can be read."""
     find = partial(find_checkpoint, needs_weights=level != "headers" or needs_weights)
     pair: PairReferences[Location] = complete_pair(draft, target, find=find)
     assert pair.draft_location is not None
@@ -166,31 +169,15 @@ def _find_pair(
     return pair, pair.draft_location, target_location
 
 
-def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
-    """Require the locked pair, or the locked draft where no target is looked at."""
-    if lock is None:
-        return
-    from dflash_cli.checkpoints.lock import read_lock
-
-    found = read_lock(lock)
-    with console.working("hashing"):
-        found.check({"draft": draft} | ({"target": target} if target is not None else {}))
-
-
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
-    """The target that the draft names, None where its headers cannot be read, and a note about it for the user."""
+    """The target that the draft names, or None if its headers cannot be read, and a note for the user."""
     try:
         location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
     except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
-        return None, f"nothing was checked against the target that the draft names: {error.message}"
+        text = f"nothing was checked against the target that the draft names: {error.message}"
+        return None, Notice(text, id="named-target-unreadable")
     return location, pair.note
-
-
-def _tell_traffic(*locations: "Location | None") -> None:
-    for location in locations:
-        if location is not None and not isinstance(location, Path):
-            console.status(f"{location.path}: {location.traffic.text}")
 
 
 def _print(report: Report, *, is_target_missing: bool) -> None:
@@ -210,13 +197,15 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     for note in report.notes:
         console.warn(note)
     if is_target_missing:
-        console.note("no --target given, so the draft was not checked against its target")
+        text = "no --target given: the draft was not checked against its target"
+        console.note(Notice(text, id="no-target"))
 
 
 def print_finding(finding: Finding) -> None:
-    """A line with id, severity, location and fault of a finding, then its effect and its fix, a line each.
+    """Print a finding: a line with id, severity, location and fault, a line with its effect, a line with its fix.
 
-    Lines are wrapped on a terminal; in a pipe they are not, for grep. A fix is never wrapped: it has a command to copy.
+    Lines are wrapped on a terminal, but not in a pipe, so that grep finds whole lines. A fix is never wrapped, because
+    it has a command to copy.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
     _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
@@ -234,7 +223,7 @@ def _say(text: str, indent: str) -> None:
     console.result(
         textwrap.fill(
             text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
-            break_long_words=True,
+            break_long_words=False,
         )
     )  # fmt: skip
 
@@ -250,12 +239,12 @@ def _print_search(search: "ReadingSearch") -> None:
     console.table(("draft run with", "tokens", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:
-        console.result(f"{INDENT}and {rest} other settings, none of them better")
+        console.result(f"{INDENT}and {rest} other settings, which are not better")
 
 
 def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     if repaired is None:
-        console.result(f"{destination}: not written, since there is nothing to fix")
+        console.result(f"{destination}: not written, because nothing was fixed")
         return
     done = ", ".join(repaired.fixed) or "nothing"
     console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")

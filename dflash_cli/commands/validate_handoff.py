@@ -1,4 +1,4 @@
-"""`dflash validate-handoff`: does the draft's context arrive at the server that decodes?"""
+"""`dflash validate-handoff`: check whether the draft's context KV arrives at the server that decodes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,8 @@ from dflash_cli.commands.validate import FAILED, print_finding
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_cli.terminal.options import RuleOptions
+from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural
 
@@ -18,27 +19,23 @@ if TYPE_CHECKING:
     from dflash_cli.handoff.two_servers.transfer_report import TransferReport
 
 HANDOFF_LEVELS: tuple[RuleLevel, ...] = ("kv-transfer",)
-START = "its start: a JSON object of the engine's arguments, or the serve command"
+START = "the engine's arguments as a JSON object, or the serve command"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandoffValidationRequest(Request):
+class HandoffValidationRequest(RuleOptions):
     """Check two servers, one for prefill and one for decode: does the draft's context KV arrive?
 
-    Each file describes the start of one server: a JSON object of the engine's arguments, or the serve command. Exits
-    with 3 if the context does not arrive.
+    Each file describes one server: the engine's arguments as a JSON object, or the serve command. Exits with 3 if the
+    context KV does not arrive.
     """
 
-    prefill: Annotated[Path, Argument(metavar="PREFILL", help=f"File of the prefill server, with {START}.")]
-    decode: Annotated[Path, Argument(metavar="DECODE", help=f"File of the decode server, with {START}.")]
+    prefill: Annotated[Path, Argument(metavar="PREFILL", help=f"File that describes the prefill server: {START}.")]
+    decode: Annotated[Path, Argument(metavar="DECODE", help=f"File that describes the decode server: {START}.")]
     engine: Annotated[
         str,
         Option(short="-e", metavar="NAME[@RELEASE]", group=ESSENTIALS, help="Engine of both servers: vllm or sglang."),
     ]
-    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip the rules of these ids.")
-    ] = ()
 
 
 @verb(HandoffValidationRequest)
@@ -46,7 +43,7 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
     """Check two servers, and return every finding.
 
     Raises:
-        CheckpointNotFound, CheckpointError, UsageError: a file that is absent or malformed, or an engine without rules.
+        CheckpointNotFound, CheckpointError, UsageError: a file is absent or malformed, or the engine has no such rules.
     """
     from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
 
@@ -60,10 +57,7 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
 def command(request: HandoffValidationRequest) -> None:
     """Check and print."""
     report = validate_handoff(request)
-    if console.is_json():
-        console.result_json(report)
-    else:
-        _print(report)
+    console.show(report, lambda: _print(report))
     if not report.passed:
         raise typer.Exit(FAILED)
 

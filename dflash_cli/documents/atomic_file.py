@@ -1,4 +1,4 @@
-"""Where results may be written, and how: a file is complete or absent, a device or a pipe is written to as it is."""
+"""Write results: a file is complete or absent. A device or a pipe is written directly."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from dflash_runtime.whole_files import written_whole
 
 
 def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
-    """Refuse an output before anything is computed for it: one rule for every file and directory that is written.
+    """Refuse an output before anything is computed. All commands use this rule for files and folders.
 
     Raises:
-        UsageError: its parent is not a directory, or it exists and `force` is not given.
+        UsageError: the parent is not a directory, or the output exists and `force` is false.
     """
     check_parent(path)
     if os.path.lexists(path) and not is_stream(path) and not force:
@@ -25,7 +25,7 @@ def check_output(path: Path, *, force: bool, hint: str = "pass --force to replac
 
 
 def check_parent(path: Path) -> None:
-    """Refuse an output whose parent is not a directory.
+    """Require that the parent of an output is a directory.
 
     Raises:
         UsageError: naming the parent.
@@ -40,28 +40,28 @@ def check_parent(path: Path) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, such as /dev/null, which is written to and never replaced."""
+    """Whether a path is a device or a pipe, such as /dev/null, which is written and never replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A text file that is being written; an error of writing it has its name, which the system does not give."""
+    """An open text file. Its errors name the file, which errors of the system do not."""
 
     path: Path
     stream: TextIO
 
     def write(self, text: str) -> None:
-        """Add text.
+        """Write text.
 
         Raises:
-            OSError: it cannot be written, as on a full disk.
+            OSError: the file cannot be written, for example because the disk is full.
         """
         with naming_output(self.path):
             self.stream.write(text)
 
     def flush(self) -> None:
-        """Hand everything written to the system."""
+        """Pass buffered text to the system."""
         with naming_output(self.path):
             self.stream.flush()
 
@@ -73,9 +73,9 @@ class Output:
 
 @contextmanager
 def atomic_text(path: Path) -> Iterator[Output]:
-    """A text file that appears under its name only when the block ends without an error.
+    """Write a text file that appears under its name only if the block ends without an error.
 
-    A link stays a link to it. A device or a pipe is written to.
+    A link stays a link. A device or a pipe is written directly.
 
     Raises:
         UsageError: the directory does not exist, or the path is a directory.
@@ -92,10 +92,10 @@ def atomic_text(path: Path) -> Iterator[Output]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file that appears under its name with all of these bytes, or not at all. A device or a pipe is written to.
+    """Write a file that is complete or absent. A device or a pipe is written directly.
 
     Raises:
-        OSError: it cannot be written, as on a full disk.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     if is_stream(path):
         with naming_output(path):
@@ -107,14 +107,14 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def open_output(path: Path, mode: Literal["w", "a"], *, at: Path | None = None) -> Iterator[Output]:
-    """A file to write to, named `path` in errors, wherever it lies `at` meanwhile."""
+    """Open a text file. Errors name `path`, also if the file is written `at` another path first."""
     with naming_output(path):
         stream = (at or path).open(mode, encoding="utf-8")
     output = Output(path, stream)
     try:
         yield output
     except BaseException:
-        with suppress(OSError):  # which would hide why the block failed
+        with suppress(OSError):  # an error of closing would hide the error of the block
             stream.close()
         raise
     output.close()
@@ -122,7 +122,7 @@ def open_output(path: Path, mode: Literal["w", "a"], *, at: Path | None = None) 
 
 @contextmanager
 def naming_output(path: Path) -> Iterator[None]:
-    """Give an error of the system the name of the output that it is about."""
+    """Add the name of the output to errors of the system."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """The kinds of JSON documents, and the JSON Schema of each.
 
-A kind is one line of `KINDS` and a dataclass, or several, with that `KIND`. A class is imported only when its schema
-is asked for.
+A kind is one line of `KINDS` and one or several dataclasses with that `KIND`. Their modules are imported only for
+their schema.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from dflash_runtime.documents import schema_of
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a document is, and its classes as `module:Class`; a document has one of them.
+    """The title of a kind of documents, and its classes as `module:Class`. A document has one of these classes.
 
     A module without a package is one of `dflash_cli`.
     """
@@ -24,7 +24,7 @@ class Kind:
 
     @property
     def loaded(self) -> tuple[type, ...]:
-        """The classes."""
+        """The classes, imported."""
         full = (item if item.startswith("dflash_runtime.") else f"dflash_cli.{item}" for item in self.classes)
         pairs = (name.split(":") for name in full)
         return tuple(getattr(import_module(module), name) for module, name in pairs)

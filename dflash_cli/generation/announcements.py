@@ -4,11 +4,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from dflash_cli.checkpoints.references import TINY, is_bundled
+from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.terminal import console
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
 
+SHOWN_FAILURES = 5
 ENOUGH_STEPS = 20
 """With fewer steps, acceptance is never called low."""
 
@@ -48,6 +51,17 @@ def suggest_diagnosis(counts: AcceptanceCounts, references: Mapping[str, str | N
         return
     command = f"dflash diagnose {shlex.quote(draft)} --target {shlex.quote(target)}"
     console.note(Notice(f"acceptance is low; to find the cause: {command}", id="low-acceptance"))
+
+
+def tell_failed_prompts(failures: Sequence[Failure], *, is_allowed: bool, num_prompts: int | None = None) -> None:
+    """Print the first prompts that failed, as a warning if they may fail, otherwise as an error."""
+    say = console.warn if is_allowed else console.error
+    of_all = plural(len(failures), "prompt") if num_prompts is None else f"{len(failures)} of {num_prompts} prompts"
+    say(Notice(f"{of_all} failed; the result leaves out failed prompts:", id="prompts-failed"))
+    for failure in failures[:SHOWN_FAILURES]:
+        console.error_text(f"    {failure.error}")
+    if len(failures) > SHOWN_FAILURES:
+        console.error_text(f"    and {len(failures) - SHOWN_FAILURES} more, listed by --json")
 
 
 def note_cut_answers(outputs: Sequence[RequestOutput], params: SamplingParams, max_model_len: int) -> None:

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -60,21 +61,27 @@ class OpenedPair:
         return found
 
     @property
+    def directories(self) -> dict[str, Path]:
+        """Directories of the checkpoints by role, without a draft for plain decoding."""
+        drafts = {} if self.draft is None else {"draft": self.draft.checkpoint.path}
+        return {"target": self.target.checkpoint.path, **drafts}
+
+    @property
     def template_digest(self) -> str | None:
         """Digest of the chat template; None without a tokenizer."""
         return self.tokenizer.template_digest if self.tokenizer is not None else None
 
     def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
-        """Refuse --chat if the target has no chat template; print a note if the target was not trained on chats.
+        """Require a chat template for --chat. Print a note if the target was not trained on chats.
 
         Raises:
-            UsageError: the target has a tokenizer without a chat template.
+            UsageError: the target's tokenizer lacks a chat template.
         """
         if not chat or not any(row.kind == "prompt" for row in rows):
             return
         if self.tokenizer is not None and not self.tokenizer.has_template:
             raise UsageError(
-                "--chat: the target's tokenizer has no chat template",
+                "--chat: the target's tokenizer lacks a chat template",
                 id="no-chat-template",
                 field="--chat",
                 hint="leave --chat out, or name a target that was trained on chats",
@@ -97,7 +104,7 @@ class PairSession(OpenedPair):
 
     @property
     def max_model_len(self) -> int:
-        """Limit of the number of tokens of a prompt and its answer together."""
+        """The most tokens of a prompt and its answer together."""
         return self.llm.limits.max_model_len
 
     def answer(
@@ -193,7 +200,7 @@ def open_session(
     template_options: str | None = None,
     threads: int | None = None,
 ) -> PairSession:
-    """Load a pair. Without `threads`, the pair's size decides the number of CPU threads.
+    """Open and load a pair. Without `threads`, the size of the pair decides the number of CPU threads.
 
     Raises:
         UsageError: the references do not name a pair. Opening and loading raise further errors.

@@ -17,7 +17,7 @@ Sink = Callable[[Event], None]
 
 
 class Headings:
-    """A heading line before each answer, if there are several and stdout is a terminal; otherwise none."""
+    """A heading line before each answer, if there are several answers and stdout is a terminal."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._num_rows = len(rows)
@@ -34,7 +34,7 @@ class Headings:
 
 
 class TextSink:
-    """Streams each row to stdout, in input order: a later row waits. Prints ids if there is no tokenizer."""
+    """Streams each row to stdout in input order; later rows wait. Prints ids for a target without a tokenizer."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._pending = {row.index: row.num_turns for row in rows}
@@ -228,7 +228,7 @@ def show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def visible(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Return the text of tokens on one line with control characters escaped; ids if the tokens have no text."""
+    """Return the text of tokens on one line, with control characters escaped. Tokens without text become ids."""
     if tokenizer is None:
         return " ".join(map(str, token_ids))
     text = tokenizer.decode(token_ids)

@@ -62,11 +62,18 @@ def read_prompts(
         RequestError, CheckpointNotFound: rows are malformed or missing.
     """
     if prompts is not None and dataset is not None:
-        raise UsageError("prompts are given both by --prompts and by --dataset", id="two-prompt-sources")
+        raise UsageError(
+            "prompts are given both by --prompts and by --dataset",
+            id="two-prompt-sources",
+            hint="leave out one of them",
+        )
     if dataset is not None:
         return _read_dataset(dataset, dataset_format, count)
     if dataset_format is not None:
-        raise UsageError("--dataset-format needs --dataset", id="option-needs-another", field="--dataset-format")
+        raise UsageError(
+            "--dataset-format needs --dataset", id="option-needs-another", field="--dataset-format",
+            hint="add --dataset NAME",
+        )  # fmt: skip
     if prompts is None:
         return None
     if not isinstance(prompts, str | Path):
@@ -99,6 +106,7 @@ def gather_prompts(
         raise UsageError(
             f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}",
             id="two-prompt-sources",
+            hint="leave out one of them",
         )
     named = read_prompts(prompts, dataset, dataset_format, count=count)
     return named or PromptSet(name="given", rows=gather_rows(arguments, None))
@@ -133,6 +141,7 @@ def _read_dataset(text: str, format_name: str | None, count: int | None) -> Prom
             field="--num-prompts",
             found=count,
             expected=str(spec.count),
+            hint="leave out --num-prompts",
         )
     dataset = datasets()[spec.name]()
     chosen = dataset.choose_format(format_name)

@@ -1,13 +1,13 @@
 """Read prompts from arguments, a JSON Lines file or stdin, and turn them into token ids.
 
-A row holds exactly one of
+A row has exactly one of these keys:
 
-    prompt             text, completed as it is (or as one user message with --chat)
-    messages           a conversation, rendered by the target's chat template
-    turns              user messages; each is answered before the next is asked
-    prompt_token_ids   ids, which need no tokenizer
+    prompt             text, continued as it is, or a user message with --chat
+    messages           a conversation for the target's chat template
+    turns              user messages. Each is answered before the next is asked
+    prompt_token_ids   token ids, which need no tokenizer
 
-A row may also hold `id`, `category` and, to score its answer, `reference`.
+A row may also have `id`, `category` and, to score its answer, `reference`.
 """
 
 import json
@@ -141,7 +141,11 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         RequestError: a row is malformed; the error names file and line.
     """
     if arguments and prompts is not None:
-        raise UsageError("prompts are given both as arguments and by --prompts", id="two-prompt-sources")
+        raise UsageError(
+            "prompts are given both as arguments and by --prompts",
+            id="two-prompt-sources",
+            hint="leave out one of them",
+        )
     if arguments:
         texts = [_read_stdin() if text == "-" else text for text in arguments]
         return [
@@ -159,7 +163,7 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        raise CheckpointNotFound("no such file", path=path) from error
+        raise CheckpointNotFound("no such file", id="no-such-file", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot be read as UTF-8 text: {error}", id="cannot-be-read", path=path) from error
 

@@ -17,15 +17,15 @@ from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTo
 from dflash_cli.probing.served_faults import known_faults
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
-from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions
-from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, SAMPLING, Option
+from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, SeedOptions, VerdictOptions
+from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
 from dflash_runtime.errors import UsageError
 
 ANY_TARGET = "the served target"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
+class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions, GateOptions):
     """Options of `dflash probe`: the connection, the requests and the results to compare with."""
 
     engine: Annotated[
@@ -79,9 +79,6 @@ class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
             min=0, metavar="NATS", group=MEASURING, help="The largest gap between two tokens that rounding explains."
         ),
     ] = NEAR_TIE_NATS
-    confidence: Annotated[float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals.")] = (
-        0.95
-    )
     timeout: Annotated[
         float,
         Option(min=0.001, metavar="SECONDS", group=MEASURING, is_setting=False, help="Longest wait for one answer."),
@@ -106,12 +103,6 @@ class ProbeOptions(PromptOptions, ResumableOptions, GateOptions):
             metavar="NAME", group=MEASURING, is_setting=False, help="Environment variable with the key of --beside."
         ),
     ] = None
-    temperature: Annotated[
-        float,
-        Option(min=0, group=SAMPLING, help="Sampling temperature; answers are compared at 0 only."),
-    ] = 0.0
-    seed: Annotated[int, Option(min=0, group=SAMPLING, help="Seed for sampling.")] = 0
-    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
 
     def check(self) -> None:
         super().check()

@@ -1,12 +1,16 @@
 """The command line: a table of commands over Typer.
 
-Typer splits the arguments, runs the callback and completes words. The code here does what Typer does not:
+Typer splits the arguments, calls the command and completes words. The code here does what Typer cannot do:
 
-- It imports a command's module when the command is called, so that `dflash --help` reads the table alone.
-- It reads values by the request class, so that Python and the command line check them alike and a wrong value is one
-  line with the field, the value and the expected form. Typer would import pydantic to convert them.
-- It draws help pages as plain text: examples and essential options first, all options with --help-all.
-- It takes a draft as the first argument or by --draft.
+- `CommandTable` imports the module of a command when it is called. Typer would import all commands for `dflash --help`,
+  and guesses mistyped names only among imported commands.
+- `read_request` reads values by the request class, so that Python and the command line check values alike. A wrong
+  value is an error with id, field, found and expected.
+- `AsTyped` saves the import of pydantic (0.1 s), which Typer needs for types of values.
+- `help_page` shows examples and essential options first, and all options with --help-all. Typer shows all at once.
+- `_moved_up` takes the draft as the first argument or by --draft. In Typer a parameter is an argument or an option.
+- `CommandTable.parse_args` reads `dflash help COMMAND`, and exits with 2 after the help of a bare `dflash`.
+- `turned_into_errors` reports interruptions. Typer ends silently.
 """
 
 import difflib
@@ -24,10 +28,6 @@ from dflash_cli.terminal.interruption import turned_into_errors
 from dflash_cli.terminal.requests import OUTPUT, Option, Parameter, Request, parameters_of
 from dflash_runtime.errors import UsageError
 
-IS_COMMAND = "dflash_cli.is_command"
-"""The context's key that says whether a command follows, with only switches before it."""
-HELP_ALL = "--help-all"
-
 
 def _switch(name: str, flag: str, text: str, short: str = "") -> Parameter:
     option = Option(flag=flag, short=short, help=text, group=OUTPUT, is_setting=False)
@@ -38,18 +38,15 @@ JSON = _switch("as_json", "--json", "Print one JSON document instead of text.")
 COMMON = (
     _switch("quiet", "--quiet", "Print only results, warnings and errors.", "-q"),
     _switch("verbose", "--verbose", "Log to stderr what is read and decided.", "-v"),
-    # A switch and not a count: for a count Typer imports pydantic.
     _switch("debug", "-vv", "Log every detail to stderr."),
 )
 """The switches that every command takes, before or after its name."""
-SWITCHES = {flag for item in COMMON for flag in item.flags}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the command table: `function` is `module:name`, `docs` the topic of `dflash docs` about it."""
+    """A line of the command table. `docs` is the topic of `dflash docs` about the command."""
 
-    function: str
     section: str
     summary: str
     examples: tuple[str, ...] = ()
@@ -57,8 +54,25 @@ class Entry:
     has_json: bool = True
 
 
+class AsTyped:
+    """Leaves values as Typer split them: text, lists of text, and booleans. The request class reads them.
+
+    Typer's own class for this imports pydantic, even if the option is not given.
+    """
+
+    def coerce(self, value: Any, **_: Any) -> Any:
+        return value
+
+
+def _as_typed(parameters: list[Any]) -> list[Any]:
+    """The parameters of a Typer command, with values left as typed. Other releases of Typer ignore the attribute."""
+    for item in parameters:
+        item._runtime_param = AsTyped()
+    return parameters
+
+
 class CommandTable(TyperGroup):
-    """A group whose commands come from `table`, which a subclass sets."""
+    """A group with the commands of `table`, an attribute that subclasses set."""
 
     table: Mapping[str, Entry] = {}
     examples: tuple[str, ...] = ()
@@ -71,33 +85,27 @@ class CommandTable(TyperGroup):
         entry = self.table.get(cmd_name)
         return load_command(cmd_name, entry) if entry is not None else None
 
+    def get_params(self, ctx: Any) -> Any:
+        return _as_typed(super().get_params(ctx))
+
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """As Typer, which ends silently when it sees an interruption: so interruptions become errors first."""
+        """Turn interruptions into errors, because Typer ends silently on an interruption."""
         with turned_into_errors():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """See `make_context`."""
+        """Turn interruptions into errors; see `make_context`."""
         with turned_into_errors():
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Without arguments, print help and exit as for wrong use; `help COMMAND` is `COMMAND --help`."""
+        """Read `help COMMAND` as `COMMAND --help`. Without arguments, print help and exit with 2."""
         if args[:1] == ["help"] and not ctx.resilient_parsing:
             args = [*args[1:], "--help"]
         if not args and not ctx.resilient_parsing:
             console.error_text(self.get_help(ctx))
             raise typer.Exit(2)
-        command = next((word for word in args if word not in SWITCHES), None)
-        ctx.meta[IS_COMMAND] = command in self.table
         return super().parse_args(ctx, args)
-
-    def get_params(self, ctx: Any) -> Any:
-        """The group's own options; before a command only its switches, for which Typer does not import pydantic."""
-        everything = super().get_params(ctx)
-        if not ctx.meta.get(IS_COMMAND):
-            return everything
-        return [item for item in everything if SWITCHES & set(item.opts)]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first argument names.
@@ -138,19 +146,17 @@ class RequestCommand(TyperCommand):
     def parameters(self) -> tuple[Parameter, ...]:
         return (*parameters_of(self.kind), *([JSON] if self.entry.has_json else []), *COMMON)
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = args[: args.index("--")] if "--" in args else args
-        if HELP_ALL in own and not ctx.resilient_parsing:
-            console.result(self._page(ctx, is_full=True), end="")
-            raise typer.Exit
-        return super().parse_args(ctx, args)
+    def get_params(self, ctx: Any) -> Any:
+        return _as_typed(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(self._page(ctx, is_full=False))
+        formatter.write(self.page(ctx.command_path, is_full=False))
 
-    def _page(self, ctx: Any, *, is_full: bool) -> str:
+    def page(self, command: str, *, is_full: bool) -> str:
+        """The help page with the essential options, or with all of them."""
+        entry = self.entry
         return help_page.draw_command(
-            ctx.command_path, self.help or "", self.parameters, self.entry.examples, self.entry.docs, is_full=is_full
+            command, self.help or "", self.parameters, entry.examples, entry.docs, is_full=is_full
         )
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -158,21 +164,51 @@ class RequestCommand(TyperCommand):
 
 
 def load_command(name: str, entry: Entry) -> RequestCommand:
-    """Import a command's module and make the command that Typer runs."""
-    module, _, attribute = entry.function.partition(":")
-    function = getattr(import_module(module), attribute)
+    """Import a command's module and make the command that Typer runs. Modules have the names of their commands."""
+    function = import_module(f"dflash_cli.commands.{name.replace('-', '_')}").command
     kind = request_class(function)
-    app = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.command(name, cls=RequestCommand, help=kind.__doc__)(_callback(name, entry, function, kind))
+    app = _plain_app(add_completion=False)
+    app.command(name, cls=RequestCommand, help=kind.__doc__)(_callback(entry, function, kind))
     command = typer.main.get_command(app)
     assert isinstance(command, RequestCommand)
     command.entry, command.kind = entry, kind
     return command
+
+
+def make_app(table: type[CommandTable], name: str, text: str, version: str) -> typer.Typer:
+    """The app of a table of commands. It takes the common switches and --version before a command."""
+
+    def show_version(is_asked: bool | None) -> None:
+        if is_asked:
+            console.result(f"{name} {version}")
+            raise typer.Exit
+
+    def root(**values: Any) -> None:
+        console.configure(quiet=False, verbosity=0)
+        _configure(values)
+
+    option = typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    app = _plain_app(name=name, cls=table, help=text)
+    parameters = [*(found for item in COMMON for found in _for_typer(item)), _keyword("version", bool | None, option)]
+    app.callback()(_with_parameters(root, parameters))
+    return app
+
+
+def _plain_app(**options: Any) -> typer.Typer:
+    """An app of Typer that neither draws help nor tracebacks with Rich."""
+    return typer.Typer(
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
+
+
+def _configure(values: dict[str, Any]) -> None:
+    """Take the common switches out of `values`, and apply the ones that were given."""
+    quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
+    verbosity = 2 if debug else 1 if verbose else None
+    console.configure(quiet=quiet or None, verbosity=verbosity)
 
 
 def request_class(function: Callable[..., None]) -> type[Request]:
@@ -182,7 +218,7 @@ def request_class(function: Callable[..., None]) -> type[Request]:
 
 
 def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
-    """The request of typed texts by parameter name; None or an empty list stands for an absent text.
+    """The request of typed texts by parameter name. None or an empty list means that an option is not given.
 
     Raises:
         UsageError: a text cannot be read, an argument is missing, or options contradict each other.
@@ -204,7 +240,7 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
 
 
 def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts by name, with an argument that came by its flag put before the others, which move up by one."""
+    """Texts by name. An argument that is given by its flag comes first, and the other arguments move up by one."""
     given = {name: value for name, value in typed.items() if not name.startswith(BY_FLAG)}
     for item in parameters:
         text = typed.get(BY_FLAG + item.name)
@@ -218,50 +254,69 @@ def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> di
                 id="draft-given-twice",
                 field=item.flag,
                 found=text,
+                hint=f"leave out {item.flag}",
             )
         given.update(dict.fromkeys(names, None) | dict(zip(names, texts, strict=False)))
     return given
 
 
 BY_FLAG = "by_flag_"
-"""The prefix of the name under which Typer hands over an argument that came by its flag."""
+"""The prefix of Typer's name for an argument that is given by its flag."""
 
 
-def _callback(name: str, entry: Entry, function: Callable[..., None], kind: type[Request]) -> Any:
-    """The function that Typer calls. Its signature is the command's options as Typer sees them."""
+def _callback(entry: Entry, function: Callable[..., None], kind: type[Request]) -> Callable[..., None]:
+    """The function that Typer calls."""
 
     def run(**values: Any) -> None:
-        # Switches before the command's name are set by now; here they are only added to.
-        quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
-        verbosity = 2 if debug else 1 if verbose else None
-        console.configure(quiet=quiet or None, verbosity=verbosity, json=bool(values.pop(JSON.name, None)))
+        del values[HELP_ALL.name]
+        _configure(values)
+        console.configure(json=bool(values.pop(JSON.name, None)))
         function(read_request(kind, values))
 
-    parameters: list[inspect.Parameter] = []
-    for item in (*parameters_of(kind), *([JSON] if entry.has_json else []), *COMMON):
-        parameters += _for_typer(item)
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {item.name: item.annotation for item in parameters}
-    return run
+    items = (*parameters_of(kind), *([JSON] if entry.has_json else []), *COMMON)
+    return _with_parameters(run, [*(found for item in items for found in _for_typer(item)), HELP_ALL])
+
+
+def _show_all(ctx: typer.Context, is_asked: bool | None) -> None:
+    """Print the help page with all options, and exit."""
+    if is_asked and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, RequestCommand)
+        console.result(ctx.command.page(ctx.command_path, is_full=True), end="")
+        raise typer.Exit
+
+
+def _with_parameters(function: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    """The function with these parameters in its signature, which Typer reads."""
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {item.name: item.annotation for item in parameters}
+    return function
+
+
+def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    """A parameter of a function that Typer calls. None stands for an option that is not given."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+HELP_ALL = _keyword(
+    "help_all", bool | None, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options.")
+)
 
 
 def _for_typer(item: Parameter) -> list[inspect.Parameter]:
-    """A parameter as Typer sees it: explicit flags, and text as the value. An argument with a flag is two."""
+    """A parameter for Typer, with its flags and text as its value. An argument with a flag is two parameters."""
     text: Any = list[str] | None if item.is_list else str | None
-    option, found = item.option, []
+    option, found, completion = item.option, [], _completion(item)
     if item.is_argument:
-        found.append((item.name, text, typer.Argument(metavar=item.metavar, help=option.text)))
+        info = typer.Argument(metavar=item.metavar, help=option.text, autocompletion=completion)
+        found.append((item.name, text, info))
     if item.is_switch:
         flags = ["/".join(filter(None, (item.flag, option.off))), *filter(None, [option.short])]
         found.append((item.name, bool | None, typer.Option(*flags, help=option.text)))
     elif item.flags:
         name = (BY_FLAG if item.is_argument else "") + item.name
-        info = typer.Option(*item.flags, metavar=item.metavar, help=option.text, autocompletion=_completion(item))
+        info = typer.Option(*item.flags, metavar=item.metavar, help=option.text, autocompletion=completion)
         found.append((name, text, info))
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
-        for name, kind, info in found
-    ]
+    return [_keyword(*item) for item in found]
 
 
 def _completion(item: Parameter) -> Callable[..., Any] | None:

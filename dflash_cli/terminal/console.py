@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
@@ -26,8 +26,8 @@ _verbosity = -1  # not set yet
 def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: bool | None = None) -> None:
     """Set how much is printed; None leaves a setting as it is.
 
-    `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
-    `json` asks for JSON documents instead of text.
+    `quiet` prints only results, warnings and errors. A `verbosity` of 1 logs steps of our packages, 2 every detail.
+    `json` prints JSON documents instead of text.
     """
     global _is_quiet, _verbosity, _is_json
     _is_json = _is_json if json is None else json
@@ -38,7 +38,7 @@ def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: 
 
 
 def is_quiet() -> bool:
-    """Whether only results, warnings and errors are said."""
+    """Whether only results, warnings and errors are printed."""
     return _is_quiet
 
 
@@ -48,13 +48,13 @@ def is_json() -> bool:
 
 
 def result(text: str, *, end: str = "\n") -> None:
-    """Write a command's result to stdout, as it is."""
+    """Write text of a result to stdout."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 def page(text: str) -> None:
-    """Show a long text in a pager if it is read on a terminal; otherwise write it to stdout as it is."""
+    """Show a long text in a pager on a terminal, or write it to stdout."""
     if not is_terminal():
         result(text, end="")
         return
@@ -64,7 +64,7 @@ def page(text: str) -> None:
 
 
 def result_bytes(content: bytes) -> None:
-    """Write a result that is a file's content to stdout, as it is."""
+    """Write the bytes of a file to stdout."""
     sys.stdout.flush()
     stream = getattr(sys.stdout, "buffer", None)
     if stream is None:
@@ -79,6 +79,14 @@ def result_json(document: Any) -> None:
     result(json_document(document))
 
 
+def show(result: Any, draw: Callable[[], None]) -> None:
+    """Print a result: its document for --json, otherwise the text that `draw` prints."""
+    if _is_json:
+        result_json(getattr(result, "document", result))
+    else:
+        draw()
+
+
 def json_document(document: Any, indent: int | None = None) -> str:
     """The text of a document: an object of a class with a KIND."""
     from dflash_runtime.documents import to_json
@@ -87,37 +95,37 @@ def json_document(document: Any, indent: int | None = None) -> str:
 
 
 def note(text: str) -> None:
-    """Print something worth knowing, on stderr."""
+    """Print a note on stderr, unless the run is quiet."""
     if not _is_quiet:
         _say("note", "cyan", text)
 
 
 def warn(text: str) -> None:
-    """Print something that may surprise, on stderr."""
+    """Print a warning on stderr."""
     _say("warning", "yellow", text)
 
 
 def error(text: str, hint: str | None = None) -> None:
-    """Print why the command stops, on one line, and what to try next."""
+    """Print an error on one line of stderr, and a hint with the next command."""
     _say("error", "red", text)
     if hint:
         _say("hint", "cyan", hint)
 
 
 def status(text: str) -> None:
-    """A line about the run itself, unmarked."""
+    """Print a line about the progress of the run on stderr, unless the run is quiet."""
     if not _is_quiet:
         error_text(text)
 
 
 def error_text(text: str) -> None:
-    """Text on stderr, as it is."""
+    """Write a line to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on stdout. The first column is left-aligned, a column of numbers right-aligned."""
+    """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned."""
     rows = [[_encodable(str(cell)) for cell in row] for row in rows]
     if not is_terminal():
         _plain_table(columns, rows, title)
@@ -135,17 +143,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
 
 
 def is_terminal() -> bool:
-    """Whether results are read on a terminal."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def dim(text: str) -> str:
-    """The text dimmed, if stdout is a terminal that takes colours."""
+    """The text, dimmed if stdout is a terminal with colours."""
     return f"\x1b[2m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
 def spans(parts: Iterable[tuple[str, str]]) -> None:
-    """One line of (text, style) parts on stdout, coloured on a terminal."""
+    """Print one line of (text, style) parts on stdout, coloured on a terminal."""
     if not sys.stdout.isatty():
         result("".join(text for text, _ in parts))
         return
@@ -154,43 +162,40 @@ def spans(parts: Iterable[tuple[str, str]]) -> None:
     _rich_stdout().print(Text.assemble(*parts))
 
 
-def progress(*, transient: bool = True) -> "Progress":
-    """A progress display on stderr. It shows nothing if stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def progress() -> "Progress":
+    """Bars with `figures` on stderr, hidden if stderr is not a terminal."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=transient,
-        disable=_is_quiet or not console.is_terminal,
-    )
+    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
+    return _display(*texts, TimeElapsedColumn(), TimeRemainingColumn())
 
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show a spinner and the elapsed seconds while the block runs; only on a terminal."""
+    """Show a spinner and the elapsed seconds while the block runs, if stderr is a terminal."""
     if _is_quiet or not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with _display(SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()) as display:
         display.add_task(text)
         yield
+
+
+def _display(*columns: "ProgressColumn") -> "Progress":
+    """A display of these columns on stderr that disappears at its end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=_is_quiet or not console.is_terminal)
 
 
 class Meter:
     """Progress of a run: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
 
-    A bar on a terminal; elsewhere a plain line from time to time, so that a log shows progress and stays short.
+    A terminal shows a bar. A log gets a line after every SECONDS and SHARE of the work.
     """
 
     SECONDS = 10.0
@@ -208,11 +213,10 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         if self._is_terminal and not _is_quiet:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-            columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-            self._display = Progress(*columns, console=Console(stderr=True), transient=True)
+            text = TextColumn("{task.description}", markup=False)
+            self._display = _display(BarColumn(bar_width=16), text, TimeElapsedColumn())
             self._display.start()
             self._display.add_task(self.line(0, ""), total=self._total)
         return self
@@ -244,7 +248,7 @@ class Meter:
         return "  ".join(part for part in parts if part)
 
     def _is_due(self, num_done: int) -> bool:
-        """Whether both some seconds and some of the work have gone by since the last line."""
+        """Whether SECONDS and SHARE of the work have passed since the last line."""
         return self._clock() - self._said_at >= self.SECONDS and num_done - self._said_done >= self.SHARE * self._total
 
 
@@ -256,9 +260,9 @@ def _duration(seconds: float) -> str:
 
 
 def _log_to_stderr(verbosity: int) -> None:
-    """Let the packages of this project log nothing (0), what they do (1) or everything (2).
+    """Let the packages of this project log nothing (0), steps (1) or every detail (2) to stderr.
 
-    Commands print what a user should know, so warnings that a library logs are not repeated here.
+    Warnings are left out, because commands print them as notices.
     """
     import logging
 
@@ -274,7 +278,7 @@ def _log_to_stderr(verbosity: int) -> None:
 
 
 def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    """The table as plain lines: no row is folded, and no line ends in spaces."""
+    """Print a table without Rich: rows are not folded, and lines do not end in spaces."""
     from rich.cells import cell_len
 
     shown = [columns, *rows] if any(columns) else rows
@@ -297,7 +301,7 @@ def _rich_stdout() -> "Console":
 
 
 def _encodable(text: str) -> str:
-    """The text, drawn in ASCII where stdout takes no other characters."""
+    """The text, with characters replaced that stdout cannot encode."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -306,7 +310,7 @@ def _encodable(text: str) -> str:
 
 
 def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """Whether every cell is a number, or the dash that stands for none."""
+    """Whether every cell is a number or a dash, which stands for a missing number."""
     cells = {row[index] for row in rows} - {"-"}
     return bool(cells) and all(map(_is_numeric, cells))
 

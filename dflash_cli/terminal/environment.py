@@ -73,7 +73,7 @@ def describe_environment(version: str) -> Environment:
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
-    """The arguments of a command without the secrets in them, to be written into a result."""
+    """The arguments of a command with secrets replaced, for a result."""
     found: list[str] = []
     for argument in argv:
         option, equals, value = argument.partition("=")
@@ -112,7 +112,7 @@ def _version(name: str) -> str | None:
 
 
 def _gpus() -> list[str] | None:
-    """Names of the GPUs as the driver lists them, without loading torch; None where nvidia-smi does not answer."""
+    """Name, memory and driver of each GPU from nvidia-smi, which is faster than torch. None if it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -125,7 +125,7 @@ def _gpus() -> list[str] | None:
 
 
 def _cache() -> Path:
-    """Where the hub keeps its downloads. Source: huggingface_hub/constants.py, which takes long to import."""
+    """The folder of the hub's downloads. Source: huggingface_hub/constants.py, which takes long to import."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     return Path(os.path.expandvars(named)).expanduser()
@@ -137,7 +137,7 @@ def _free(path: Path) -> int | None:
 
 
 def _variables() -> dict[str, str]:
-    """Environment variables of the hub and of dflash; for a secret, only whether it is set."""
+    """Environment variables of the hub and of dflash. The value of a secret is `set` or `empty`."""
     shown = {}
     for name, value in sorted(os.environ.items()):
         if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_")) and name not in (
@@ -152,5 +152,5 @@ def _variables() -> dict[str, str]:
 
 
 def interpreter() -> str:
-    """The Python that runs this."""
+    """The path of the running Python."""
     return sys.executable

@@ -1,6 +1,6 @@
 """Help pages as plain text, as wide as the terminal: usage, text, examples, essential options.
 
-Words, flags and commands are never split: a line that does not fit stays whole. Rich is not imported.
+Words, flags and commands are never split; a longer line stays whole. Rich is not imported.
 """
 
 import shutil
@@ -52,12 +52,12 @@ def draw_command(
 
 
 def more(docs: str | None, program: str) -> str:
-    """The last line of a page, which names the page of docs."""
+    """The last line of a help page: the command that shows the page of docs. Empty if there is no such page."""
     return f"More: {program} docs {docs}".rstrip() if docs is not None else ""
 
 
 def draw(usage: str, text: str, examples: Sequence[str], sections: Mapping[str, Rows], last: str) -> str:
-    """A page of usage, text, examples and sections of rows."""
+    """A help page with usage, text, examples and sections of rows."""
     width = min(shutil.get_terminal_size().columns, WIDEST_PAGE)
     blocks = [f"Usage: {usage}"]
     blocks += [_fill(" ".join(part.split()), width, INDENT) for part in text.strip().split("\n\n") if part]
@@ -80,7 +80,7 @@ def usage_pieces(parameters: Iterable[Parameter]) -> list[str]:
 
 
 def _table(rows: Rows, width: int) -> list[str]:
-    """Rows of names and texts in two columns. A name that is too wide, or a narrow terminal, takes two lines a row."""
+    """Lines of a table with two columns. If a name or the terminal does not fit, the text starts on the next line."""
     column = max((len(name) for name, _ in rows if len(name) <= WIDEST_FLAGS), default=0) + 2 * len(INDENT)
     if width < 2 * column:
         column = 3 * len(INDENT)
@@ -119,7 +119,7 @@ def _row(item: Parameter) -> tuple[str, str]:
 
 
 def _default(item: Parameter) -> str:
-    """The default, unless the help says it or the default is the absence of a value."""
+    """The sentence with the default. Empty if the help states it, or if the default is an absent value."""
     if item.is_required:
         return " Required."
     if item.default in (None, ()) or (item.is_switch and not item.option.off) or "Default:" in item.option.text:

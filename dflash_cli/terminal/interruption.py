@@ -18,12 +18,25 @@ _received: int | None = None
 
 
 class Interrupted(DFlashError):
-    """Ctrl-C or SIGTERM ended the run. The message names the kept results, the hint how to continue."""
+    """Ctrl-C or SIGTERM ended the run. The message says what is kept, the hint how to continue.
 
-    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+    `found` is the number of finished answers, and `path` the file or folder that keeps them.
+    """
+
+    def __init__(
+        self, message: str = "", *, num_answers: int | None = None, kept_in: object = None, hint: str | None = None
+    ) -> None:
         self.exit_code = signal_exit_code()
         word = "terminated" if _received == signal.SIGTERM else "interrupted"
-        super().__init__(f"{word}: {message}" if message else word, hint=hint)
+        super().__init__(f"{word}: {message}" if message else word, id=word, found=num_answers, hint=hint)
+        self.path = kept_in
+
+
+def how_to_continue(kept_in: object) -> str:
+    """The hint of an interrupted run. `kept_in` is the file or folder with its answers, or None if they are lost."""
+    if kept_in is None:
+        return "the answers are lost; --output keeps them, and --resume continues from them"
+    return f"the answers are kept in {kept_in}; run the same command with --resume to continue"
 
 
 def signal_exit_code() -> int:
@@ -32,7 +45,7 @@ def signal_exit_code() -> int:
 
 
 class ReaderGone(Exception):
-    """The process that reads stdout has ended, for example `| head`."""
+    """The process that reads stdout has ended, such as `head` in `dflash explain | head`."""
 
 
 @contextmanager
@@ -40,8 +53,9 @@ def turned_into_errors() -> Iterator[None]:
     """Turn interruptions and a closed pipe on stdout into exceptions that Typer lets through.
 
     Raises:
-        Interrupted: at KeyboardInterrupt, or whatever else an interruption was made into on its way.
-        ReaderGone: at EPIPE on a stream without a name; a named pipe is an output like others.
+        Interrupted: after KeyboardInterrupt, or after another exception if a signal was received.
+        ReaderGone: after EPIPE on stdout.
+        DFlashError: after EPIPE on a named pipe, which is an output.
     """
     try:
         yield
@@ -56,9 +70,9 @@ def turned_into_errors() -> Iterator[None]:
             raise
         if error.filename is None:
             raise ReaderGone from error
-        raise DFlashError(f"{error.filename}: its reader has gone") from error
+        raise DFlashError("its reader has ended", id="reader-gone", path=error.filename) from error
     except Exception as error:
-        # A library that is interrupted while it is imported may raise anything.
+        # A library that is interrupted during its import may raise any exception.
         if _received is not None:
             raise Interrupted from error
         raise
@@ -66,7 +80,7 @@ def turned_into_errors() -> Iterator[None]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt; one that is ignored, as under nohup, stays ignored."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt. An ignored signal stays ignored, for example under nohup."""
     global _received
     _received = None
     if threading.current_thread() is not threading.main_thread():
@@ -85,9 +99,9 @@ def signals_raise() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr an empty one, as cron and `>&-` leave it.
+    """Open the null device for each standard stream that is closed, as under cron or after `>&-`.
 
-    The descriptor itself is taken, lest the next file that is opened gets it and is written to as stdout.
+    Each gets its own descriptor. Otherwise the next opened file would get descriptor 1 and receive the results.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
@@ -100,7 +114,7 @@ def open_closed_streams() -> None:
 
 
 def discard(stream: Any) -> None:
-    """Let a stream that cannot be written to lead nowhere, so that Python does not complain while closing it."""
+    """Connect a stream that cannot be written to the null device, so that Python can close it without an error."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""Options that several verbs share: bases of request classes."""
+"""Options that several verbs share, as bases of their request classes."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal.requests import (
     DRAFTING,
@@ -18,11 +18,14 @@ from dflash_cli.terminal.requests import (
     Argument,
     Option,
     Request,
+    parameters_of,
     parse_size,
 )
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.scheduling.request import SamplingParams
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
@@ -32,10 +35,10 @@ CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 
 
 def parse_object(text: str) -> Mapping[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text is not a JSON object.
     """
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -43,11 +46,16 @@ def parse_object(text: str) -> Mapping[str, Any]:
     return value
 
 
+def values_of(request: Request, kind: type[Request]) -> dict[str, Any]:
+    """Values of a request by name, for the options that the class `kind` declares."""
+    return {item.name: getattr(request, item.name) for item in parameters_of(kind)}
+
+
 def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
-    """Refuse options whose values are not the defaults.
+    """Refuse options that the user changed. `because` completes "does not go with ...".
 
     Raises:
-        UsageError: the first option of these fields that was changed does not go with `because`.
+        UsageError: naming the first changed option of these fields.
     """
     for item in request.changed():
         if item.name in names:
@@ -56,6 +64,7 @@ def refuse_beside(request: Request, names: Sequence[str], because: str) -> None:
                 id="options-exclude-each-other",
                 field=item.title,
                 found=getattr(request, item.name),
+                hint=f"leave out {item.title}",
             )
 
 
@@ -87,6 +96,12 @@ class PairOptions(TargetOptions):
         str | None,
         Argument(flag="--draft", short="-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalityOptions(Request):
+    """How positions of a block attend to each other."""
+
     causality: Annotated[
         Literal["causal", "non-causal", "layer-types"] | None,
         Option(
@@ -170,22 +185,28 @@ class PromptOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Request):
-    """How tokens are chosen."""
+class SeedOptions(Request):
+    """How the target chooses tokens, as every server understands it."""
 
     temperature: Annotated[
         float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
     ] = 0.0
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
+    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(SeedOptions):
+    """How the target chooses tokens."""
+
     top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
     top_p: Annotated[
         float,
         Option(
             above=0, max=1, group=SAMPLING,
-            help="Sample from the fewest most likely tokens whose probabilities sum to X.",
+            help="Sample from the fewest tokens that together have a probability of at least X.",
         ),
     ] = 1.0  # fmt: skip
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
-    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
     stop_token_ids: Annotated[
         tuple[int, ...],
         Option(
@@ -193,28 +214,22 @@ class SamplingOptions(Request):
         ),
     ] = ()
 
-    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
-        """The runtime's form."""
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            verify_width=self.verified_rows,
-        )
+    def sampling_params(self, max_new_tokens: int) -> "SamplingParams":
+        """The runtime's parameters. Its fields have the names of these options."""
+        from dflash_runtime.scheduling.request import SamplingParams
+
+        given = values_of(self, SamplingOptions)
+        return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
 
     @property
     def verified_rows(self) -> int | None:
-        """Rows of a block to verify, the anchor included; None for all."""
+        """The number of rows of a block to verify, including the anchor, or None for all rows."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(SamplingOptions):
-    """How tokens are chosen and verified with a draft."""
+    """How many tokens are drafted, and how the draft chooses them."""
 
     num_speculative_tokens: Annotated[
         int | None,
@@ -236,7 +251,7 @@ class DraftingOptions(SamplingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(DraftingOptions):
-    """How tokens are chosen, drafted and verified, with one width for all steps."""
+    """Drafting with one verify width for all steps."""
 
     verify_width: Annotated[
         int | None,
@@ -257,7 +272,8 @@ class DeviceOptions(Request):
     """Where a pair runs."""
 
     device: Annotated[
-        str, Option(metavar="DEVICE", group=ENGINE, is_setting=False, help="auto, cpu, cuda or cuda:N.")
+        str,
+        Option(metavar="DEVICE", group=ENGINE, is_setting=False, help="Run on this device: auto, cpu, cuda or cuda:N."),
     ] = "auto"
     target_runtime: Annotated[
         Literal["auto", "native", "transformers", "transformers-cache"],
@@ -319,7 +335,7 @@ class EngineOptions(DeviceOptions):
         ),
     ] = None  # fmt: skip
     gpu_memory_utilization: Annotated[
-        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of GPU memory to use.")
+        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of the GPU memory to use.")
     ] = 0.9
     prefix_cache: Annotated[
         bool,
@@ -339,7 +355,7 @@ class EngineOptions(DeviceOptions):
         Literal["async", "sync"],
         Option(
             group=ENGINE, is_setting=False,
-            help="Launch a step before the results of the last are read (async), or wait for each (sync).",
+            help="Launch a step before the results of the last step are read (async), or wait for them (sync).",
         ),
     ] = "async"  # fmt: skip
     graphs: Annotated[
@@ -347,27 +363,16 @@ class EngineOptions(DeviceOptions):
         Option(off="--no-graphs", group=ENGINE, is_setting=False, help="Capture steps as CUDA graphs."),
     ] = True
 
-    def engine_config(self, **own: Any) -> EngineConfig:
-        """The runtime's form. `own` are fields of the config that a verb decides."""
-        return EngineConfig(
-            **{
-                "device": self.device,
-                "dtype": self.dtype,
-                "kernels": self.kernels,
-                "target_runtime": self.target_runtime,
-                "device_map": self.device_map,
-                "max_model_len": self.max_model_len,
-                "max_batched_tokens": self.max_batched_tokens,
-                "page_size": self.page_size,
-                "kv_memory_bytes": self.kv_memory,
-                "gpu_memory_utilization": self.gpu_memory_utilization,
-                "prefix_cache": self.prefix_cache,
-                "prefix_store": self.prefix_store,
-                "scheduling": self.scheduling,
-                "graphs": self.graphs,
-                **own,
-            }
-        )
+    def engine_config(self, **own: Any) -> "EngineConfig":
+        """The runtime's config. `own` are the fields that a verb decides.
+
+        Its fields have the names of these options, except `kv_memory_bytes`. `threads` is set for the whole process.
+        """
+        from dflash_runtime.config import EngineConfig
+
+        given = values_of(self, EngineOptions)
+        del given["threads"]
+        return EngineConfig(kv_memory_bytes=given.pop("kv_memory"), **given, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +385,15 @@ class ConcurrencyOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerdictOptions(Request):
+    """The confidence of intervals that decide a comparison."""
+
+    confidence: Annotated[
+        float, Option(above=0.5, below=1, group=MEASURING, help="Confidence level of intervals and verdicts.")
+    ] = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
 class IntervalOptions(Request):
     """The interval of a measured acceptance length."""
 
@@ -387,7 +401,7 @@ class IntervalOptions(Request):
         0.95
     )
     num_resamples: Annotated[
-        int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 leaves it out.")
+        int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 omits the interval.")
     ] = 10_000
 
 
@@ -410,7 +424,7 @@ class GateOptions(Request):
         bool,
         Option(
             group=MEASURING, is_setting=False,
-            help="Exit with 0 although prompts failed. They are named and left out of the result.",
+            help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
     ] = False  # fmt: skip
 
@@ -423,7 +437,34 @@ class ForceOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumableOptions(ForceOptions):
+class ResultOptions(ForceOptions):
+    """A measured result that a verb writes in another form."""
+
+    result: Annotated[Path, Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(ForceOptions):
+    """Whether an interrupted run continues. The request class has `output`, the file or folder that keeps answers."""
+
+    resume: Annotated[
+        bool,
+        Option(
+            group=ESSENTIALS, is_setting=False, help="Continue an interrupted run: compute only what --output lacks."
+        ),
+    ] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and getattr(self, "output", None) is None:
+            raise UsageError(
+                "--resume needs --output, which names the answers to continue", id="resume-without-output",
+                field="--resume", hint="add --output as in the interrupted run",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableOptions(ResumeOptions):
     """A file that keeps finished answers, so that an interrupted run can continue."""
 
     output: Annotated[
@@ -433,20 +474,29 @@ class ResumableOptions(ForceOptions):
             help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
         ),
     ] = None  # fmt: skip
-    resume: Annotated[
-        bool,
-        Option(
-            group=ESSENTIALS, is_setting=False,
-            help="Continue an interrupted run: answer only the prompts that --output lacks.",
-        ),
-    ] = False  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        if self.resume and self.output is None:
-            raise UsageError(
-                "--resume needs --output, the file to continue", id="resume-without-output", field="--resume"
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions(Request):
+    """Which findings of rules make a command fail."""
+
+    strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
+    ignore: Annotated[
+        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip rules with these ids.")
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions(Request):
+    """How an engine is told to draft."""
+
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", min=1, metavar="K", group=ESSENTIALS,
+            help="Draft tokens per step that engines are told to use. Default: the draft's block size minus one.",
+        ),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +507,6 @@ class LockOptions(Request):
         Path | None,
         Option(
             group=MEASURING, is_setting=False,
-            help="Exit with 3 unless draft and target are the ones that dflash lock pinned in FILE. Reads all bytes.",
+            help="Exit with 3 unless draft and target are pinned in FILE by dflash lock. Reads all bytes.",
         ),
     ] = None  # fmt: skip

@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
+from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -41,6 +42,8 @@ DRAFTING = "Drafting"
 MEASURING = "Measuring"
 ENGINE = "Engine"
 OUTPUT = "Output"
+PAIR = ("draft", "target")
+"""The options that come right after the arguments."""
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
@@ -51,18 +54,18 @@ T = TypeVar("T")
 class Option:
     """An option of a verb, as `Annotated[int, Option(...)]` of a field.
 
-    help      what it does, then its default if that needs words; a function if registries decide the text
-    flag      the long flag, if it is not made from the field's name
-    short     a second, short flag
-    off       the flag that turns a switch off
-    group     the heading under which --help-all lists it; --help lists ESSENTIALS only
-    metavar   the word for its value
-    min, max  limits of a number, which it may reach
-    above, below  limits of a number, which it may not reach
-    parse     text -> value, for a type that has no form as text; raises UsageError or ValueError
-    expected  the form that `parse` expects, in words
-    complete  typed text -> values that a shell may complete it to
-    is_setting  whether it decides the result, so that `settings` in JSON states it
+    help          the effect, then the default if it needs words; a function if a registry gives the text
+    flag          the long flag; by default made from the field's name
+    short         the short flag
+    off           the flag that turns a switch off
+    group         the heading in --help-all; --help lists only ESSENTIALS
+    metavar       the word for the value in help
+    min, max      inclusive limits of a number
+    above, below  exclusive limits of a number
+    parse         text -> value, for types that cannot be read otherwise; raises UsageError or ValueError
+    expected      the form that `parse` expects, in words
+    complete      typed text -> values that a shell offers
+    is_setting    whether the option decides the result; `settings` in JSON has only such options
     """
 
     help: str | Callable[[], str]
@@ -88,7 +91,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Argument(Option):
-    """An argument of a verb. With a `flag`, that flag gives it too, and the other arguments move up."""
+    """An argument of a verb. With a `flag` it can also be given as an option; then later arguments move up."""
 
     group: str = ESSENTIALS
 
@@ -151,7 +154,7 @@ class Parameter:
         """The value of typed text, or of a list of texts.
 
         Raises:
-            UsageError: the text has another form.
+            UsageError: a text cannot be read as this type.
         """
         texts = typed if isinstance(typed, list | tuple) else [typed]
         if self.is_list and not self.is_argument:
@@ -164,10 +167,10 @@ class Parameter:
         return tuple(values) if self.is_list else values[0]
 
     def check(self, value: Any) -> Any:
-        """The value, converted from the forms that Python callers may use.
+        """The value that a Python caller gave, in the type of the field.
 
         Raises:
-            UsageError: its type or size is wrong.
+            UsageError: the type is wrong, or the value is outside its limits.
         """
         if value is None:
             if not self.is_optional:
@@ -217,7 +220,7 @@ class Parameter:
         return value
 
     def _is_within(self, value: float) -> bool:
-        """Whether a number is inside the limits; NaN is outside."""
+        """Whether a number is inside the limits. NaN never is."""
         low, high, above, below = self.option.min, self.option.max, self.option.above, self.option.below
         return (
             value == value
@@ -282,7 +285,7 @@ class Request:
         }
 
     def changed(self) -> list[Parameter]:
-        """The parameters whose value is not the default."""
+        """The parameters with another value than their default."""
         return [item for item in parameters_of(type(self)) if getattr(self, item.name) != item.default]
 
 
@@ -301,11 +304,13 @@ _PARAMETERS: dict[type, tuple[Parameter, ...]] = {}
 
 
 def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
-    """The parameters of a request class: arguments first, then options in the order of the fields."""
+    """The parameters of a request class: arguments, the pair, options of the class itself, then inherited options."""
     if kind not in _PARAMETERS:
-        hints = get_type_hints(kind, include_extras=True)
+        hints, own = get_type_hints(kind, include_extras=True), get_annotations(kind)
         found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(cast(Any, kind))]
-        _PARAMETERS[kind] = tuple(sorted(found, key=lambda item: not item.is_argument))
+        _PARAMETERS[kind] = tuple(
+            sorted(found, key=lambda item: (not item.is_argument, item.name not in PAIR, item.name not in own))
+        )
     return _PARAMETERS[kind]
 
 
@@ -321,7 +326,7 @@ def _read_parameter(name: str, hint: Any, default: Any) -> Parameter:
 
 
 def _value_kind(hint: Any, option: Option) -> tuple[Any, bool]:
-    """The kind of one value, and whether there may be several."""
+    """The kind of one value, and whether the field is a list."""
     if get_origin(hint) is tuple:
         return _value_kind(get_args(hint)[0], option)[0], True
     if get_origin(hint) is Literal:
@@ -357,15 +362,15 @@ class Verb(Generic[P, Q, T]):
 
 
 def verb(kind: Callable[P, Q]) -> Callable[[Callable[[Q], T]], Verb[P, Q, T]]:
-    """Let a function of a request be called with the request or with its fields."""
+    """Make a function of a request a `Verb`, which takes the request or its fields."""
     return lambda run: Verb(kind, run)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
+    """The number of bytes of `512M`, `20GB`, `1.5GiB` or `4096`. Units are powers of 1,024.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text is not a size.
     """
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)

@@ -1,4 +1,4 @@
-"""Results that show themselves: on one screen in Python, as tables in a notebook."""
+"""Results with a short `repr` in Python and tables in a notebook."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,9 +11,9 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 class Shown:
-    """Base of results. A subclass gives `summary` and, if it has tables, `shown_tables`.
+    """Base of results. Subclasses define `summary`, `shown_tables` if they have tables, and `document`.
 
-    A subclass that is not a document itself gives `document`.
+    A subclass that is itself a document inherits `document`.
     """
 
     @property
@@ -29,11 +29,11 @@ class Shown:
         return found
 
     def summary(self) -> Sequence[str]:
-        """A few lines about the result, the most important first."""
+        """A few lines about the result, the most important line first."""
         raise NotImplementedError
 
     def shown_tables(self) -> Mapping[str, Table]:
-        """Title -> columns and rows."""
+        """The tables of the result: title -> columns and rows."""
         return {}
 
     def __repr__(self) -> str:

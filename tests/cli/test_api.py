@@ -1,4 +1,4 @@
-"""The Python interface: its names, the cost of importing it, and that a function does the work of its command."""
+"""The Python interface: its names, the cost of its import, and the same results as the commands."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_the_run_level_runs_the_target_with_the_given_code(tmp_path: Path) -> No
 
 
 def test_a_draft_that_would_be_misread_is_not_run(tmp_path: Path) -> None:
-    """An opened draft goes to `LLM`, whose config cannot state what this runtime does not compute."""
+    """`LLM` takes an opened draft. Its config cannot state settings that this runtime does not compute."""
     draft, target = support.make_native(tmp_path / "draft", is_neox_style=False), support.make_target(tmp_path / "t")
     with pytest.raises(UnsupportedError):
         dflash_cli.LLM(dflash_cli.open_target(target), dflash_cli.open_draft(draft))

@@ -1,4 +1,4 @@
-"""Every table fits 80 columns, in a pipe as on a terminal, and is drawn in ASCII where there is nothing else."""
+"""Every table fits 80 columns in a pipe and on a terminal, and is drawn in ASCII if stdout takes only ASCII."""
 
 import io
 import sys

@@ -113,6 +113,20 @@ class Dataset(ABC):
             )
 
 
+def conversation_rows(
+    records: Sequence[Record], turns: Callable[[Record], list[str]], num_turns: int | None
+) -> list[Fields]:
+    """Return a row of the first `num_turns` questions per record, with the record's id and category."""
+    return [
+        {
+            "turns": turns(item)[:num_turns],
+            "id": item.values.get("prompt_id", item.values.get("question_id")),
+            "category": item.values.get("category"),
+        }
+        for item in records
+    ]
+
+
 DATASETS: Registry[type[Dataset]] = Registry("dataset")
 
 

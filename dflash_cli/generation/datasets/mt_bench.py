@@ -1,9 +1,8 @@
 """MT-Bench: 80 conversations of two turns in eight categories."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Formats, conversation_rows
 from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
@@ -15,17 +14,6 @@ def _turns(record: Record) -> list[str]:
     return next(list(record.values[name]) for name in TURNS if isinstance(record.values.get(name), list))
 
 
-def _rows(records: Sequence[Record], num_turns: int | None) -> list[Fields]:
-    return [
-        {
-            "turns": _turns(item)[:num_turns],
-            "id": item.values.get("prompt_id", item.values.get("question_id")),
-            "category": item.values.get("category"),
-        }
-        for item in records
-    ]
-
-
 @DATASETS.register("mt-bench")
 class MtBench(Dataset):
     """z-lab's benchmark asks both questions of a conversation; vLLM's bench asks the first."""
@@ -35,8 +23,8 @@ class MtBench(Dataset):
     split: ClassVar[str] = "train"
     columns: ClassVar[tuple[str, ...]] = ()
     formats: ClassVar[Formats] = {
-        "z-lab": lambda records: _rows(records, None),
-        "vllm": lambda records: _rows(records, 1),
+        "z-lab": lambda records: conversation_rows(records, _turns, None),
+        "vllm": lambda records: conversation_rows(records, _turns, 1),
     }
 
     def check(self, record: Record) -> None:

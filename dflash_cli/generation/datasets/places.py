@@ -35,7 +35,7 @@ def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: b
     """Return the files of a folder, a file, or `org/repo[@revision]` on the hub.
 
     Raises:
-        CheckpointNotFound: the location does not exist, the hub refuses access, or the requested subset has no files.
+        CheckpointNotFound: the location does not exist, the hub refuses access, or files of the subset are missing.
     """
     path = Path(place).expanduser()
     if not path.exists() and HUB_ID.match(place):
@@ -61,7 +61,7 @@ def choose_files(
     """Return the files of a subset and a split, judged by their names. All have the same suffix.
 
     Raises:
-        CheckpointNotFound: there are no files of rows, or none of the requested subset.
+        CheckpointNotFound: files of rows are missing, at all or for the requested subset.
     """
     found = [name for name in names if Path(name).suffix in READERS and Path(name).name not in NO_ROWS]
     if not found:

@@ -4,10 +4,9 @@ Its rows may not be redistributed, and most rows on the hub are placeholders. It
 their sources into a folder, which this reader expects.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Formats, conversation_rows
 from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
@@ -26,17 +25,6 @@ def _turns(record: Record) -> list[str]:
     return [str(item["content"]) for item in messages if isinstance(item, dict) and item.get("role") == "user"]
 
 
-def _rows(records: Sequence[Record], num_turns: int | None) -> list[Fields]:
-    return [
-        {
-            "turns": _turns(item)[:num_turns],
-            "id": item.values.get("question_id"),
-            "category": item.values.get("category"),
-        }
-        for item in records
-    ]
-
-
 @DATASETS.register("speed-bench")
 class SpeedBench(Dataset):
     """specdec_bench of Model-Optimizer asks all questions; the benches of vLLM and SGLang ask the first."""
@@ -46,8 +34,8 @@ class SpeedBench(Dataset):
     subset: ClassVar[str | None] = "qualitative"
     columns: ClassVar[tuple[str, ...]] = ()
     formats: ClassVar[Formats] = {
-        "specdec-bench": lambda records: _rows(records, None),
-        "vllm": lambda records: _rows(records, 1),
+        "specdec-bench": lambda records: conversation_rows(records, _turns, None),
+        "vllm": lambda records: conversation_rows(records, _turns, 1),
     }
 
     def check(self, record: Record) -> None:

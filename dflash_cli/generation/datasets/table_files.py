@@ -23,7 +23,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     """Return the rows of all files, in order.
 
     Raises:
-        RequestError: a file cannot be read, a row is not an object, or there are no rows.
+        RequestError: a file cannot be read, a row is not an object, or all files are empty.
         UnsupportedError: a Parquet file, but pyarrow is not installed.
     """
     records: list[Record] = []

@@ -69,7 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_better_is_found_in_total_and_by_category(files: Path) -> None:
+def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
     outcome = support.run_main("compare", "old.json", "new.json", "--json")
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["is_paired"]
@@ -82,7 +82,7 @@ def test_what_is_better_is_found_in_total_and_by_category(files: Path) -> None:
 
 
 def test_p_values_are_corrected_for_categories_and_for_results(files: Path) -> None:
-    """Of two others the larger p-value is as it is, the smaller doubled; six categories are one family."""
+    """Of two other results, the larger p-value is unchanged, the smaller is doubled. Six categories are one family."""
     one = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"][0]
     both = json.loads(support.run_main("compare", "old.json", "again.json", "new.json", "--json").out)["comparisons"]
     assert one["p_value"] == both[0]["p_value"] > both[1]["p_value"]
@@ -97,14 +97,14 @@ def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
     assert "a category wi…" in outcome.out
-    assert "p is corrected for the number of results and categories (Holm)" in outcome.out
+    assert "(Holm)" in outcome.out
 
 
-def test_unlike_prompts_are_refused_by_name(files: Path) -> None:
+def test_different_prompts_are_refused_by_name(files: Path) -> None:
     outcome = support.run_main("compare", "old.json", "few.json")
     assert outcome.code == 2
     assert outcome.error_id == "different-prompts"
-    assert "6 only in old.json (row-30, row-31, row-32, ...)" in outcome.err
+    assert [name in outcome.err for name in ("old.json (row-30, row-31, row-32, ...)", "row-33")] == [True, False]
     assert "--unpaired" in outcome.err
     unpaired = support.run_main("compare", "old.json", "few.json", "--unpaired", "--json")
     (found,) = json.loads(unpaired.out)["comparisons"]
@@ -130,8 +130,8 @@ def test_a_prompt_that_comes_twice_is_paired_in_order(files: Path) -> None:
     assert (found["verdict"], found["num_conversations"]) == ("same", 36)
 
 
-def test_what_was_measured_otherwise_is_named(files: Path) -> None:
-    """Another draft and another date are no such thing; nor is a target of another name with the same digest."""
+def test_other_conditions_of_a_result_are_named(files: Path) -> None:
+    """Another draft, another date, or another name of the same target is not another condition."""
     write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3))
     outcome = support.run_main("compare", "old.json", "hot.json")
     assert outcome.notices == ("measured-otherwise",)
@@ -147,12 +147,14 @@ def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Pa
         whole = document(name)
         whole["measured"] |= {"rendered_prompts_digest": name}
         write(files, f"{name}.json", whole)
-    assert "rendered_prompts_digest one -> two" in support.run_main("compare", "one.json", "two.json").err
+    outcome = support.run_main("compare", "one.json", "two.json")
+    assert outcome.notices == ("measured-otherwise",)
+    assert "rendered_prompts_digest" in outcome.err
     assert support.run_main("compare", "one.json", "two.json", "--unpaired").err == ""
 
 
 def test_a_shape_of_either_curve_is_named(files: Path) -> None:
-    """Also of a result without rows, whose counts by position are known."""
+    """A result without rows has a shape too, because it states the counts by position."""
     low = document("low")
     counts = {
         "num_drafts": 1000,
@@ -163,17 +165,19 @@ def test_a_shape_of_either_curve_is_named(files: Path) -> None:
     del low["conversations"]
     write(files, "low.json", low | counts | {"acceptance_len": 1.05})
     outcome = support.run_main("compare", "old.json", "low.json")
-    assert "B shape: flat and low (5% of steps accept the first position)" in outcome.out
     assert outcome.out.endswith("test: dflash diagnose low --target org/target\n")
     (_, found) = json.loads(support.run_main("compare", "old.json", "low.json", "--json").out)["results"]
-    assert [shape["name"] for shape in found["shapes"]] == ["flat and low"]
+    (shape,) = found["shapes"]
+    assert f"B shape: {shape['name']} (5% " in outcome.out
 
 
-def test_the_gate_fails_what_is_shown_to_be_lower(files: Path) -> None:
+def test_the_gate_fails_a_result_that_is_shown_to_be_lower(files: Path) -> None:
     assert support.run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
     outcome = support.run_main("compare", "new.json", "old.json", "--gate", "no-regression")
     assert outcome.code == 3
-    assert "error: old.json: acceptance length -0.381 against new.json" in outcome.err
+    assert (outcome.error_id, outcome.field) == ("lower", "acceptance_len")
+    assert outcome.error is not None
+    assert outcome.error.found == pytest.approx(-0.38, abs=0.01)
     assert "verdict" in outcome.out
 
 
@@ -184,11 +188,11 @@ def test_the_gate_fails_one_category_that_falls(files: Path) -> None:
     write(files, "worse.json", worse)
     outcome = support.run_main("compare", "old.json", "worse.json", "--gate", "no-regression")
     assert outcome.code == 3
-    assert "category code: acceptance length -0." in outcome.err
+    assert (outcome.error_id, outcome.field) == ("category-lower", "code")
 
 
 def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
-    """What is not shown to be lower passes; that it falls by less than a little more than was seen is not shown."""
+    """A result that is not shown to be lower passes. With a tolerance it fails, because a drop is not ruled out."""
     (found,) = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"]
     little = f"{abs(found['difference']) + 0.001:.4f}"
     for options, code in (((), 0), (("--tolerance", "0.2"), 0), (("--tolerance", little), 3)):
@@ -214,7 +218,6 @@ def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
     write(files, "older.json", older)
     outcome = support.run_main("compare", "old.json", "older.json")
     assert outcome.code == 0
-    assert "no interval: older.json" in outcome.out
     found = json.loads(support.run_main("compare", "old.json", "older.json", "--json").out)
     assert found["comparisons"][0]["interval"] is None
 

@@ -44,7 +44,8 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypat
     result = run(draft, "--target", "tiny", *SMALL)
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
-    assert "config.json:dflash_config.target_layer_ids to [0, 2, 3, 4]" in sentence
+    assert "config.json:dflash_config.target_layer_ids" in sentence
+    assert "[0, 2, 3, 4]" in sentence
     assert f"dflash diagnose {draft} --target tiny" in sentence
 
 
@@ -55,7 +56,15 @@ def test_nothing_is_found_in_a_sound_draft(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 0
     assert document["has_cause"] is False
     assert document["rule"] is None
-    assert document["next"] == "dflash eval-acceptance tiny --target tiny --prompts FILE.jsonl"
+    assert document["next"].split() == [
+        "dflash",
+        "eval-acceptance",
+        "tiny",
+        "--target",
+        "tiny",
+        "--prompts",
+        "FILE.jsonl",
+    ]
     assert document["report"]["num_errors"] == 0
 
 

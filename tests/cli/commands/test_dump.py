@@ -1,4 +1,4 @@
-"""`dflash dump`, and `eval-acceptance --mode replay` on what it writes: from prompts to the same figures as a run's."""
+"""`dflash dump`, and `eval-acceptance --mode replay` on its dump, which gives the same figures as a run."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(dump: Path, tmp_path: Path) -> Path:
-    """A copy that a test may harm."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(dump, tmp_path / "copied"))
 
 
@@ -75,23 +75,23 @@ def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_the_text_says_what_the_mean_over_anchors_is(dump: Path) -> None:
+def test_the_mean_over_anchors_states_its_count(dump: Path) -> None:
     done = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny")
     assert done.out.startswith("acceptance length ")
     said = re.search(r"\nmean over (\d+) anchors ", done.out)
     assert said is not None
-    assert f"{said[1]} blocks drafted for 8 answers, " in done.err
+    assert re.search(rf"^{said[1]} blocks .* 8 answers", done.err, re.MULTILINE)
     none = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny", "--every", "0")
     assert none.out.splitlines()[0] == done.out.splitlines()[0]
     assert "mean over" not in none.out
     assert refuse(3, *REPLAY, "--dump", dump, "--head-from", "tiny", "--min-acceptance", "7")
 
 
-def test_the_manifest_says_what_was_dumped(dump: Path) -> None:
+def test_the_manifest_describes_the_dump(dump: Path) -> None:
     manifest = json.loads((dump / "manifest.json").read_text())
     assert (manifest["kind"], manifest["schema_version"], manifest["is_complete"]) == ("dump", 1, True)
     assert (manifest["taps"], manifest["dtype"]) == ([0, 2, 3, 4], "float32")
-    assert "output of decoder layer i, counted from 0" in manifest["taps_convention"]
+    assert manifest["taps_convention"]
     assert manifest["target"]["name"] == "tiny"
     assert len(manifest["tokenizer_digest"]) == len(manifest["template_digest"]) == 16
     assert len(manifest["requests"]) == 8
@@ -103,7 +103,7 @@ def test_the_manifest_says_what_was_dumped(dump: Path) -> None:
     assert str(Path.cwd()) not in json.dumps({**manifest, "measured": None})
 
 
-def test_an_interrupted_dump_goes_on_from_what_is_there(copied: Path) -> None:
+def test_an_interrupted_dump_resumes(copied: Path) -> None:
     whole = files_of(copied)
     first, second = list(whole)[:2]
     (copied / first).unlink()
@@ -117,13 +117,18 @@ def test_an_interrupted_dump_goes_on_from_what_is_there(copied: Path) -> None:
     assert len(list(copied.iterdir())) == 9
 
 
-def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
+def test_a_dump_with_other_settings_is_not_resumed(copied: Path) -> None:
     before = files_of(copied)
-    error = refuse(2, *DUMP, copied, "--resume", "-n", "17")
-    assert error.startswith(f"error: {copied}: made with max_new_tokens 16, but this run has 17\nhint: ")
-    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
-    assert "made with taps [0, 2, 3, 4], but this run has [1, 2]" in error
-    assert "exists already\nhint: pass --resume to continue the dump, or --force" in refuse(2, *DUMP, copied)
+    longer = support.run_main(*DUMP, copied, "--resume", "-n", "17")
+    other_taps = support.run_main("dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
+    for done, field, found in ((longer, "max_new_tokens", 16), (other_taps, "taps", [0, 2, 3, 4])):
+        assert (done.code, done.error_id, done.field) == (2, "settings-differ", field)
+        assert done.error is not None
+        assert (done.error.path, done.error.found) == (copied, found)
+    again = support.run_main(*DUMP, copied)
+    assert (again.code, again.error_id) == (2, "output-exists")
+    assert again.error is not None
+    assert {"--resume", "--force"} <= set(str(again.error.hint).split())
     assert files_of(copied) == before
     assert support.run_main(*DUMP, copied, "--force", "-n", "8").code == 0
     assert files_of(copied).keys() == before.keys()
@@ -135,7 +140,7 @@ def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"kind": "other"}')
     assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     assert (tmp_path / "notes.safetensors").read_text() == "mine"
-    assert "no such directory" in refuse(2, *DUMP, tmp_path / "a" / "b")
+    assert support.run_main(*DUMP, tmp_path / "a" / "b").error_id == "no-parent-directory"
 
 
 def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,17 +156,19 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "write_bytes", fill)
     folder = tmp_path / "dump"
-    error = refuse(6, *DUMP, folder)
-    assert error.startswith(f"error: {folder}/")
-    assert error.endswith(".safetensors: no space left on the device\n")
+    full = support.run_main(*DUMP, folder)
+    assert (full.code, full.error_id) == (6, "disk-full")
+    assert full.error is not None
+    path = Path(str(full.error.path))
+    assert (path.parent, path.suffix) == (folder, ".safetensors")
     assert len(files_of(folder)) == 2
     assert len(list(folder.iterdir())) == 3
     done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
-    assert f"warning: {folder}: the dump is incomplete; " in done.err
+    assert "incomplete-dump" in done.notices
     assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
 
 
-def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_dump_keeps_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = Path.write_bytes, []
 
     def interrupt(self: Path, data: bytes) -> int:
@@ -172,10 +179,11 @@ def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "write_bytes", interrupt)
     folder = tmp_path / "dump"
-    error = support.run_main(*DUMP, folder)
-    assert error.code == 130
-    assert f"2 answers are kept in {folder}" in error.err
-    assert "run the same command with --resume to continue" in error.err
+    done = support.run_main(*DUMP, folder)
+    assert (done.code, done.error_id) == (130, "interrupted")
+    assert done.error is not None
+    assert (done.error.found, done.error.path) == (2, folder)
+    assert "--resume" in str(done.error.hint)
     assert len(files_of(folder)) == 2
     assert len(list(folder.iterdir())) == 3
 
@@ -216,19 +224,20 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
         ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "usage-error", "--dump-layer-ids"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], error_id: str, field: str) -> None:
+def test_missing_and_contradicting_options_are_refused(arguments: list[str], error_id: str, field: str) -> None:
     done = support.run_main(*arguments)
     assert (done.code, done.error_id, done.field) == (2, error_id, field)
     assert not Path("x").exists()
 
 
-def test_a_dump_that_is_not_there_or_no_dump(tmp_path: Path) -> None:
-    assert "no such dump" in refuse(4, *REPLAY, "--dump", tmp_path / "x")
-    assert "(dflash, sglang, vllm)" in refuse(5, *REPLAY, "--dump", tmp_path)
+def test_a_missing_or_unknown_dump_is_refused(tmp_path: Path) -> None:
+    assert f"error: {tmp_path / 'x'}: " in refuse(4, *REPLAY, "--dump", tmp_path / "x")
+    refusal = refuse(5, *REPLAY, "--dump", tmp_path)
+    assert all(name in refusal for name in ("dflash", "sglang", "vllm"))
 
 
 def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The file with tensors changed, and its metadata as it was."""
+    """Change tensors of a file and keep its metadata."""
     with safe_open(file, framework="pt") as reader:
         metadata = reader.metadata()
     tensors = load_file(file)
@@ -236,36 +245,40 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def edit_facts(file: Path, **changes: Any) -> None:
-    """The file with other facts in its metadata."""
+    """Change facts in the metadata of a file."""
     with safe_open(file, framework="pt") as reader:
         facts = json.loads(reader.metadata()["dflash"])
     save_file(load_file(file), file, {"dflash": json.dumps(facts | changes)})
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("harm", "id", "field"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "truncated: "),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "hidden_states: found ["),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "token_ids: found ["),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), "token_ids: found 2"),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "found a value that is not finite"),
-        (lambda file: save_file(load_file(file), file), "dflash: missing, expected metadata"),
-        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "row: missing, "),
-        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not valid JSON"),
-        (lambda file: edit_facts(file, turn="0"), "turn: found '0', "),
-        (lambda file: edit_facts(file, prompt_len=0), "prompt_len: found 0, "),
-        (lambda file: edit_facts(file, finish_reason="tired"), "finish_reason: found 'tired', "),
-        (lambda file: edit_facts(file, length=1), "length: found 1, "),
-        (lambda file: save_file({"x": torch.zeros(1)}, file), "lacks the tensor hidden_states; found x"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "file-truncated", "file size"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "wrong-shape", "hidden_states"),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "wrong-shape", "token_ids"),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), None, "token_ids"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "not-finite", "hidden_states"),
+        (lambda file: save_file(load_file(file), file), None, "dflash"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "missing-key", "row"),
+        (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not-json", None),
+        (lambda file: edit_facts(file, turn="0"), "wrong-value", "turn"),
+        (lambda file: edit_facts(file, prompt_len=0), "wrong-value", "prompt_len"),
+        (lambda file: edit_facts(file, finish_reason="tired"), "wrong-value", "finish_reason"),
+        (lambda file: edit_facts(file, length=1), "unknown-key", "length"),
+        (lambda file: save_file({"x": torch.zeros(1)}, file), "missing-tensor", "hidden_states"),
     ],
 )
-def test_files_that_were_harmed_are_named(harm: Callable[[Path], object], message: str, copied: Path) -> None:
+def test_files_that_were_harmed_are_named(
+    harm: Callable[[Path], object], id: str | None, field: str | None, copied: Path
+) -> None:
     file = next(copied.glob("*.safetensors"))
     harm(file)
-    error = refuse(3, *REPLAY, "--dump", copied, "--head-from", "tiny")
-    assert error.startswith(f"error: {file}: ")
-    assert message in error
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert (done.code, done.field) == (3, field)
+    assert id in (None, done.error_id)
+    assert done.error is not None
+    assert str(done.error.path) == str(file)
 
 
 GONE = {"file": "gone.safetensors", "index": 0, "turn": 0, "prompt_len": 1, "answer_len": 1, "num_tokens": 2}
@@ -300,8 +313,11 @@ def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None
     assert (
         support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--output", folder).code == 0
     )
-    error = refuse(3, *REPLAY, "--dump", folder, "--head-from", "tiny")
-    assert f"{DRAFT}: taps layers 0, 2, 3, 4, but {folder} holds layers 0, 2\n" in error
+    done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
+    assert (done.code, done.error_id, done.field) == (3, "dump-lacks-layers", "target_layer_ids")
+    assert done.error is not None
+    assert (done.error.path, done.error.found) == (DRAFT, (0, 2, 3, 4))
+    assert str(folder) in done.err
 
 
 def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -> None:
@@ -312,8 +328,8 @@ def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -
     assert error.startswith(f"error: {other}: {dump} was made with tiny (")
 
 
-def test_nothing_but_embedding_and_head_is_read_of_the_target(dump: Path, tmp_path: Path) -> None:
-    """The other weights are not even there."""
+def test_only_embedding_and_head_of_the_target_are_read(dump: Path, tmp_path: Path) -> None:
+    """The folder lacks all other weights."""
     ends = tmp_path / "ends"
     ends.mkdir()
     shutil.copy(TARGET / "config.json", ends)
@@ -332,8 +348,8 @@ def test_packed_ends_are_refused(copied: Path, tmp_path: Path) -> None:
     )
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"ends_digest": None}))
-    error = refuse(5, *REPLAY, "--dump", copied, "--head-from", other)
-    assert "model.embed_tokens.weight: found 'F8_E4M3'" in error
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", other)
+    assert (done.code, done.error_id, done.field) == (5, "packed-tensor", "model.embed_tokens.weight")
 
 
 def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None:
@@ -347,9 +363,8 @@ def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None
     assert done.code == 0, done.err
     expected = replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
     assert json.loads(done.out)["histogram"] == expected
-    error = refuse(2, *REPLAY, "--dump", dump)
-    assert f"{DRAFT}: the draft does not contain embed_tokens.weight" in error
-    assert "--head-from" in error
+    done = support.run_main(*REPLAY, "--dump", dump)
+    assert (done.code, done.error_id, done.field) == (2, "head-from-missing", "--head-from")
 
 
 def test_a_target_that_transformers_runs_is_dumped_alike(dump: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_list_can_be_narrowed() -> None:
 def test_commands_are_shown_with_generic_words() -> None:
     for rule in all_rules():
         assert not {"{draft}", "{target}", "{out}"} & set(support.invoke("explain", rule.id).out.split())
-    assert "dflash validate DRAFT --fix-out OUT" in support.invoke("explain", "C20").out
+    assert {"validate", "DRAFT", "--fix-out", "OUT"} <= set(support.invoke("explain", "C20").out.split())
 
 
 def test_json() -> None:
@@ -65,8 +65,8 @@ def test_json() -> None:
 
 def test_a_wrong_id_gets_a_guess() -> None:
     outcome = support.invoke("explain", "C200")
-    assert outcome.code == 2
-    assert "did you mean C20?" in outcome.err
+    assert (outcome.code, outcome.error_id) == (2, "unknown-rule")
+    assert " C20?" in outcome.err
 
 
 def test_the_table_in_the_documents_is_true() -> None:
@@ -81,7 +81,7 @@ def test_the_table_in_the_documents_is_true() -> None:
     ids=" ".join,
 )
 def test_no_torch(arguments: tuple[str, ...]) -> None:
-    """Commands that read headers, or nothing, start without torch and the like; test_architecture.py has others."""
+    """Commands that read at most headers start without torch. test_architecture.py checks others."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('.', 'runtime', 'kernels')]!r}; "
         f"sys.argv = ['dflash', *{list(arguments)!r}]\n"

@@ -1,4 +1,4 @@
-"""`dflash generate`: text, rows, statistics, and every way a prompt can be given."""
+"""`dflash generate`: text, rows, statistics and all sources of prompts."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from dflash_runtime.metrics import request_metrics
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
+from dflash_testing.refusals import refuses
 
 PROMPT = "def fibonacci(n):"
 
@@ -34,7 +35,7 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> RequestOutput:
-    """What the runtime says to PROMPT."""
+    """The output of the runtime for PROMPT."""
     ids = bundled_tokenizer().encode(PROMPT)
     return bundled_llm(bundled_draft_model(), 7).generate([ids], SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
 
@@ -44,11 +45,11 @@ def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutp
     assert done.code == 0, done.err
     assert done.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
     assert "40 tokens" in done.err
-    assert "INFO dflash_cli.generation.loaded_pair: running on 1 CPU thread" in done.err
-    assert f"{len(expected.acceptance_lengths)} steps, acceptance length" in done.err
+    assert "INFO dflash_cli.generation.loaded_pair: " in done.err
+    assert f" {len(expected.acceptance_lengths)} steps, " in done.err
 
 
-def test_rows_hold_what_the_runtime_said(expected: RequestOutput) -> None:
+def test_rows_hold_the_output_of_the_runtime(expected: RequestOutput) -> None:
     done = run(PROMPT, "-n", "40", "--ignore-eos", "--output", "-")
     (row,) = map(json.loads, done.stdout.splitlines())
     assert row == {
@@ -82,16 +83,18 @@ def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestO
     assert document["verify_width_histogram"] == {"3": document["num_drafts"]}
     assert document["per_pos_verified"] == [document["num_drafts"]] * 2 + [0] * 5
     assert document["is_capped"] is True
-    assert "(capped: 2.0 of 7 drafts verified)" in done.stderr
+    assert "(capped: 2.0 of 7 " in done.stderr
 
 
-def test_widths_do_not_adapt_where_steps_have_no_times() -> None:
-    """Silently unless it is asked for: on the CPU nobody expects it."""
-    by_default, asked = (run(PROMPT, "-n", "9", "--json", *options) for options in ([], ["--verify-width", "auto"]))
-    assert "adaptive width" not in by_default.stderr
-    assert "warning: adaptive width is off" in asked.stderr
+def test_widths_do_not_adapt_without_step_times() -> None:
+    """A warning is printed only if --verify-width auto is given."""
+    by_default, asked = (
+        support.run_main("generate", PROMPT, "-n", "9", "--json", *options)
+        for options in ([], ["--verify-width", "auto"])
+    )
+    assert (by_default.notices, asked.notices) == ((), ("no-adaptive-width",))
     for done in (by_default, asked):
-        assert json.loads(done.stdout)["measured"]["adaptive_width"] is False
+        assert json.loads(done.out)["measured"]["adaptive_width"] is False
 
 
 def test_a_verify_width_of_one_is_plain_decoding(expected: RequestOutput) -> None:
@@ -158,7 +161,7 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert "lacks a tokenizer" in refused.err
 
 
-def test_what_gives_way_is_said_once() -> None:
+def test_a_feature_that_is_switched_off_is_named_once() -> None:
     done = support.run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
     assert done.code == 0
     lines = [line for line in done.err.splitlines() if "probabilistic drafting is off" in line]
@@ -176,7 +179,8 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
     assert answers[0]["token_ids"] == answers[2]["token_ids"] == list(expected.token_ids)
-    assert answers[1]["error"] == f"{prompts}:2: token id 99999, expected ids in [0, 2048)"
+    assert answers[1]["error"].startswith(f"{prompts}:2: ")
+    assert "99999" in answers[1]["error"]
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
 
@@ -185,8 +189,10 @@ def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     output.write_text("mine")
     done = support.run_main("generate", PROMPT, "-n", "4", "--output", output)
-    assert done.code == 2
-    assert done.err.splitlines() == [f"error: {output}: exists already", "hint: pass --force to replace it"]
+    assert (done.code, done.error_id) == (2, "output-exists")
+    error, hint = done.err.splitlines()
+    assert error.startswith(f"error: {output}: ")
+    assert "--force" in hint
     assert output.read_text() == "mine"
     run(PROMPT, "-n", "4", "--output", str(output), "--force")
     assert len(json.loads(output.read_text())["token_ids"]) == 4
@@ -199,25 +205,26 @@ def test_a_device_is_written_to_and_stays_one() -> None:
 
 
 def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
-    done = support.run_main("generate", "tiny", "-n", "2")
-    assert done.code == 0
-    assert "note: tiny was read as a prompt; to run it as the draft, pass --draft tiny" in done.err.splitlines()
-    words = "note: 3 prompts of one word each were read; put quotes around a text to make it one prompt"
-    assert words in support.run_main("generate", "def", "fibonacci", "n", "-n", "2").err.splitlines()
-    assert "one word each" not in support.run_main("generate", "def fibonacci", "n", "-n", "2").err
-    assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
+    def notices(*arguments: str) -> tuple[str, ...]:
+        done = support.run_main("generate", *arguments, "-n", "2")
+        assert done.code == 0
+        return done.notices
+
+    assert notices("tiny") == ("prompt-names-a-checkpoint",)
+    assert notices("def", "fibonacci", "n") == ("prompts-of-one-word",)
+    assert notices("def fibonacci", "n") == notices("tiny", "--draft", "tiny") == ()
 
 
 def test_quiet_leaves_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_is_quiet", False)  # put back afterwards
+    monkeypatch.setattr(console, "_is_quiet", False)  # restored after the test
     loud, quiet = (support.run_main("generate", PROMPT, "-n", "4", *options) for options in ([], ["-q"]))
-    assert loud.err.splitlines()[0] == "loading draft tiny and target tiny ..."
+    assert loud.err.splitlines()[0].startswith("loading ")
     assert quiet.err == ""
     assert quiet.out == loud.out
 
 
 def target_without_template(path: Path) -> Path:
-    """The bundled target, whose tokenizer completes text and knows no chats."""
+    """The bundled target with a tokenizer that lacks a chat template."""
     shutil.copytree(tiny_directory() / "target", path)
     (path / "chat_template.jinja").unlink(missing_ok=True)
     config = path / "tokenizer_config.json"
@@ -228,7 +235,7 @@ def target_without_template(path: Path) -> Path:
 
 
 def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: RequestOutput) -> None:
-    """Rows that need the template have errors of their own, turn by turn; the row of ids is answered."""
+    """Rows that need the template get an error for each turn. The row of ids is answered."""
     target = target_without_template(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [
@@ -242,9 +249,9 @@ def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: Request
     assert done.code == 2
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["error", "length", "error", "error"]
-    assert "prompts.jsonl:1: messages needs a chat template" in answers[0]["error"]
+    assert answers[0]["error"].startswith(f"{prompts}:1: messages ")
     assert answers[1]["token_ids"] == list(expected.token_ids)
-    assert "turn 2 was skipped because turn 1 failed" in answers[3]["error"]
+    assert answers[3]["error"].startswith(f"{prompts}:3: turn 2 ")
     text = support.run_main("generate", *options, "--prompts", prompts)
     assert text.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
 
@@ -255,7 +262,7 @@ def test_chat_needs_a_template_for_any_prompt(tmp_path: Path) -> None:
     assert (done.code, done.out) == (2, "")
     assert (done.error_id, done.field) == ("no-chat-template", "--chat")
     base = support.run_main("generate", "x", "--chat", "-n", "2")
-    assert "note: the bundled target is a base model" in base.err
+    assert base.notices == ("chat-with-base-model",)
 
 
 def test_an_answer_that_the_model_cuts_is_pointed_out() -> None:
@@ -271,7 +278,7 @@ def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         yield
 
     monkeypatch.setattr(LLM, "stream", broken)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(RuntimeError):
         run(PROMPT, "--output", str(tmp_path / "rows.jsonl"))
     assert list(tmp_path.iterdir()) == []
 
@@ -300,8 +307,8 @@ def test_lossless_output_is_found_lossless_and_a_wrong_token_is_not(expected: Re
     wrong = replace(expected, token_ids=(*expected.token_ids[:9], 5, *expected.token_ids[10:]))
     verdict = llm.check_lossless([expected, wrong])
     assert not verdict.is_lossless
-    assert "token 10 of the answer is" in verdict.worst
-    with pytest.raises(UsageError, match="--check-lossless: found"):
+    assert "token 10 " in verdict.worst
+    with refuses(UsageError, field="--check-lossless", found="--temperature 1"):
         run(PROMPT, "--check-lossless", "--temperature", "1")
 
 
@@ -323,8 +330,10 @@ def test_an_interruption_keeps_what_is_finished(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(LLM, "stream", interrupted)
     options = ["-n", "9", "--concurrency", "1", "--output", str(output)]
     done = support.run_main("generate", "--prompts", prompts, *options)
-    assert done.code == 130
-    assert done.err.splitlines()[-1] == f"error: interrupted: 2 of 3 answered, which {output} holds"
+    assert (done.code, done.error_id) == (130, "interrupted")
+    assert done.error is not None
+    assert (done.error.found, done.error.path) == (2, str(output))
+    assert "2 of 3 " in done.err.splitlines()[-1]
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1]
 
 

@@ -1,6 +1,7 @@
-"""What `dflash generate` refuses: one line that says what is wrong, the exit code that is documented, and no result."""
+"""Refusals of `dflash generate`: one line with the fault, the documented exit code, and no result."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,88 +12,92 @@ from dflash_testing import checkpoints as support
 def test_json_and_rows_on_stdout_exclude_each_other() -> None:
     done = support.run_main("generate", "x", "--json", "--output", "-")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: --json and --output -")
+    assert (done.error_id, done.field) == ("two-results-on-stdout", "--output")
 
 
 def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
-    for text, hint in (
-        ('[{"prompt": "x"}]', "jq -c '.[]'"),
-        ('{"question": "x"}', "name the field with the text prompt"),
+    for text, id, hint in (
+        ('[{"prompt": "x"}]', "json-not-an-object", "jq -c '.[]'"),
+        ('{"question": "x"}', "not-one-prompt", "prompt"),
     ):
         prompts.write_text(text)
         done = support.run_main("generate", "--prompts", prompts)
-        assert done.code == 2
+        assert (done.code, done.error_id) == (2, id)
         assert f"error: {prompts}:1: " in done.err
         assert hint in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "fields"),
     [
-        ([], 2, "no prompt"),
-        (["x", "--prompts", "y"], 2, "both as arguments and by --prompts"),
-        (["--prompts", "absent.jsonl"], 4, "absent.jsonl: no such file"),
-        (["x", "--draft", "absent-dir", "--target", "tiny"], 4, "absent-dir: no such directory"),
-        (["x", "--draft", "tiny", "--target", "tiny:reduced"], 2, "names a draft"),
-        (["x", "--target", "tiny"], 2, "without a draft"),
-        (["x", "-k", "8"], 2, "num_draft_tokens: found 8"),
-        (["x", "--top-p", "0"], 2, "--top-p: found 0.0"),
-        (["x", "--device", "tpu"], 2, "device: found 'tpu'"),
-        (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
-        (["x", "--kv-memory", "lots"], 2, "--kv-memory: found 'lots'"),
-        (["x", "--max-model-len", "999999"], 2, "max_model_len: found 999999"),
-        (["x", "--output", "README.md"], 2, "README.md: exists already"),
-        (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
-        (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: found '{'"),
+        ([], 2, {"id": "no-prompt"}),
+        (["x", "--prompts", "y"], 2, {"id": "two-prompt-sources"}),
+        (["--prompts", "absent.jsonl"], 4, {"id": "no-such-file", "path": Path("absent.jsonl")}),
+        (["x", "--draft", "absent-dir", "--target", "tiny"], 4, {}),
+        (["x", "--draft", "tiny", "--target", "tiny:reduced"], 2, {}),
+        (["x", "--target", "tiny"], 2, {}),
+        (["x", "-k", "8"], 2, {"field": "num_draft_tokens", "found": 8}),
+        (["x", "--top-p", "0"], 2, {"field": "--top-p", "found": 0.0}),
+        (["x", "--device", "tpu"], 2, {"field": "device", "found": "tpu"}),
+        (["x", "--kv-memory", "20K"], 6, {"field": "kv_memory_bytes", "found": 20480, "expected": "147456 bytes"}),
+        (["x", "--kv-memory", "lots"], 2, {"field": "--kv-memory", "found": "lots"}),
+        (["x", "--max-model-len", "999999"], 2, {"field": "max_model_len", "found": 999_999}),
+        (["x", "--output", "README.md"], 2, {"id": "output-exists", "path": Path("README.md")}),
+        (["x", "--output", "no/such/dir/rows.jsonl"], 2, {"id": "no-parent-directory", "path": Path("no/such/dir")}),
+        (["x", "--chat-template-kwargs", "{"], 2, {"field": "--chat-template-kwargs", "found": "{"}),
     ],
 )
-def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
+def test_bad_input_ends_in_one_line_and_its_exit_code(
+    arguments: list[str], code: int, fields: dict[str, object]
+) -> None:
     done = support.run_main("generate", *arguments)
     assert done.code == code
+    assert {name: getattr(done.error, name) for name in fields} == fields
     first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
     assert first.startswith("error: ")
-    assert message in first
     assert "Traceback" not in done.err
     assert done.out == ""
 
 
 @pytest.mark.triton
 def test_kernels_that_cannot_run_are_refused() -> None:
-    """In a process of its own, since the interpreter is switched on in this one."""
+    """In a separate process, because this process has the interpreter switched on."""
     env = {"TRITON_INTERPRET": "0"}
     done = support.launch("generate", "x", "--kernels", "triton", "--device", "cpu", env=env)
     assert (done.code, done.out) == (5, "")
-    assert "error: --kernels: found 'triton'" in done.err
+    assert "error: --kernels: " in done.err
 
 
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
     done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a block of 8 more, but the pool has" in done.err
+    assert all(re.search(rf"\b{number}\b", done.err) for number in (126, 16, 2001, 8, 13)), "pages, tokens, the pool"
 
 
 def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
     done = support.run_main("generate", "x", "", "-n", "1")
-    assert (done.code, "error: prompt 2: empty, expected at least one token" in done.err.splitlines()) == (2, True)
+    assert (done.code, "error: prompt 2: " in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "limit"),
     [
-        (["--verify-width", "9"], "--verify-width: found 9, expected at most 8"),
-        (["--verify-width", "4", "-k", "2"], "--verify-width: found 4, expected at most 3"),
-        (["--stop-token-id", "99999"], "--stop-token-id: found 99999, expected an id in [0, 2048)"),
-        (["--stop-token-id", "-1"], "--stop-token-id: found -1"),
-        (["--seed", "-1"], "--seed: found -1"),
-        (["--seed", str(2**63)], "--seed: found 9223372036854775808"),
+        (["--verify-width", "9"], "8"),
+        (["--verify-width", "4", "-k", "2"], "3"),
+        (["--stop-token-id", "99999"], "2048"),
+        (["--stop-token-id", "-1"], "0"),
+        (["--seed", "-1"], "0"),
+        (["--seed", str(2**63)], str(2**63 - 1)),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
-def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], message: str) -> None:
+def test_impossible_settings_are_refused(command: list[str], options: list[str], limit: str) -> None:
     done = support.run_main(*command, *options)
-    assert (done.code, done.out) == (2, "")
-    assert f"error: {message}" in done.err
+    assert (done.code, done.out, done.field) == (2, "", options[0])
+    assert done.error is not None
+    assert done.error.found == int(options[1])
+    assert limit in re.findall(r"\d+", str(done.error.expected))
 
 
 def test_an_empty_prompt_leaves_stdout_empty() -> None:
@@ -102,10 +107,10 @@ def test_an_empty_prompt_leaves_stdout_empty() -> None:
 
 
 def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
-    """A text longer than the tokenizer says it takes is refused by us, in one line."""
+    """A text longer than the tokenizer's limit is refused in one line, without a warning of transformers."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
     done = support.launch("generate", "--prompts", prompts, "-n", "2")
     assert done.code == 2
-    assert "Token indices sequence length" not in done.err
-    assert [line for line in done.err.splitlines() if line.startswith("error: ")] != []
+    assert {line.split(" ")[0] for line in done.err.splitlines()} <= {"loading", "error:", "0"}, "0 tokens"
+    assert "error: " in done.err

@@ -1,4 +1,4 @@
-"""`dflash lock`, and what --lock of other commands makes of it: of the locked pair, or of none."""
+"""`dflash lock`, and --lock of other commands, which run the locked pair or stop."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def change(name: str = "model.safetensors") -> None:
-    """Another last byte, of the same size."""
+    """Change the last byte of the weights."""
     file = Path("mine", name)
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
@@ -53,37 +53,39 @@ def test_a_lock_is_replaced_only_by_force() -> None:
 
 
 @pytest.mark.parametrize("command", [VALIDATE, EVALUATE])
-def test_what_moved_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
+def test_a_changed_file_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
     assert support.run_main(*command, "--lock", "dflash.lock").code == 0
     change()
     done = support.run_main(*command, "--lock", "dflash.lock")
     assert (done.code, done.out) == (3, "")
     was = locked["draft"]["sha256"]["model.safetensors"][:12]
-    assert "error: dflash.lock: draft: model.safetensors: found sha256 " in done.err
-    assert f"..., expected sha256 {was}..." in done.err
-    assert "dflash lock --force" in done.err
+    (error, hint) = done.err.splitlines()[-2:]
+    assert error.startswith("error: dflash.lock: draft: model.safetensors: ")
+    assert f" {was}..." in error
+    assert "--force" in hint
 
 
-def test_a_file_that_came_or_went_has_moved() -> None:
+def test_added_and_removed_files_are_noticed() -> None:
     found = read_lock(Path("dflash.lock"))
     Path("mine", "generation_config.json").write_text("{}")
-    with pytest.raises(GateFailed, match=r"generation_config\.json: found sha256 .*, expected no such file"):
+    with refuses(GateFailed) as caught:
         found.check({"draft": Path("mine")})
+    assert "generation_config.json" in caught.value.message
     Path("mine", "README.md").write_text("a card decides nothing")
     Path("mine", "generation_config.json").unlink()
     found.check({"draft": Path("mine")})
 
 
 def test_a_repository_is_known_by_its_commit(locked: dict[str, Any]) -> None:
-    """Headers read from the hub are those of a commit."""
+    """Headers that are read from the hub belong to a commit."""
     locked["draft"] |= {"name": "org/draft", "commit": "a" * 40}
     Path("hub.lock").write_text(json.dumps(locked))
     found = read_lock(Path("hub.lock"))
     found.check({"draft": RemoteRepo("org/draft", "a" * 40, frozenset())})
-    with pytest.raises(GateFailed, match=r"draft: commit b+ of org/draft, expected a+"):
-        found.check({"draft": RemoteRepo("org/draft", "b" * 40, frozenset())})
-    with pytest.raises(GateFailed, match=r"target: commit b+ of org/model, expected a local directory"):
-        found.check({"target": RemoteRepo("org/model", "b" * 40, frozenset())})
+    for role, repo, expected in (("draft", "org/draft", "a" * 40), ("target", "org/model", "directory")):
+        with refuses(GateFailed) as caught:
+            found.check({role: RemoteRepo(repo, "b" * 40, frozenset())})
+        assert all(text in caught.value.message for text in (role, repo, "b" * 40, expected))
 
 
 def test_a_result_names_its_lock() -> None:
@@ -127,5 +129,6 @@ def test_a_file_that_is_not_a_lock_is_refused(text: str) -> None:
 
 
 def test_an_absent_lock_is_not_found() -> None:
-    with pytest.raises(CheckpointNotFound, match=r"absent\.lock: no such file"):
+    with refuses(CheckpointNotFound) as caught:
         read_lock(Path("absent.lock"))
+    assert caught.value.message.startswith("absent.lock: ")

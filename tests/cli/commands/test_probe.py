@@ -1,7 +1,8 @@
-"""`dflash probe` against servers on this machine: figures, faults on the way, exit codes, and what is kept."""
+"""`dflash probe` against servers on this machine: figures, faults of the connection, exit codes and kept answers."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
-    """The document of a probe that ends with 0."""
+    """The document of a probe with exit code 0."""
     done = support.invoke("probe", engine.url, *args, "--json")
     assert done.code == 0, done.err
     document: dict[str, Any] = json.loads(done.out)
@@ -52,7 +53,7 @@ def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
 
 
 def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
-    """A file of `eval-acceptance --output`, of answers that another engine gives: the form of our own number."""
+    """A file in the form of `eval-acceptance --output`, with answers of a fake engine."""
     path = prompts.with_name("own.jsonl")
     with serving(FakeEngine(reports="detailed", **changes)) as other:
         probe(other, "-p", prompts, *FEW, "--output", path)
@@ -60,7 +61,7 @@ def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
 
 
 def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None:
-    """The server is driven by our engine on the bundled pair, and reports its steps as vLLM would."""
+    """Our engine answers for the server with the bundled pair, and reports its steps in the form of vLLM."""
     own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
     sample = ("--num-prompts", "12", "-n", "12")
     evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--output", own, "--json").out)
@@ -93,8 +94,8 @@ def test_the_page_names_server_lengths_and_cause(engine: FakeEngine, prompts: Pa
     assert lines[0].startswith("vllm 0.33.0 serves org/model")
     assert " 7 tokens" in lines[0]
     assert lines[1].startswith("acceptance length 3.")
-    assert "answers 1 at a time and 8 at a time: 14 of 14 the same" in lines
-    assert "cause: undecided (rule 9): there is nothing to compare with" in lines
+    assert [line for line in lines if " 14 of 14 " in line] != []
+    assert [line for line in lines if line.startswith("cause: undecided (rule 9): ")] != []
     assert all(len(line) <= 80 for line in lines if "▇" not in line and not line.startswith(("position", "average")))
 
 
@@ -106,7 +107,7 @@ def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: Fa
 
 
 @pytest.mark.parametrize("fault", ["500", "timeout"])
-def test_troubles_that_pass_are_tried_again(engine: FakeEngine, prompts: Path, fault: Any) -> None:
+def test_temporary_faults_are_retried(engine: FakeEngine, prompts: Path, fault: Any) -> None:
     engine.faults = {1: fault, 4: fault, 5: fault}
     document = probe(engine, "-p", prompts, *FEW, "--timeout", "0.15")
     assert document["runs"][0]["failed"] == []
@@ -117,23 +118,23 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
     engine.faults = {3: "400"}
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 2
-    assert "1 prompt failed" in done.err
-    assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: the prompt is longer" in done.err
+    assert "prompts-failed" in done.notices
+    assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: " in done.err
     engine.faults = {engine.num_answers + 3: "400"}
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
 
 
-def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: FakeEngine, prompts: Path) -> None:
+def test_a_server_that_ends_is_one_line_and_resume_asks_the_rest(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     engine.faults = dict.fromkeys(range(6, 40), "500")
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--output", rows, "--retries", "0")
-    assert done.code == 4
-    assert "answered 500, after 1 try; 5 answers kept in" in done.err
+    assert (done.code, done.error_id) == (4, "no-answer")
+    assert re.search(r" 500\b.* 1 try\b.* 5 answers ", done.err)
     assert "--resume" in done.err
     assert not done.out
     assert len(prompts.with_name("rows.1.jsonl").read_text().splitlines()) == 1 + 5
     engine.faults = {}
-    time.sleep(0.1)  # a request that was under way
+    time.sleep(0.1)  # for a request that was running
     before = engine.num_answers
     document = probe(engine, "-p", prompts, *FEW, "--output", rows, "--resume")
     assert engine.num_answers - before == 1 + 14 - 5
@@ -142,29 +143,29 @@ def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: Fake
     assert document["runs"][0]["per_pos_accepted"] == whole["runs"][0]["per_pos_accepted"]
 
 
-def test_rows_of_other_settings_are_not_gone_on_with(engine: FakeEngine, prompts: Path) -> None:
+def test_rows_with_other_settings_are_not_resumed(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     probe(engine, "-p", prompts, *FEW, "--output", rows)
     done = support.invoke(
         "probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--output", rows, "--resume"
     )
-    assert (done.code, "made with max_new_tokens 40" in done.err) == (2, True)
+    assert (done.code, done.error_id, done.field) == (2, "settings-differ", "max_new_tokens")
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_a_refused_connection_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     done = support.invoke("probe", f"http://127.0.0.1:{port}")
-    assert done.code == 4
-    assert f"error: http://127.0.0.1:{port}/v1/models: the connection was refused" in done.err
+    assert (done.code, done.error_id) == (4, "connection-refused")
+    assert f"error: http://127.0.0.1:{port}/v1/models: " in done.err
     assert "Traceback" not in done.err
 
 
-def test_what_is_no_server_of_models_is_refused(prompts: Path) -> None:
+def test_a_server_without_models_is_refused(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text="x")) as engine:
         done = support.invoke("probe", f"{engine.url}/elsewhere", "-p", prompts)
-    assert (done.code, "found no list of models at /v1/models" in done.err) == (5, True)
+    assert (done.code, done.error_id) == (5, "unknown-server")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,9 @@ def test_a_server_without_speculative_decoding_is_one_line(changes: dict[str, An
     with serving(FakeEngine(has_draft=False, **changes)) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 5
-    assert "reports no speculative decoding: it runs without a draft, or does not show what it counts" in done.err
-    assert f"hint: start it with {how}" in done.err
+    assert done.error_id == "no-speculation"
+    assert done.error is not None
+    assert how in str(done.error.hint)
     assert not done.out
 
 
@@ -190,8 +192,8 @@ def test_a_draft_that_is_configured_and_not_engaged_is_said(style: Any, prompts:
     with serving(FakeEngine(style=style, is_engaged=False)) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 3
-    assert "serves org/model: it drafts nothing" in done.out
-    assert "cause: engine (rule 1)" in done.out
+    assert "org/model" in done.out.splitlines()[0]
+    assert "(rule 1)" in cause(done)
 
 
 @pytest.mark.parametrize(("num_before", "notice"), [(0, "requests-not-counted"), (30, "server-restarted")])
@@ -245,7 +247,8 @@ def test_counters_without_positions_and_requests_give_the_length_alone(prompts: 
 def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text='a{b="\n')) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
-    assert (done.code, "/metrics: found no text in Prometheus' format" in done.err) == (5, True)
+    assert (done.code, done.error_id) == (5, "not-prometheus")
+    assert "/metrics: " in done.err
 
 
 def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,24 +266,29 @@ def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.Monkey
     assert (missing.code, "ABSENT_KEY" in missing.err) == (2, True)
 
 
-def test_a_lower_number_than_our_own_is_the_engines(engine: FakeEngine, prompts: Path) -> None:
+def cause(done: support.Outcome) -> str:
+    """The line that names the cause and the rule."""
+    return next(line for line in done.out.splitlines() if line.startswith("cause: "))
+
+
+def test_a_length_below_our_own_is_a_fault_of_the_engine(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts, rate=0.7)
     with serving(FakeEngine(reports="summary", rate=0.4)) as worse:
         done = support.invoke("probe", worse.url, "-p", prompts, *FEW, "--result", own)
     assert done.code == 3
-    assert "cause: engine (rule 4)" in done.out
+    assert "(rule 4)" in cause(done)
     assert "own.1.jsonl: 3." in done.out
 
 
-def test_a_number_as_low_as_our_own_is_the_checkpoints(prompts: Path) -> None:
+def test_a_length_as_low_as_our_own_is_a_fault_of_the_checkpoint(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", rate=0.1)) as engine:
         own = own_result(engine, prompts, rate=0.1)
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
     assert done.code == 3
-    assert "cause: checkpoint (rule 7)" in done.out
+    assert "(rule 7)" in cause(done)
 
 
-def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> None:
+def test_another_server_is_compared(engine: FakeEngine, prompts: Path) -> None:
     with serving(FakeEngine(style="sglang", release="0.5.23")) as other:
         document = probe(engine, "-p", prompts, *FEW, "--beside", other.url)
     assert document["beside"]["server"]["engine"] == "sglang"
@@ -289,11 +297,11 @@ def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> Non
     assert document["attribution"]["owner"] == "none"
 
 
-def test_a_draft_that_suffers_under_load_is_the_engines(prompts: Path) -> None:
+def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", worse_loaded=1, pause_s=0.01)) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
     assert done.code == 3
-    assert "cause: engine (rule 5)" in done.out
+    assert "(rule 5)" in cause(done)
 
 
 @pytest.mark.parametrize(("gap", "code"), [(0.05, 0), (2.0, 3)])
@@ -309,15 +317,14 @@ def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, g
 def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Path) -> None:
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "3").code == 0
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "5")
-    assert (done.code, "expected at least 5" in done.err) == (3, True)
+    assert (done.code, done.error_id, done.field) == (3, "gate-failed", "acceptance length")
 
 
-def test_a_yardstick_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
+def test_a_result_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts)
     prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
-    assert (done.code, engine.num_answers) == (2, 0)
-    assert "has none of the prompts" in done.err
+    assert (done.code, engine.num_answers, done.error_id) == (2, 0, "other-prompts")
 
 
 def test_conversations_are_rendered_by_the_server_and_go_on_with_its_answers(
@@ -340,7 +347,7 @@ def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
         faults = probe(engine, "-p", prompts, *FEW, "-d", "tiny:reduced")["known_faults"]
         page = support.invoke("probe", engine.url, "-p", prompts, *FEW, "-d", "tiny:reduced").out
     assert {fault.split()[0] for fault in faults} >= {"S09", "S10"}
-    assert "\nknown of sglang: S10 1024 of the target's 2048 ids" in page
+    assert re.search(r"\nknown of sglang: S10 .*1024 .*2048 ", page)
 
 
 def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
@@ -376,7 +383,7 @@ def test_a_file_that_a_later_run_would_overwrite_is_refused_before_the_first(
         outcome = support.invoke("probe", engine.url, "-p", prompts, "--output", tmp_path / "rows.jsonl", *more)
         assert outcome.code == 2
         assert f"error: {tmp_path / name}: " in outcome.err
-    assert engine.num_answers <= 2  # those by which it is seen whether a draft is served
+    assert engine.num_answers <= 2  # the requests that test whether a draft is served
     assert not (tmp_path / "rows.1.jsonl").exists()
 
 
@@ -385,13 +392,10 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
 ) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     own = own_result(engine, prompts)
-    for more, message in (
-        (
-            ["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"],
-            "--beside-api-key-env: found 'NO_SUCH_KEY'",
-        ),
-        (["--engine", "vlm"], "error: --engine: found 'vlm'"),
-        (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),
+    for more, field in (
+        (["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"], "--beside-api-key-env"),
+        (["--engine", "vlm"], "--engine"),
+        (["--result", own], "--result"),
     ):
         outcome = support.invoke("probe", engine.url, *more)
-        assert (outcome.code, message in outcome.err) == (2, True), outcome.err
+        assert (outcome.code, outcome.field) == (2, field), outcome.err

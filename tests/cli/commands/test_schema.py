@@ -1,6 +1,6 @@
-"""`dflash schema`: every document that a command prints or writes is as its schema says.
+"""`dflash schema`: every document that a command prints or writes follows its schema.
 
-Documents of other tests are held to them as well: `support.run_main` and `support.invoke` look at all that is printed.
+`support.run_main` and `support.invoke` also check every document that other tests print.
 """
 
 import json
@@ -38,9 +38,7 @@ DOCUMENTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_what_a_command_prints_is_as_its_schema_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_documents_follow_their_schema(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("times.json").write_text('{"plain": {"1": 5}, "resized": {"7": {"1": 6}}}')
     document = json.loads(support.run_main(*DOCUMENTS[name], "--json").out)
@@ -48,7 +46,7 @@ def test_what_a_command_prints_is_as_its_schema_says(
     check_document(document)
 
 
-def test_what_is_written_is_as_its_schema_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_documents_follow_their_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     support.run_main("lock", "tiny")
     support.run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
@@ -73,8 +71,9 @@ def test_a_key_that_is_missing_or_not_in_the_schema_is_noticed() -> None:
         with pytest.raises(AssertionError):
             check_document(wrong)
     del document["num_rules"]
-    with pytest.raises(AssertionError, match="'num_rules' is a required property"):
+    with pytest.raises(AssertionError) as caught:
         check_document(document)
+    assert "'num_rules'" in str(caught.value)
 
 
 def test_every_command_that_prints_a_document_has_a_schema() -> None:
@@ -89,8 +88,9 @@ def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
     assert printed == read_schema("eval-acceptance")
     assert {"Interval", "EvaluationRun", "Identity", "ConversationCounts"} <= set(printed["$defs"])
     wrong = support.run_main("schema", "evaluation")
-    assert wrong.code == 2
-    assert "error: KIND: found 'evaluation', expected one of answers, bench" in wrong.err
+    assert (wrong.code, wrong.field) == (2, "KIND")
+    assert wrong.error is not None
+    assert "answers, bench, " in str(wrong.error.expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Where results may be written: files whole or not at all, devices and pipes as they are, links stay links."""
+"""Outputs: files are complete or absent, devices and pipes are written directly, links stay links."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 
 
-def test_what_exists_is_refused_without_force(tmp_path: Path) -> None:
+def test_existing_outputs_are_refused_without_force(tmp_path: Path) -> None:
     path = tmp_path / "out"
     check_output(path, force=False)
     path.write_text("mine")

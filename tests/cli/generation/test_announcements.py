@@ -1,4 +1,6 @@
-"""When acceptance counts as low, and the command that is then named."""
+"""The limit of low acceptance, and the command that is suggested then."""
+
+import re
 
 import pytest
 
@@ -19,7 +21,7 @@ def test_low_is_a_quarter_of_the_block_or_one_and_a_half(length: float, num_draf
     assert is_low(counts(length, num_drafted)) is low
 
 
-def test_few_steps_say_nothing() -> None:
+def test_acceptance_over_few_steps_is_not_called_low() -> None:
     assert not is_low(counts(1.0, num_steps=19))
     assert is_low(counts(1.0, num_steps=20))
     assert not is_low(AcceptanceCounts(7))
@@ -27,28 +29,25 @@ def test_few_steps_say_nothing() -> None:
 
 def test_the_next_command_has_the_real_names(capsys: pytest.CaptureFixture[str]) -> None:
     suggest_diagnosis(counts(1.1), {"draft": "my draft", "target": "org/model"})
-    assert (
-        capsys.readouterr().err
-        == "note: acceptance is low; to find the cause: dflash diagnose 'my draft' --target org/model\n"
-    )
+    assert capsys.readouterr().err.endswith(": dflash diagnose 'my draft' --target org/model\n")
     suggest_diagnosis(counts(3.1), {"draft": "d", "target": "t"})
     suggest_diagnosis(counts(1.1), {"draft": None, "target": "t"})
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("draft", "target", "line"),
-    [(None, None, "loading draft tiny and target tiny ..."), ("tiny:reduced", None, "loading draft tiny:reduced and "
-     "target tiny ..."), ("org/d", None, "loading draft org/d and its target ..."),
-     ("org/d", "org/t", "loading draft org/d and target org/t ...")],
+    ("draft", "target", "names"),
+    [(None, None, ["tiny", "tiny"]), ("tiny:reduced", None, ["tiny:reduced", "tiny"]), ("org/d", None, ["org/d"]),
+     ("org/d", "org/t", ["org/d", "org/t"])],
 )  # fmt: skip
 def test_loading_is_announced(
-    draft: str | None, target: str | None, line: str, capsys: pytest.CaptureFixture[str]
+    draft: str | None, target: str | None, names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     announce_loading(draft, target)
-    assert capsys.readouterr().err == f"{line}\n"
+    assert re.findall(r"tiny\S*|org/\S*", capsys.readouterr().err) == names
 
 
 def test_a_plain_run_loads_only_the_target(capsys: pytest.CaptureFixture[str]) -> None:
     announce_loading(None, "org/t", plain=True, device="cpu")
-    assert capsys.readouterr().err == "loading target org/t on cpu ...\n"
+    line = capsys.readouterr().err
+    assert [name in line.split() for name in ("org/t", "cpu", "draft")] == [True, True, False]

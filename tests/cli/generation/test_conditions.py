@@ -1,4 +1,4 @@
-"""Conditions of a run: what is typed, what each is called, and how a prompt under one is told from another."""
+"""Conditions of a run: their options, their names, and the digests of prompts under them."""
 
 from dataclasses import replace
 
@@ -21,8 +21,9 @@ def test_every_combination_is_a_condition_and_those_without_a_draft_come_last() 
     assert names() == []
     assert names("on,off") == ["thinking on", "thinking off"]
     assert names("off", "1k,500") == ["thinking off, 1k", "thinking off, 500"]
-    assert names("on", with_plain=True) == ["thinking on", "thinking on, no draft"]
-    assert names(with_plain=True) == ["", "no draft"]
+    drafted, plain = names("on", with_plain=True)
+    assert plain.startswith(f"{drafted}, ")
+    assert names(with_plain=True) == ["", plain.removeprefix(f"{drafted}, ")]
 
 
 def test_lengths_are_tokens_and_a_k_is_1024() -> None:
@@ -55,7 +56,7 @@ def test_a_template_may_call_the_switch_something_else(options: str | None, expe
     assert made.template_options == expected
 
 
-def test_a_level_that_is_no_switch_is_handed_on_as_it_is() -> None:
+def test_other_levels_of_thinking_are_passed_to_the_template() -> None:
     made = make_conditions(("low", "high"), (), with_plain=False, template_options='{"reasoning_effort": "$thinking"}')
     assert [item.template_options for item in made] == [{"reasoning_effort": "low"}, {"reasoning_effort": "high"}]
 

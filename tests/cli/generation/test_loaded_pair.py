@@ -1,4 +1,4 @@
-"""A session prepares its device before it answers: with a bar on a terminal, without a word elsewhere."""
+"""A session prepares its device before it answers, with a bar on a terminal."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_bar_counts_on_a_terminal(
     assert not captured.out
 
 
-def test_elsewhere_there_is_only_the_warning(session: PairSession, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_only_the_warning(session: PairSession, capsys: pytest.CaptureFixture[str]) -> None:
     graphs = with_stand_ins(session.llm)
     graphs.refused = {3}
     session.warm_up(GREEDY, num_prompts=100)

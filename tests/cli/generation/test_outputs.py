@@ -1,6 +1,7 @@
-"""Several answers on a terminal are told apart; in a pipe nothing is added to them."""
+"""Several answers have headings on a terminal, but not in a pipe."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,23 +47,27 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_heading_stands_before_each_of_several_answers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(2)
     text = shown(rows, [finished(rows[1], "two"), finished(rows[0], "one")], capsys)
-    assert text == "--- prompt 1 of 2 ---\none\n--- prompt 2 of 2 ---\ntwo\n"
+    first, one, second, two = text.splitlines()
+    assert (one, two) == ("one", "two")
+    assert [re.findall(r"\d", heading) for heading in (first, second)] == [["1", "2"], ["2", "2"]]
 
 
 @pytest.mark.usefixtures("terminal")
 def test_turns_have_headings_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [PromptRow(index=0, kind="turns", value=["a", "b"])]
     text = shown(rows, [finished(rows[0], "one"), finished(rows[0], "two", turn=1)], capsys)
-    assert text == "--- prompt 1 of 1, turn 1 of 2 ---\none\n--- prompt 1 of 1, turn 2 of 2 ---\ntwo\n"
+    first, one, second, two = text.splitlines()
+    assert (one, two) == ("one", "two")
+    assert [re.findall(r"turn (\d)", heading) for heading in (first, second)] == [["1"], ["2"]]
 
 
 @pytest.mark.usefixtures("terminal")
-def test_one_answer_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_answer_has_no_heading(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(1)
     assert shown(rows, [finished(rows[0], "one")], capsys) == "one\n"
 
 
-def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_has_no_headings(capsys: pytest.CaptureFixture[str]) -> None:
     rows = prompts(2)
     assert shown(rows, [finished(rows[0], "one"), finished(rows[1], "two")], capsys) == "one\ntwo\n"
 
@@ -77,7 +82,7 @@ def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "row\nsecond\n"
 
 
-def test_rows_wait_for_those_before_them() -> None:
+def test_rows_wait_for_earlier_rows() -> None:
     rows = [PromptRow(index=index, kind="prompt", value="") for index in range(3)]
     written: list[str] = []
     sink = RowSink(rows, written.append, 7)

@@ -1,4 +1,4 @@
-"""Prompts filled up to a length: exact enough, deterministic, without repeating itself, the question at the end."""
+"""Prompts padded to a length: deterministic, without repetition, with the question at the end."""
 
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 
 MOST_MISSING = 64
-"""Tokens of the longest sentence, in the bundled tokenizer, which was made for Python."""
+"""The tokens of the longest sentence with the bundled tokenizer, which was trained on Python."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Named sets of prompts: what the bundled mix is, which set a target gets, and what is a chat."""
+"""Named sets of prompts: the content of the bundled mix, the set of each target, and sets of chats."""
 
 import hashlib
 import re

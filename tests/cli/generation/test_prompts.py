@@ -1,4 +1,4 @@
-"""Rows of prompts: what is malformed is named by file and line, and a sample of them is a fair one."""
+"""Rows of prompts: malformed rows are named by file and line, and samples are fair."""
 
 from typing import Any
 

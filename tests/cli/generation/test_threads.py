@@ -1,4 +1,4 @@
-"""How many CPU threads a pair gets."""
+"""The number of CPU threads of a pair."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def pair() -> list[Checkpoint]:
 
 @pytest.fixture
 def set_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What torch was told; the real number stays."""
+    """The number of threads that torch would use. The real number stays."""
     told: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: told[-1] if told else 8)
@@ -33,7 +33,7 @@ def test_a_small_pair_runs_on_one_thread(
     assert use_threads(None, "cpu", pair) == 1
 
 
-def test_what_is_asked_for_counts_then_the_environment(
+def test_threads_come_from_the_option_then_the_environment(
     pair: list[Checkpoint], set_threads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert use_threads(3, "cpu", pair) == 3

@@ -1,4 +1,4 @@
-"""Text is decoded while ids arrive, and nothing is shown that a later id could change."""
+"""Text is decoded while ids arrive. Text that a later id could change is held back."""
 
 from dflash_cli.generation.tokenizer import StreamDecoder
 from dflash_testing.pairs import bundled_tokenizer

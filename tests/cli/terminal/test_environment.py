@@ -1,4 +1,4 @@
-"""What a result says of the command: all of it but the secrets."""
+"""A result states the command without its secrets."""
 
 import pytest
 

@@ -73,4 +73,5 @@ def test_the_first_page_groups_the_commands() -> None:
     text = page()
     places = [text.index(f"\n  {name} ") for name in COMMANDS]
     assert places == sorted(places)
-    assert text.index("Run a pair:") < text.index("Look at a draft:") < text.index("Convert and serve:")
+    headings = [text.index(f"\n{entry.section}:\n") for entry in COMMANDS.values()]
+    assert headings == sorted(headings)

@@ -1,7 +1,8 @@
-"""What ends a run from outside, through the real entry: signals, readers that go, closed streams, full disks."""
+"""Signals, readers that end, closed streams and full disks, with the real entry point."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def shell(line: str) -> support.Outcome:
 def end_when(
     process: "subprocess.Popen[str]", is_time: Callable[[], bool], number: signal.Signals = signal.SIGINT
 ) -> support.Outcome:
-    """Send a signal as soon as something is so, and wait for the end."""
+    """Send a signal as soon as a condition holds, and wait for the end."""
     until = time.monotonic() + 60
     while not is_time() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -58,15 +59,16 @@ def num_lines(path: Path) -> int:
     ("number", "word"),
     [pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow), (signal.SIGTERM, "terminated")],
 )
-def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals, word: str, tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_says_how_to_continue(number: signal.Signals, word: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["eval-acceptance", "--output", rows, "--concurrency", "1", "-n", "64", "--num-resamples", "0"]
     done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
     assert done.code == 128 + number
     kept = num_lines(rows) - 1
     said, hint = done.err.splitlines()[-2:]
-    assert said.startswith(f"error: {word}: {kept} of 64 answered, acceptance length ")
-    assert hint == f"hint: the answers are kept in {rows}; run the same command with --resume to continue"
+    assert said.startswith(f"error: {word}: {kept} of 64 ")
+    assert re.search(r"acceptance length \d", said)
+    assert {str(rows), "--resume"} <= set(hint.replace(";", " ").split())
     assert done.out == ""
 
 
@@ -77,7 +79,7 @@ def test_text_that_is_interrupted_ends_its_line() -> None:
     done = end_when(process, lambda: True)
     assert done.code == 130
     assert (first + done.out).endswith("\n")
-    assert done.err.splitlines()[-1] == "error: interrupted: 0 of 1 answered"
+    assert done.err.splitlines()[-1].startswith("error: interrupted: 0 of 1 ")
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_an_interruption_while_loading_is_said() -> None:
 
 @pytest.mark.parametrize("entry", ["from dflash_cli.__main__ import main; main()", None], ids=["script", "-m"])
 def test_an_interruption_while_modules_are_imported_ends_without_a_traceback(entry: str | None, tmp_path: Path) -> None:
-    """A Typer that is slow to import stands in for a cold disk."""
+    """A Typer with a slow import replaces a slow disk."""
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
     path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
     process = subprocess.Popen(
@@ -113,18 +115,19 @@ def test_the_installed_commands_are_quiet_from_the_first_import_on() -> None:
 
 def test_an_ignored_interruption_stays_ignored() -> None:
     """A job in the background of a shell has SIGINT ignored."""
-    assert shell("trap '' INT; dflash inspect tiny & p=$!; sleep 0.4; kill -INT $p; wait $p").code == 0
+    done = shell("trap '' INT; dflash inspect tiny & p=$!; sleep 0.4; kill -INT $p; wait $p")
+    assert done.code == 0
 
 
 @pytest.mark.parametrize(
     "line", ["dflash explain | head -1", "dflash --help | head -c 1", "dflash explain --json | head -c 1"]
 )
-def test_a_reader_that_goes_is_no_error(line: str) -> None:
+def test_a_reader_that_ends_early_is_not_an_error(line: str) -> None:
     done = shell(line)
     assert (done.code, done.err) == (0, "")
 
 
-def test_a_text_whose_reader_goes_is_no_error() -> None:
+def test_a_text_with_a_reader_that_ends_early_is_not_an_error() -> None:
     done = shell("dflash generate x -n 2000 --ignore-eos | head -c 1")
     assert done.code == 0
     assert [text for text in done.err.splitlines() if not text.startswith("loading ")] == []
@@ -146,9 +149,10 @@ def test_closed_streams_are_empty_ones(line: str, code: int) -> None:
     assert "Traceback" not in done.err
 
 
-def test_a_file_that_is_opened_is_never_the_closed_stdout(tmp_path: Path) -> None:
+def test_an_opened_file_never_becomes_stdout(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    assert shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --output {rows} >&-").code == 0
+    done = shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --output {rows} >&-")
+    assert done.code == 0
     assert all(isinstance(json.loads(line), dict) for line in rows.read_text().splitlines())
     assert num_lines(rows) == 3
 
@@ -164,7 +168,7 @@ needs_full = pytest.mark.skipif(not FULL.is_char_device(), reason="needs /dev/fu
 def test_a_full_stdout_is_named(line: str) -> None:
     done = shell(line)
     assert done.code == 6
-    assert done.err.splitlines()[-1] == "error: stdout: no space left on the device"
+    assert done.err.splitlines()[-1].startswith("error: stdout: ")
 
 
 @needs_full
@@ -178,19 +182,19 @@ def test_a_full_stdout_is_named(line: str) -> None:
 )
 def test_a_full_disk_is_named(arguments: list[str]) -> None:
     done = support.run_main(*arguments, FULL)
-    assert done.code == 6
-    assert done.err.splitlines()[-1] == "error: /dev/full: no space left on the device"
+    assert (done.code, done.error_id) == (6, "disk-full")
+    assert done.err.splitlines()[-1].startswith("error: /dev/full: ")
     assert FULL.is_char_device()
 
 
 @pytest.mark.slow
-def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
+def test_a_run_resumes_from_the_answers_on_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files replaces the full disk. Only the answers that were cut off are asked again."""
     rows = tmp_path / "rows.jsonl"
     options = ["--num-prompts", "8", "-n", "16", "--concurrency", "1", "--num-resamples", "0", "--output", str(rows)]
     done = shell(f"ulimit -f 4; dflash eval-acceptance {' '.join(options)}")
     assert done.code == 6
-    assert done.err.splitlines()[-1] == f"error: {rows}: larger than a file may be here"
+    assert done.err.splitlines()[-1].startswith(f"error: {rows}: ")
     whole = rows.read_bytes()[: rows.read_bytes().rfind(b"\n") + 1]
     assert 1 < whole.count(b"\n") < 9
     assert support.run_main("eval-acceptance", *options, "--resume").code == 0
@@ -200,7 +204,7 @@ def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--output"])
 def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
-    """--output is the same code; see test_atomic_file."""
+    """All outputs use the same code; see test_atomic_file."""
     pipe, real, link = tmp_path / "pipe", tmp_path / "real", tmp_path / "link"
     os.mkfifo(pipe)
     real.write_text("old")
@@ -218,18 +222,18 @@ def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_whose_reader_goes_is_named(tmp_path: Path) -> None:
-    """Only stdout may lose its reader in silence."""
+def test_a_pipe_that_loses_its_reader_is_named(tmp_path: Path) -> None:
+    """Only stdout may lose its reader without an error."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = shell(f"head -c 1 < {pipe} > {tmp_path / 'first'} & dflash eval-acceptance --num-prompts 4 --output {pipe}")
     assert done.code != 0
-    assert done.err.splitlines()[-1] == f"error: {pipe}: its reader has gone"
+    assert done.err.splitlines()[-1].startswith(f"error: {pipe}: ")
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="needs the installed script")
 def test_the_installed_script_ends_as_main_does() -> None:
-    """What pip writes for the console script, on the code of this tree."""
+    """The console script that pip writes, with the code of this tree."""
     assert shell(f"{SCRIPT} explain | head -1").code == 0
     assert shell(f"{SCRIPT} inspect tiny >&-").code == 0
     process = subprocess.Popen([SCRIPT, "generate", "x"], stderr=subprocess.PIPE, text=True, env=ENV)
@@ -243,7 +247,7 @@ def test_the_installed_script_ends_as_main_does() -> None:
 def test_a_second_interruption_while_the_first_is_reported_shows_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `timeout -s INT` sends it: once to the process, and once to its group."""
+    """`timeout -s INT` sends two signals: to the process and to its group."""
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Datasets of prompts, on made-up rows in the layouts in which they are published.
+"""Datasets of prompts, with made-up rows in the published layouts.
 
-No row of a dataset stands here.
+This file contains no row of a dataset.
 """
 
 import csv
@@ -50,7 +50,7 @@ MADE: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [{"question_id": "q1", "category": "coding", "turns": ["Do this.", "And that."]}],
     ),
 }
-"""Dataset -> a file's name in its repository, and rows made for the tests."""
+"""Dataset -> the name of a file in its repository, and made-up rows."""
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -132,7 +132,7 @@ def test_examples_stand_before_the_question_and_are_not_asked(tmp_path: Path) ->
     assert (row.reference, row.where) == ("1,200", f"{tmp_path}/main/test-00000-of-00001.jsonl:6")
 
 
-def test_rows_keep_what_is_known_of_them(tmp_path: Path) -> None:
+def test_rows_keep_id_and_category(tmp_path: Path) -> None:
     found = {name: read(f"{name}={write_dataset(tmp_path / name, name)}").rows[0] for name in MADE}
     assert {name: (row.id, row.category) for name, row in found.items()} == {
         "gsm8k": (None, None), "math500": ("a/1.json", "Algebra"), "humaneval": ("Made/0", None), "mbpp": (3, None),
@@ -158,7 +158,7 @@ def test_a_placeholder_of_speed_bench_is_no_prompt(tmp_path: Path) -> None:
     with refuses(RequestError, "placeholder-prompt") as raised:
         read(f"speed-bench={tmp_path}")
     assert "qualitative.jsonl:1" in raised.value.message
-    assert "--dataset speed-bench=FOLDER" in str(raised.value.hint)
+    assert "speed-bench=FOLDER" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
@@ -183,7 +183,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setattr(table_files, "find_spec", lambda name: None)
     with refuses(UnsupportedError, "missing-package", path=tmp_path / "test.parquet", found="pyarrow") as raised:
         read(f"gsm8k={tmp_path}")
-    assert raised.value.hint == "pip install 'dflash-cli[datasets]'"
+    assert "'dflash-cli[datasets]'" in str(raised.value.hint)
 
 
 def test_a_broken_parquet_file_is_one_line(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_unknown_or_malformed_dataset_is_refused(text: str, id: str) -> None:
 def test_a_format_that_nobody_has_is_refused(tmp_path: Path) -> None:
     with refuses(UsageError, field="--dataset-format", found="sglang") as caught:
         read(f"mbpp={write_dataset(tmp_path, 'mbpp')}", "sglang")
-    assert "z-lab or specforge" in str(caught.value.expected)
+    assert all(name in str(caught.value.expected) for name in ("z-lab", "specforge"))
 
 
 def test_two_counts_that_differ_are_refused() -> None:
@@ -284,7 +284,7 @@ def test_rows_without_questions_are_named(tmp_path: Path) -> None:
         assert "rows.jsonl:1: " in caught.value.message
 
 
-def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_location_without_rows_is_refused(tmp_path: Path) -> None:
     with refuses(CheckpointNotFound, "no-such-dataset-location", field="--dataset", found="nowhere/at/all"):
         read("gsm8k=nowhere/at/all")
     with refuses(CheckpointNotFound, "no-row-files", found=str(tmp_path)):
@@ -296,7 +296,7 @@ def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def local_hub() -> Iterator[hub.LocalHub]:
-    """A hub with one dataset, and files beside it that are not to be downloaded."""
+    """A hub with one dataset, and other files that must not be downloaded."""
     with hub.serving() as server:
         rows = "".join(json.dumps(row) + "\n" for row in GSM8K).encode()
         server.repos["openai/gsm8k"] = {
@@ -319,7 +319,7 @@ except DFlashError as error:
 
 
 def show(text: str, environment: dict[str, str]) -> Any:
-    """What a process of its own reads, since the hub's library takes its settings when it is imported."""
+    """The result of a separate process, because the hub's library reads its settings during its import."""
     done = subprocess.run(
         [sys.executable, "-c", SHOW, text],
         env={**os.environ, **support.IMPORT_PATHS, **environment},
@@ -348,9 +348,8 @@ def test_a_hub_that_is_not_reached_points_to_a_folder(local_hub: hub.LocalHub, t
     environment = hub.environment(local_hub, tmp_path) | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     code, message, hint = show("gsm8k", environment)
     assert code == 4
-    assert message.startswith("openai/gsm8k: the hub cannot be reached")
-    assert hint == "check the network and HF_ENDPOINT; or give a folder with the dataset: --dataset NAME=DIR"
-    assert show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2] == [
-        4,
-        "acme/absent: not found on the hub",
-    ]
+    assert message.startswith("openai/gsm8k: ")
+    assert "HF_ENDPOINT" in hint
+    assert "NAME=DIR" in hint
+    code, message = show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2]
+    assert (code, message.split(":")[0]) == (4, "acme/absent")
