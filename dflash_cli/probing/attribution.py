@@ -93,7 +93,7 @@ def attribute(evidence: Evidence) -> Attribution:
             return found
     if evidence.yardsticks:
         names = " and ".join(item.other.name for item in evidence.yardsticks)
-        return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing needs to be done")
+        return Attribution(owner="none", rule=8, evidence=f"the server matches {names}", hint="nothing to do")
     hint = "measure the pair with eval-acceptance --output OWN.jsonl and add --result OWN.jsonl, or add --beside URL"
     return Attribution(owner="undecided", rule=9, evidence="there is nothing to compare with", hint=hint)
 

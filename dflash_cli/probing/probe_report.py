@@ -32,9 +32,7 @@ def headline(found: Probed) -> list[str]:
     ]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
-        lines += textwrap.wrap(
-            f"{value:.3f} by {found.server.engine}'s definition: {DEFINITIONS[found.definition]}", WIDTH
-        )
+        lines += _wrap(f"{value:.3f} by {found.server.engine}'s definition: {DEFINITIONS[found.definition]}")
     return lines
 
 
@@ -70,20 +68,21 @@ def equality_lines(found: Probed) -> list[str]:
 
 def fault_lines(found: Probed) -> list[str]:
     """Findings of rules about the draft on this engine, with --draft."""
-    return [
-        line
-        for fault in found.known_faults
-        for line in textwrap.wrap(f"known of {found.server.engine}: {fault}", WIDTH, subsequent_indent="  ")
-    ]
+    return [line for fault in found.known_faults for line in _wrap(f"known of {found.server.engine}: {fault}")]
 
 
 def attribution_lines(attribution: Attribution) -> list[str]:
-    """`cause: engine (rule 4): ...`, and the next thing to do."""
+    """`cause: engine (rule 4): ...`, wrapped, and the next thing to do on one line, because it may be a command."""
     text = f"cause: {attribution.owner} (rule {attribution.rule}): {attribution.evidence}"
     return [
-        *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False),
-        *textwrap.wrap(attribution.hint, WIDTH, initial_indent="  next: ", subsequent_indent="    "),
+        *_wrap(text),
+        f"  next: {attribution.hint}",
     ]
+
+
+def _wrap(text: str) -> list[str]:
+    """Lines of at most 78 columns, broken between words only."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _load_table(found: Probed) -> Table:
@@ -124,8 +123,7 @@ def _equality(item: TokenEquality) -> list[str]:
         parts += [f"{unjudged} not judged"] * bool(unjudged)
     if item.num_unlike:
         parts.append(f"{plural(item.num_unlike, 'prompt')} of other tokens")
-    wrapped = textwrap.wrap(", ".join(parts), WIDTH, subsequent_indent="  ")
-    return [*wrapped, *_some_differences(item)]
+    return [*_wrap(", ".join(parts)), *_some_differences(item)]
 
 
 def _some_differences(item: TokenEquality) -> Sequence[str]:
