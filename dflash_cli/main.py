@@ -265,13 +265,22 @@ def _run() -> int:
 def _report(error: DFlashError) -> None:
     """Print why the command stops, if stderr can be written."""
     try:
-        console.error(error.message, error.hint)
+        console.error(_with_option(error), error.hint)
     except OSError:
         discard(sys.stderr)
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         discard(sys.stdout)
+
+
+def _with_option(error: DFlashError) -> str:
+    """The message, with the option that the user typed in place of the field of the engine's config that it sets."""
+    from dflash_cli.terminal.options import options_of_config
+
+    option = options_of_config().get(error.field or "")
+    is_named = option is not None and error.message.startswith(f"{error.field}: ")
+    return f"{option}{error.message.removeprefix(str(error.field))}" if is_named else error.message
 
 
 def _foreseen(error: Exception) -> DFlashError | None:

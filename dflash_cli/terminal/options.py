@@ -375,6 +375,17 @@ class EngineOptions(DeviceOptions):
         return EngineConfig(kv_memory_bytes=given.pop("kv_memory"), **given, **own)
 
 
+def options_of_config() -> dict[str, str]:
+    """Field of the engine's config -> the option that sets it."""
+    same = {item.name: item.flag for item in parameters_of(EngineOptions)}
+    own = {
+        "kv_memory_bytes": "--kv-memory",
+        "max_num_requests": "--concurrency",
+        "num_draft_tokens": "--num-speculative-tokens",
+    }
+    return same | own
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConcurrencyOptions(Request):
     """How many requests run at once."""

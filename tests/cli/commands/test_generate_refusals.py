@@ -60,6 +60,15 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(
     assert done.out == ""
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--num-speculative-tokens", "8"), ("--max-model-len", "999999"), ("--device", "tpu")]
+)
+def test_a_wrong_field_of_the_engines_config_is_shown_as_its_option(option: str, value: str) -> None:
+    done = support.run_main("generate", "x", option, value)
+    assert done.code == 2
+    assert f"error: {option}: " in done.err
+
+
 @pytest.mark.triton
 def test_kernels_that_cannot_run_are_refused() -> None:
     """In a separate process, because this process has the interpreter switched on."""
