@@ -77,7 +77,7 @@ class JudgedPair:
             raise UsageError(
                 f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
                 id="too-many-drafts",
-                field="-k",
+                field="--num-speculative-tokens",
                 found=asked,
                 expected=f"at most {most}",
             )

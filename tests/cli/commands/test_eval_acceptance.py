@@ -91,7 +91,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
     done = support.run_main("eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json")
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
-    assert (done.error_id, done.field) == ("gate-failed", "acceptance length")
+    assert (done.error_id, done.field) == ("acceptance-too-low", "acceptance length")
     with refuses(GateFailed, "too-few-prompts", field="num_prompts", found=1, expected="12 or more"):
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 

@@ -143,7 +143,7 @@ def test_one_table_has_a_line_for_each_condition(other: Path, prompts: Path, mon
 def test_a_gate_holds_under_every_condition(other: Path, prompts: Path) -> None:
     asked = ["--target", other, "--prompts", prompts, "--chat", "-n", "8", "--thinking", "on,off"]
     done = run(*asked, "--min-acceptance", "7.9")
-    assert (done.code, done.error_id) == (3, "gate-failed")
+    assert (done.code, done.error_id) == (3, "acceptance-too-low")
     assert str(done.field).startswith("thinking on: ")
 
 

@@ -317,7 +317,7 @@ def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, g
 def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Path) -> None:
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "3").code == 0
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "5")
-    assert (done.code, done.error_id, done.field) == (3, "gate-failed", "acceptance length")
+    assert (done.code, done.error_id, done.field) == (3, "acceptance-too-low", "acceptance length")
 
 
 def test_a_result_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
