@@ -15,7 +15,6 @@ from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
 
-
 ROOMY: dict[str, Any] = {"scheduling": "sync", "max_num_requests": 3, "num_pages": 40}
 SHORT: dict[str, Any] = {"scheduling": "async", "max_num_requests": 4, "num_pages": 14, "max_batched_tokens": 11}
 

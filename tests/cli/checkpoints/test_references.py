@@ -34,6 +34,7 @@ def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("reference", ["acme/draft", "acme/draft@v2", f"acme/draft@{hub.COMMIT}"])
 def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """In a process of its own, as a user sets the hub's variables. The other tests replace the library's constants."""
     outcome = support.launch("validate", reference, *DOWNLOAD, "--json", env=environment)
     assert outcome.code == 0, outcome.err
     document = json.loads(outcome.out)
@@ -43,22 +44,22 @@ def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Pat
 
 
 def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[str, str], tmp_path: Path) -> None:
-    assert support.launch("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
+    assert hub.run("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
     (cached,) = (tmp_path / "home").rglob(hub.COMMIT)
     before = sorted(item.name for item in cached.iterdir())
-    outcome = support.launch("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
+    outcome = hub.run("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
     assert outcome.code == 2
     assert "is or contains the source" in outcome.err
     assert sorted(item.name for item in cached.iterdir()) == before
 
 
 def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str, str]) -> None:
-    first, again = (support.launch("validate", "acme/draft", *DOWNLOAD, env=environment) for _ in range(2))
+    first, again = (hub.run("validate", "acme/draft", *DOWNLOAD, env=environment) for _ in range(2))
     (line,) = [line for line in first.err.splitlines() if line.startswith("downloading ")]
     assert re.fullmatch(r"downloading acme/draft: [\d.]+ (bytes|kB|MB) in \d+ files?", line)
     assert "Fetching" not in first.err
     assert "downloading" not in again.err
-    assert "downloading" not in support.launch("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
+    assert "downloading" not in hub.run("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
 
 
 REFUSALS = {
@@ -88,7 +89,7 @@ def refusals() -> list[Any]:
 def test_each_refusal_reads_differently(
     reference: str, message: str, how: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    outcome = support.launch("validate", reference, *how, env=environment)
+    outcome = hub.run("validate", reference, *how, env=environment)
     assert outcome.code == 4, outcome.err
     assert message in outcome.err
     assert ("try again later" in outcome.err) == ("broken" in reference)
@@ -97,7 +98,7 @@ def test_each_refusal_reads_differently(
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
 def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
-    outcome = support.launch("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
+    outcome = hub.run("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
     assert outcome.code == 4
     assert "not in the local cache, and the hub cannot be reached" in outcome.err
     assert outcome.err.splitlines()[-1] == "hint: HF_HUB_OFFLINE turns the hub off: unset it"
@@ -106,7 +107,7 @@ def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
 def test_nobody_answers(how: tuple[str, ...], environment: dict[str, str]) -> None:
     nobody = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    outcome = support.launch("validate", "acme/draft", *how, env=nobody)
+    outcome = hub.run("validate", "acme/draft", *how, env=nobody)
     assert outcome.code == 4
     assert "the hub cannot be reached" in outcome.err
     assert outcome.err.splitlines()[-1] == "hint: check the network and HF_ENDPOINT"

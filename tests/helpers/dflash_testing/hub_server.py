@@ -3,12 +3,16 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from dflash_testing import checkpoints as support
 
 COMMIT = "1" * 40
 REVISIONS = ("", "main", "v2", COMMIT)
@@ -151,7 +155,7 @@ def serving() -> Iterator[LocalHub]:
 
 
 def environment(hub: LocalHub, home: Path) -> dict[str, str]:
-    """The hub library reads its settings when it is imported, so each run has a process of its own."""
+    """Environment variables with which the hub library asks `hub` and keeps downloads in `home`."""
     return {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(home),
@@ -162,3 +166,27 @@ def environment(hub: LocalHub, home: Path) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
+
+
+def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
+    """Run the command line in this process with this environment.
+
+    The hub library reads the environment when it is imported, so its constants are replaced too.
+    """
+    from huggingface_hub import constants
+
+    values = {
+        "ENDPOINT": env["HF_ENDPOINT"],
+        "HUGGINGFACE_CO_URL_TEMPLATE": env["HF_ENDPOINT"] + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HOME": env["HF_HOME"],
+        "HF_HUB_CACHE": env["HF_HUB_CACHE"],
+        "HF_TOKEN_PATH": f"{env['HF_HOME']}/token",
+        "HF_HUB_DISABLE_XET": env["HF_HUB_DISABLE_XET"] == "1",
+        "HF_HUB_OFFLINE": env["HF_HUB_OFFLINE"] == "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        for name, constant in values.items():
+            patch.setattr(constants, name, constant)
+        return support.run_main(*args)
