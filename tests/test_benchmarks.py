@@ -9,13 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.tuning.candidates import candidates_for
-from dflash_cli.tuning.step_costs import read_step_costs
-from dflash_kernels.suite import triton_kernels
-from dflash_testing.paths import ROOT
-
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
-
 import attention
 import experts
 import handoff
@@ -27,6 +20,9 @@ import products
 import short_prompts
 import step_time
 import tune_times
+from dflash_cli.tuning.candidates import candidates_for
+from dflash_cli.tuning.step_costs import read_step_costs
+from dflash_kernels.suite import triton_kernels
 from timing import accounting, engine_arms, plan, report
 from timing.floors import Rates
 from timing.pairs import BLOCK, SHAPES
