@@ -27,7 +27,7 @@ def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[R
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 3}
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [pytest.param({}, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"])
 def test_the_walk_is_a_run_step_for_step(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Drafts, what was accepted of them, and what was committed: also past stop tokens and at an answer's end."""
     rows = bundled_rows(4)

@@ -61,7 +61,6 @@ def shorten_if_default(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "num_prompts"),
     [
-        ("tiny:reduced", 8),
         pytest.param("tiny", 16, marks=pytest.mark.slow),  # by default in test_diagnose.py
         pytest.param("tiny:reduced", 16, marks=pytest.mark.slow),
     ],
