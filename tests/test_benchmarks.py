@@ -64,7 +64,11 @@ def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "mean / alone" in capsys.readouterr().out
 
 
-def test_prompts_are_timed_alone_and_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_timed_alone_and_beside_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(short_prompts, "NUM_WARM", 1)
+    monkeypatch.setattr(short_prompts, "NUM_TIMED", 2)
     out = tmp_path / "prompts.jsonl"
     given = ["--prompts", "5,40", "--beside", "0,2", "--arms", "plain,dflash", "--context", "20", "--out", str(out)]
     assert short_prompts.main([*SMALL, *given]) == 0

@@ -205,16 +205,16 @@ class TestEachKind:
 def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
     target = support.make_target(tmp_path / "target", support.Shape(hidden=24, vocab=40, draft_vocab=40))
-    report = support.launch("validate", draft, "--target", target)
+    report = support.run_main("validate", draft, "--target", target, "--json")
     assert report.code == 3
-    assert "P01 error" in report.out
-    assert "P02 error" in report.out
-    outcome = support.launch(
+    errors = {item["id"] for item in json.loads(report.out)["findings"] if item["severity"] == "error"}
+    assert {"P01", "P02"} <= errors
+    outcome = support.run_main(
         "convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b"
     )
     assert outcome.code == 3
-    assert "does not fit the target" in outcome.err
-    assert "vocab_size" in outcome.err
+    assert outcome.error is not None
+    assert "vocab_size" in outcome.error.found
 
 
 def test_a_target_that_is_a_draft(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from dflash_cli.conversion.request import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 OLD = support.Shape(vocab=40, draft_vocab=40)
 
@@ -127,7 +128,7 @@ class TestFullDisk:
 
         monkeypatch.setattr(safetensors_writer, "MOVES", (full,))
         plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
-        with pytest.raises(CapacityError, match="the disk is full; nothing was left behind") as caught:
+        with pytest.raises(CapacityError) as caught:
             convert_draft(plan, tmp_path / "out", force=exists)
         assert caught.value.exit_code == 6
         assert sorted(item.name for item in tmp_path.iterdir()) == (["out", "source"] if exists else ["source"])
@@ -174,8 +175,9 @@ class TestMoves:
         plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
         with (source / "model.safetensors").open("r+b") as stream:
             stream.truncate(5000)
-        with pytest.raises(CheckpointError, match="ended at byte 5000"):
+        with refuses(CheckpointError, path=source / "model.safetensors") as caught:
             convert_draft(plan, tmp_path / "out")
+        assert "5000" in caught.value.message
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_progress_counts_every_byte(self, tmp_path: Path) -> None:
