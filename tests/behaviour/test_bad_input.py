@@ -68,7 +68,7 @@ def link(name: str, target: str) -> Callable[[Path], object]:
 
 
 def pipe(name: str) -> Callable[[Path], object]:
-    """A named pipe, whose reader would wait for ever."""
+    """Replace the file by a named pipe. A reader of the pipe would never return."""
 
     def change(path: Path) -> None:
         (path / name).unlink()
@@ -95,7 +95,7 @@ def index(weight_map: dict[str, str]) -> Callable[[Path], object]:
 
 
 def entry(**fields: Any) -> Callable[[Path], object]:
-    """A file of one tensor whose header entry has these fields."""
+    """Write a file of one tensor. `fields` change the tensor's entry in the header."""
     return header(json.dumps({"fc.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}}).encode())
 
 

@@ -1,4 +1,4 @@
-"""Interrupted, ended, killed, out of room: the destination is whole or absent, and nothing is left in its place."""
+"""A conversion that is interrupted, killed or out of disk space leaves a whole destination or none."""
 
 import errno
 import json
@@ -106,7 +106,7 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
 
 @pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(num_kills: int, tmp_path: Path) -> None:
-    """The destination is whole or absent each time, and what is left beside it is named at the next run."""
+    """The destination is whole or absent after each kill. The next run names the remains beside it."""
     arguments = [sys.executable, "-m", "dflash_testing.killing", str(tmp_path), str(num_kills), "7"]
     paths = [*support.IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

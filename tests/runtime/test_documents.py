@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Any, str, str, Any]] = {
 
 ONLY_READERS_REFUSE = {
     *("hidden", "unknown", "unknown inside", "name for a number"),  # a published schema is open to new keys
-    *("infinite", "fraction for a whole number", "refused by its class"),  # JSON Schema has no words for these
+    *("infinite", "fraction for a whole number", "refused by its class"),  # JSON Schema cannot express these rules
 }
 
 

@@ -1,4 +1,4 @@
-"""JSON documents held to their published schemas, and to nothing beyond them."""
+"""Check JSON documents against their published schemas, without keys that the schemas lack."""
 
 import json
 from functools import cache
@@ -10,7 +10,7 @@ from dflash_cli.documents.kinds import KINDS, read_schema
 
 
 def check_document(document: dict[str, Any]) -> None:
-    """Require that a document is as the schema of its kind says, without a key that the schema lacks."""
+    """Require that a document fits the schema of its kind and has no other key."""
     by_class = [
         [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
         for validator in _validators(document["kind"])
@@ -20,7 +20,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 
 def check_printed(text: str) -> None:
-    """The same of what a command printed, where that is a document of ours."""
+    """Check the printed text of a command like `check_document` if it is a document of this project."""
     if (
         text.startswith('{"schema_version"')
         and text.count("\n") == 1
