@@ -1,4 +1,4 @@
-"""Evaluations made of drawn steps, and the documents that `eval-acceptance --json` would print of them."""
+"""Evaluations with random verify steps, and their documents as `eval-acceptance --json` prints them."""
 
 import json
 import random

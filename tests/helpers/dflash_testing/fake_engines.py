@@ -1,4 +1,4 @@
-"""An engine behind a server of the tests: what it answers, what it counts, and the faults it has on request."""
+"""A fake engine behind a test server: its answers, its counters, and faults on request."""
 
 import hashlib
 import json

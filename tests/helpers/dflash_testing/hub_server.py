@@ -1,4 +1,4 @@
-"""A hub on this machine: as much of its protocol as downloads and ranges of bytes need. It counts what it sends."""
+"""A hub on this machine that serves files and byte ranges, and counts the bytes it sends."""
 
 import hashlib
 import json
@@ -27,9 +27,9 @@ GONE = {
 
 @dataclass
 class LocalHub:
-    """What the server serves and what it was asked for.
+    """The files of the server, and the requests it got.
 
-    `closed` lists files that are gated though their repository is listed; `ranges` says whether ranges are answered.
+    `closed` lists gated files of listed repositories. `ranges` says whether the server answers byte ranges.
     """
 
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class LocalHub:
         self.repos[repo] = {item.name: item.read_bytes() for item in directory.iterdir() if item.is_file()}
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Set the counts to zero."""
         self.num_bytes, self.asked = 0, []
 
 
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[LocalHub]:
-    """A hub that answers until the context ends."""
+    """Run a hub until the context ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = LocalHub(url=f"http://127.0.0.1:{server.server_port}")
     server.hub = hub  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Pairs of servers that trip a rule on them, and how to write such a pair."""
+"""Pairs of servers with a fault that a rule finds, and a function that writes them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ STATES = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCase:
-    """A sound pair of servers but for what `prefill`, `decode` and `both` change; the rule is silent without that.
+    """A sound pair of servers with a fault: `prefill`, `decode` and `both` change the servers' files.
 
-    `shape` is the draft's, in the sound pair too unless that has its own; `target` changes the target's config;
-    `outcome` is that of the verdict.
+    The rule finds nothing in the sound pair. `shape` is the draft's shape, `sound_shape` its shape in the sound pair if
+    it differs. `target` changes the target's config. `outcome` is the outcome of the verdict.
     """
 
     rule: str
@@ -40,7 +40,7 @@ class TransferCase:
     target: Mapping[str, Any] = field(default_factory=dict)
     sound_shape: support.Shape | None = None
     sound: Change | None = None
-    """What both servers have in the sound pair too."""
+    """A change of both servers' files, also in the sound pair."""
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ def make_models(folder: Path, shape: support.Shape, target: Mapping[str, Any]) -
 
 
 def write_pair(case: TransferCase, folder: Path, models: Path, *, is_sound: bool = False) -> tuple[Path, Path]:
-    """The two files of a case, or of the sound pair that it was made from; FOLDER in them is that of its models."""
+    """Write the two files of a case or of its sound pair. FOLDER in the files becomes the folder of the models."""
     shape = case.sound_shape if is_sound and case.sound_shape is not None else case.shape
     made = make_models(models, shape, {} if is_sound else case.target)
     files = []

@@ -1,4 +1,4 @@
-"""A draft with one fault, and the ways to put it in. The other files of this folder list one case or more a rule."""
+"""Drafts with one fault each. The other files of this folder list at least one case per rule."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Faults in what the config says of the checkpoint, the block, the taps and the mask."""
+"""Faults in the config: of the checkpoint, the block, the taps and the mask."""
 
 from dataclasses import replace
 

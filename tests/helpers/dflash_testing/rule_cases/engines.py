@@ -1,4 +1,4 @@
-"""Drafts that one engine serves otherwise than they were trained."""
+"""Drafts that one engine serves differently from their training."""
 
 from dataclasses import replace
 
