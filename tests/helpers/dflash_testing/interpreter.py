@@ -206,9 +206,8 @@ def _remember_shapes(interpreter: Any) -> None:
         pair = match(left, right)
         ranks = {len(value.type.shape) for value in (left, right) if value.type.is_block()}
         if len(ranks) < 2:
-            plans[key] = tuple(
-                None if made is given else made.type for made, given in zip(pair, (left, right), strict=True)
-            )
+            changed = [None if made is given else made.type for made, given in zip(pair, (left, right), strict=True)]
+            plans[key] = changed[0], changed[1]
         return pair  # type: ignore[no-any-return]
 
     semantic.broadcast_impl_value = broadcast

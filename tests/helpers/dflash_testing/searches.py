@@ -11,7 +11,7 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The screen still tries every other reading.
     """
-    defaults = SearchBudget.__init__.__kwdefaults__
+    defaults = SearchBudget.__init__.__kwdefaults__ or {}
     monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, "lead_len": 24})
     monkeypatch.setattr(readings, "MAX_RUN", 2)
     monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)

@@ -41,7 +41,7 @@ def small_llm(*, has_draft: bool = False, **engine: Any) -> LLM:
 
     One KV head per layer, because the interpreter runs a program per KV head.
     """
-    heads = {"num_heads": 2, "num_kv_heads": 1}
+    heads: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
     target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20), **heads)
     draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, **heads) if has_draft else None
     settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "triton"}
