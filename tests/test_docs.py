@@ -7,7 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -152,11 +152,16 @@ def with_fewer_prompts(shown: Shown) -> str:
 
 
 def paste(line: str, home: Path) -> support.Outcome:
-    """Run one command: `dflash` in this process, unless the line needs a shell."""
+    """Run one command: `dflash` in this process, also with its output in a file, unless the line needs a shell."""
     words = shlex.split(line, comments=True)
     quoted = re.sub(r"'[^']*'", "", line.partition(" # exit ")[0])
     if words[0] == "dflash" and not SHELL & set(quoted):
         return support.run_main(*words[1:])
+    if words[0] == "dflash" and words.count(">") == 1 and not SHELL & set(quoted.replace(">", "", 1)):
+        at = words.index(">")
+        outcome = support.run_main(*words[1:at], *words[at + 2 :])
+        (home / words[at + 1]).write_text(outcome.out)
+        return replace(outcome, out="")
     script = home / ".bin" / "dflash"
     script.parent.mkdir(exist_ok=True)
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_cli "$@"\n')
