@@ -9,6 +9,7 @@ import modules of the base, and modules of the top import the other rooms. The l
 import ast
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,15 +58,23 @@ def modules() -> Mapping[str, Path]:
     }
 
 
-def imported(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """The modules of this project that a file imports, also inside functions and for type checking."""
+@cache
+def import_statements(file: Path) -> tuple[tuple[str, str | None], ...]:
+    """The (module, name) of every absolute import in a file. The name is None for `import module`."""
+    found: list[tuple[str, str | None]] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
+            found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [(alias.name, None) for alias in node.names]
+    return tuple(found)
+
+
+def imported(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """The modules of this project that a file imports, also inside functions and for type checking."""
+    for module, name in import_statements(file):
+        inner = f"{module}.{name}"
+        yield inner if inner in known else module
 
 
 def arrows() -> dict[tuple[str, str], list[tuple[str, str]]]:

@@ -56,4 +56,5 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules and collected tests from garbage collection: they stay until the end."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tests make many objects and few cycles
     gc.enable()

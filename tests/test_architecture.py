@@ -1,4 +1,4 @@
-"""What the folder listing promises: imports point one way, no package hides another, and headers need no torch."""
+"""The structure of the code: imports point one way, no package hides another, and headers need no torch."""
 
 import ast
 import importlib
@@ -190,7 +190,7 @@ FREE_OF_DIALECTS = ("rules", "diagnosis", "engines")
 """Folders of `dflash_cli` that see a draft through its `Format` alone. An engine's own files name what it reads."""
 
 OTHER_MEANINGS = {"diagnosis/readings.py": {"native"}}
-"""Words that name a dialect and something else: whose code runs a target."""
+"""File -> words that name a dialect elsewhere and the target runtime in this file."""
 
 
 def engine_files() -> set[str]:

@@ -3,11 +3,13 @@
 import re
 import shlex
 import statistics
-import sys
 
 import pytest
 import torch
 
+import host_time
+import load
+import step_time
 from dflash_cli.terminal import documentation
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels
@@ -15,13 +17,6 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_target
-from dflash_testing.paths import ROOT
-
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
-
-import host_time
-import load
-import step_time
 from timing import accounting, engine_arms, forced, report
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES

@@ -9,14 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.tuning.candidates import candidates_for
-from dflash_cli.tuning.step_costs import read_step_costs
-from dflash_kernels.suite import triton_kernels
-from dflash_testing.paths import ROOT
-
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
-
 import attention
 import convert
 import experts
@@ -29,6 +21,10 @@ import products
 import short_prompts
 import step_time
 import tune_times
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.tuning.candidates import candidates_for
+from dflash_cli.tuning.step_costs import read_step_costs
+from dflash_kernels.suite import triton_kernels
 from timing import accounting, engine_arms, plan, report
 from timing.floors import Rates
 from timing.pairs import BLOCK, SHAPES
@@ -70,7 +66,11 @@ def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "mean / alone" in capsys.readouterr().out
 
 
-def test_prompts_are_timed_alone_and_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_timed_alone_and_beside_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(short_prompts, "NUM_WARM", 1)
+    monkeypatch.setattr(short_prompts, "NUM_TIMED", 2)
     out = tmp_path / "prompts.jsonl"
     given = ["--prompts", "5,40", "--beside", "0,2", "--arms", "plain,dflash", "--context", "20", "--out", str(out)]
     assert short_prompts.main([*SMALL, *given]) == 0

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -238,12 +238,12 @@ def with_fewer_prompts(shown: Shown) -> str:
     """The command with fewer prompts. A gate that the page shows as met gets a threshold that is met."""
     words = shlex.split(shown.line, comments=True)
     if "dump" in words:
-        return f"{shown.line} --num-prompts 12 -n 32"
+        return f"{shown.line} --num-prompts 12 -n 24"
     if "replay" in words:
         return shown.line
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
-        return f"{shown.line.partition(' #')[0]} --num-prompts 12 -n 32{gate}"
+        return f"{shown.line.partition(' #')[0]} --num-prompts 12 -n 24{gate}"
     if "bench" in words:
         return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:
@@ -254,11 +254,16 @@ def with_fewer_prompts(shown: Shown) -> str:
 
 
 def paste(line: str, home: Path) -> support.Outcome:
-    """Run one command: `dflash` in this process, unless the line needs a shell."""
+    """Run one command: `dflash` in this process, also with its output in a file, unless the line needs a shell."""
     words = shlex.split(line, comments=True)
     quoted = re.sub(r"'[^']*'", "", line.partition(" # exit ")[0])
     if words[0] == "dflash" and not SHELL & set(quoted):
         return support.run_main(*words[1:])
+    if words[0] == "dflash" and words.count(">") == 1 and not SHELL & set(quoted.replace(">", "", 1)):
+        at = words.index(">")
+        outcome = support.run_main(*words[1:at], *words[at + 2 :])
+        (home / words[at + 1]).write_text(outcome.out)
+        return replace(outcome, out="")
     script = home / ".bin" / "dflash"
     script.parent.mkdir(exist_ok=True)
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_cli "$@"\n')

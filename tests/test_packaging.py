@@ -1,4 +1,4 @@
-"""What pyproject.toml says it needs is what is tested."""
+"""The dependencies that pyproject.toml declares are the tested ones."""
 
 import ast
 import runpy
@@ -44,7 +44,7 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def _distribution(name: str) -> str:
-    """What a module is installed with, where that has another name, as PyYAML has."""
+    """Return the name of the distribution that installs a module: PyYAML for yaml."""
     return metadata.packages_distributions().get(name, [name])[0].lower().replace("-", "_")
 
 

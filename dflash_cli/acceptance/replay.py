@@ -109,7 +109,13 @@ class Replay:
         check_dump(draft, dump, request.head_from)
         self.num_drafts = resolve_num_drafts(config, draft.config)
         if self.num_drafts == 0:
-            raise UsageError(id="replay-without-drafts", field="--num-speculative-tokens", found=0, expected="1 or more drafted tokens")
+            flag = "--num-speculative-tokens"
+            raise UsageError(id="replay-without-drafts", field=flag, found=0, expected="1 or more drafted tokens")
+                id="replay-without-drafts",
+                field="--num-speculative-tokens",
+                found=0,
+                expected="1 or more drafted tokens",
+            )
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         kernels = resolve_kernels(config.kernels, device, dtype)

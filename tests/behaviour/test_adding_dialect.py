@@ -1,6 +1,6 @@
 """Adding a dialect is adding one file: an invented dialect goes through every command that takes a draft.
 
-The invented dialect shares no key with those of this project but the decoder's own, which it holds in a container. It
+The invented dialect shares only the decoder's keys with this project's dialects, and holds them in a container. It
 counts layers from 1, leaves the anchor out of the block, nests the mask token, and states causality inverted.
 """
 

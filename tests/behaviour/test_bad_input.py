@@ -68,7 +68,7 @@ def link(name: str, target: str) -> Callable[[Path], object]:
 
 
 def pipe(name: str) -> Callable[[Path], object]:
-    """A named pipe, whose reader would wait for ever."""
+    """Replace the file by a named pipe. A reader of the pipe would never return."""
 
     def change(path: Path) -> None:
         (path / name).unlink()
@@ -95,7 +95,7 @@ def index(weight_map: dict[str, str]) -> Callable[[Path], object]:
 
 
 def entry(**fields: Any) -> Callable[[Path], object]:
-    """A file of one tensor whose header entry has these fields."""
+    """Write a file of one tensor. `fields` change the tensor's entry in the header."""
     return header(json.dumps({"fc.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}}).encode())
 
 
@@ -205,16 +205,16 @@ class TestEachKind:
 def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
     target = support.make_target(tmp_path / "target", support.Shape(hidden=24, vocab=40, draft_vocab=40))
-    report = support.launch("validate", draft, "--target", target)
+    report = support.run_main("validate", draft, "--target", target, "--json")
     assert report.code == 3
-    assert "P01 error" in report.out
-    assert "P02 error" in report.out
-    outcome = support.launch(
+    errors = {item["id"] for item in json.loads(report.out)["findings"] if item["severity"] == "error"}
+    assert {"P01", "P02"} <= errors
+    outcome = support.run_main(
         "convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b"
     )
     assert outcome.code == 3
-    assert "does not fit the target" in outcome.err
-    assert "vocab_size" in outcome.err
+    assert outcome.error is not None
+    assert "vocab_size" in outcome.error.found
 
 
 def test_a_target_that_is_a_draft(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interrupted, ended, killed, out of room: the destination is whole or absent, and nothing is left in its place."""
+"""A conversion that is interrupted, killed or out of disk space leaves a whole destination or none."""
 
 import errno
 import json
@@ -19,6 +19,7 @@ from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 OLD = support.Shape(vocab=40, draft_vocab=40)
 
@@ -105,7 +106,7 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
 
 @pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(num_kills: int, tmp_path: Path) -> None:
-    """The destination is whole or absent each time, and what is left beside it is named at the next run."""
+    """The destination is whole or absent after each kill. The next run names the remains beside it."""
     arguments = [sys.executable, "-m", "dflash_testing.killing", str(tmp_path), str(num_kills), "7"]
     paths = [*support.IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -127,7 +128,7 @@ class TestFullDisk:
 
         monkeypatch.setattr(safetensors_writer, "MOVES", (full,))
         plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
-        with pytest.raises(CapacityError, match="the disk is full; nothing was left behind") as caught:
+        with pytest.raises(CapacityError) as caught:
             convert_draft(plan, tmp_path / "out", force=exists)
         assert caught.value.exit_code == 6
         assert sorted(item.name for item in tmp_path.iterdir()) == (["out", "source"] if exists else ["source"])
@@ -174,8 +175,9 @@ class TestMoves:
         plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
         with (source / "model.safetensors").open("r+b") as stream:
             stream.truncate(5000)
-        with pytest.raises(CheckpointError, match="ended at byte 5000"):
+        with refuses(CheckpointError, path=source / "model.safetensors") as caught:
             convert_draft(plan, tmp_path / "out")
+        assert "5000" in caught.value.message
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_progress_counts_every_byte(self, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What vLLM 0.24 to 0.33, SGLang 0.5.23 and z-lab 0.1.0 read from what is written equals what was meant.
+"""vLLM 0.24 to 0.33, SGLang 0.5.23 and z-lab 0.1.0 read the meant values from the configs that this project writes.
 
-The readings come from the engines' own code, see tests/golden/engine_readings.py. A config that is written otherwise
-than the one they have read is caught by its digest: record the readings anew.
+The readings come from the engines' own code, see tests/golden/engine_readings.py. A digest shows when a config has
+changed since its readings were recorded. Then record the readings again.
 """
 
 import json

@@ -56,7 +56,7 @@ def test_any_number_of_rows_at_full_load() -> None:
         assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in wanted]
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 64, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 256))])
 def test_any_page_size(page_size: int) -> None:
     """vllm#47698."""
     draft = bundled_draft_model(dtype=torch.float64)

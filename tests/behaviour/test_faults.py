@@ -1,4 +1,4 @@
-"""Whatever fails, and wherever: the engine goes on with the right text, or says that it is closed."""
+"""After any failure the engine continues with the right text, or an error says that it is closed."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -58,7 +58,7 @@ class Breaking:
 
 
 class TargetAs:
-    """A target whose forward is another function: (the target's own forward, its arguments) -> its result."""
+    """A target with a replaced forward. The new forward gets the original target and the arguments."""
 
     def __init__(self, target: Target, forward: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
@@ -221,7 +221,7 @@ def test_a_request_that_cannot_be_run_fails_alone(place: int) -> None:
 
 
 def needs_memory(most: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A forward for which there is memory for so many rows."""
+    """Return a forward that runs out of memory if it gets more than `most` rows."""
 
     def forward(own: Target, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         if len(token_ids) > most:
@@ -319,7 +319,7 @@ def test_a_device_that_fails_closes_the_engine() -> None:
 
 
 def not_finite_from(place: int, value: float) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A forward whose rows are all this value from a position on."""
+    """Return a forward that gives `value` in every row from a position on."""
 
     def forward(
         own: Target, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None

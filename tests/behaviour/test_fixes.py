@@ -1,4 +1,4 @@
-"""Every rule's fix is tried on the faulty draft: what it names as a command runs, and the finding is gone after it.
+"""Every rule's fix is tried on the faulty draft: its command runs, and then the finding is gone.
 
 A fix that begins with a command is that command; words after ` # ` are for the reader. Every other fix is an
 instruction to a person, who knows what no tool can know.
@@ -15,11 +15,11 @@ from dflash_testing.rule_cases.base import Case, build, nothing
 from dflash_testing.rule_cases.collected import CASES
 
 LOOKS = ("--level run", "ORG/REPO", "dflash eval-acceptance")
-"""What marks a command that measures, or that a person has to complete; it does not mend a file."""
+"""Parts of commands that measure, or that the user must complete. Such commands repair no file."""
 
 
 def write_target(case: Case, directory: Path) -> Path:
-    """The case's target, or one that fits."""
+    """Write the case's target, or a target that fits the draft."""
     config, arrays = support.target_config(case.shape), support.target_arrays(case.shape)
     (case.target or nothing)(config)
     case.target_tensors(arrays)
@@ -39,7 +39,7 @@ def find(draft: Path, case: Case, target: Path | None) -> list[dict[str, str]]:
     """The findings of the case's rule."""
     against = ["--target", str(target)] if target is not None else []
     outcome = support.invoke("validate", draft, *against, *settings(case))
-    if outcome.code == 4:  # what is no checkpoint directory has no report
+    if outcome.code == 4:  # there is no report on a directory without a config
         assert (case.rule, case.location) == ("S19", "config.json")
         assert "config.json: not found" in outcome.err
         return []

@@ -19,7 +19,7 @@ from dflash_testing.fuzzing import WATCH
 from dflash_testing.paths import ROOT
 
 MEGABYTES = 1500
-COUNT, ALL = 200, 10_000
+COUNT, ALL = 120, 10_000
 
 
 def run_all(home: Path, num: int, seed: int) -> fuzzing.Totals:

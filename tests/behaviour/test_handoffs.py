@@ -32,13 +32,21 @@ from dflash_testing.pairs import bundled_prompts
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.9, seed=11)
 SYNC: dict[str, Any] = {"scheduling": "sync"}
 CHUNKED: dict[str, Any] = {"scheduling": "async", "max_batched_tokens": 20}
+BY_DEFAULT = {
+    "full": ("chunked", "sampled"),
+    "causal": ("sync", "sampled"),
+    "sliding": ("chunked", "greedy"),
+    "reduced": ("sync", "greedy"),
+}
+"""Mode and choice of the default case of each draft. The other cases are slow."""
+
 CASES = [
     pytest.param(
         draft,
         engine,
         params,
         id=f"{draft}-{mode}-{choice}",
-        marks=[] if draft == "full" or (mode, choice) == ("chunked", "sampled") else [pytest.mark.slow],
+        marks=[] if (mode, choice) == BY_DEFAULT[draft] else [pytest.mark.slow],
     )
     for draft in DRAFTS
     for mode, engine in (("sync", SYNC), ("chunked", CHUNKED))

@@ -64,8 +64,8 @@ def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> N
 @pytest.mark.parametrize(
     ("scheduling", "is_random"),
     [
-        ("sync", True),
         ("async", False),
+        pytest.param("sync", True, marks=pytest.mark.slow),
         pytest.param("sync", False, marks=pytest.mark.slow),
         pytest.param("async", True, marks=pytest.mark.slow),
     ],

@@ -28,6 +28,9 @@ BETWEEN = {"max_batched_tokens": 4, "max_num_requests": 2}
 """Values that the selection leaves out, since neighbouring values test the same cases."""
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
+FEWER = (1, 16, 17, 33, 40)
+"""Prompt lengths of all modes, and of the pairwise selection."""
+
 SHORT, LONG = 12, 26
 """New tokens per request: across one page bound, and across two."""
 
@@ -59,22 +62,24 @@ def name_of(combo: dict[str, Any]) -> str:
     return "-".join(str(value) for value in combo.values())
 
 
-def prompts() -> list[tuple[int, ...]]:
-    """Prompts of seven lengths around page bounds. The last two share a prefix."""
-    chosen = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, ...]]:
+    """Prompts of these lengths, which are around page bounds. The last two share a prefix."""
+    chosen = [prompt[:length] for prompt, length in zip(bundled_prompts(), lengths, strict=False)]
     return [*chosen[:-1], chosen[-2][:32] + chosen[-1][:8]]
 
 
 @cache
-def expected(draft: str, num_draft_tokens: int, max_new_tokens: int) -> list[RequestOutput]:
+def expected(
+    draft: str, num_draft_tokens: int, max_new_tokens: int, lengths: tuple[int, ...] = FEWER
+) -> list[RequestOutput]:
     """The outputs of a synchronous engine that runs one request at a time, without prefix cache or chunks."""
     llm = bundled_llm(
         bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
     )
-    return llm.generate(prompts(), SamplingParams(max_new_tokens=max_new_tokens))
+    return llm.generate(prompts(lengths), SamplingParams(max_new_tokens=max_new_tokens))
 
 
-def check(combo: dict[str, Any], max_new_tokens: int) -> None:
+def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) -> None:
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
     num_pages = 12 if pool == "short" else 1000
@@ -82,7 +87,7 @@ def check(combo: dict[str, Any], max_new_tokens: int) -> None:
     llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
     requests = [
         Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=max_new_tokens))
-        for index, prompt in enumerate(prompts())
+        for index, prompt in enumerate(prompts(lengths))
     ]
     for request in requests:
         llm.engine.add(request)
@@ -92,7 +97,7 @@ def check(combo: dict[str, Any], max_new_tokens: int) -> None:
         steps += 1
         if pool == "forced" and steps % 5 == 0:
             preempt_youngest(llm)
-    wanted = expected(name, num_draft_tokens, max_new_tokens)
+    wanted = expected(name, num_draft_tokens, max_new_tokens, lengths)
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in wanted]
     assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
     if pool == "forced":
@@ -112,17 +117,18 @@ def preempt_youngest(llm: LLM) -> None:
 
 @pytest.mark.parametrize("combo", pairwise(), ids=name_of)
 def test_pairwise(combo: dict[str, Any]) -> None:
-    check(combo, SHORT)
+    check(combo, SHORT, FEWER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combo", everything(), ids=name_of)
 def test_everything(combo: dict[str, Any]) -> None:
-    check(combo, LONG)
+    check(combo, LONG, LENGTHS)
 
 
 def test_all_drafts_give_the_text_of_plain_decoding() -> None:
-    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(), SamplingParams(max_new_tokens=SHORT))
+    params = SamplingParams(max_new_tokens=SHORT)
+    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(FEWER), params)
     for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
         texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]

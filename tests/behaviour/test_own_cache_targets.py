@@ -92,8 +92,8 @@ def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> N
 @pytest.mark.parametrize(
     ("scheduling", "is_random"),
     [
-        ("sync", True),
         ("async", False),
+        pytest.param("sync", True, marks=pytest.mark.slow),
         pytest.param("sync", False, marks=pytest.mark.slow),
         pytest.param("async", True, marks=pytest.mark.slow),
     ],
@@ -132,22 +132,35 @@ def test_sampled_text_is_that_of_plain_decoding(models: Any) -> None:
     assert any(length == 4 for output in outputs for length in output.acceptance_lengths)
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str) -> None:
+@pytest.mark.parametrize(
+    ("scheduling", "is_random", "num_tokens"),
+    [
+        ("sync", True, FEW),
+        ("async", False, FEW),
+        *(
+            pytest.param(scheduling, is_random, NUM_TOKENS, marks=pytest.mark.slow)
+            for scheduling in ("sync", "async")
+            for is_random in (True, False)
+        ),
+    ],
+)
+def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str, num_tokens: int, *, is_random: bool) -> None:
     """The hand-off includes the state and the draft's context KV, and the steps equal the steps of a single engine."""
     _, target = models
-    given = random_prompts(LENGTHS, target.config.vocab_size)
-    texts = random_llm(target, None, 0).generate(given, PARAMS)
-    known = [Known([*prompt, *text.token_ids], 2) for prompt, text in zip(given, texts, strict=True)]
-    for draft in (draft_of(target), draft_of(target, known)):
-        one, sender, receiver = (
-            random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=3, max_batched_tokens=24)
-            for _ in range(3)
-        )
-        wanted = one.generate(given, PARAMS)
-        found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
-        assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
-        assert [item.num_loaded for item in found] == list(LENGTHS)
+    given, params = random_prompts(LENGTHS, target.config.vocab_size), replace(PARAMS, max_new_tokens=num_tokens)
+    known = None
+    if not is_random:
+        texts = random_llm(target, None, 0).generate(given, params)
+        known = [Known([*prompt, *text.token_ids], 2) for prompt, text in zip(given, texts, strict=True)]
+    draft = draft_of(target, known)
+    one, sender, receiver = (
+        random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=3, max_batched_tokens=24)
+        for _ in range(3)
+    )
+    wanted = one.generate(given, params)
+    found = go_on(receiver, given, params, hand_off(sender, given, params))
+    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+    assert [item.num_loaded for item in found] == list(LENGTHS)
 
 
 def test_a_state_of_another_target_is_refused(stateful: Any, tmp_path: Path) -> None:

@@ -15,16 +15,20 @@ from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
 
+ROOMY: dict[str, Any] = {"scheduling": "sync", "max_num_requests": 3, "num_pages": 40}
+SHORT: dict[str, Any] = {"scheduling": "async", "max_num_requests": 4, "num_pages": 14, "max_batched_tokens": 11}
+
 
 @pytest.mark.parametrize(
-    "engine",
+    ("num_draft_tokens", "engine"),
     [
-        {"scheduling": "sync", "max_num_requests": 3, "num_pages": 40},
-        {"scheduling": "async", "max_num_requests": 4, "num_pages": 14, "max_batched_tokens": 11},
+        (1, SHORT),
+        (3, ROOMY),
+        (7, SHORT),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ROOMY), (3, SHORT), (7, ROOMY))),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 def test_written_slots_are_owned_unshared_and_unpublished(
     num_draft_tokens: int, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +125,9 @@ def steps_of(**engine: Any) -> list[tuple[DraftStep, ...]]:
     return [output.drafts for output in llm.generate(prompts, SamplingParams(max_new_tokens=14))]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 8, 15, 16, 17, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chunk", [1, 8, 17, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (4, 7, 15, 16))]
+)
 def test_chunks_of_any_size_prefill_the_same(chunk: int) -> None:
-    """The sizes include the page size, K and K + 1."""
+    """The sizes are around the page size, K and K + 1."""
     assert steps_of(max_batched_tokens=chunk, max_num_requests=2, scheduling="async") == steps_of()

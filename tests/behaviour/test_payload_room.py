@@ -115,7 +115,7 @@ def test_the_other_side_may_want_payloads_in_any_order(num_free: float, monkeypa
 
 
 def test_a_wanted_payload_never_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt ends after shorter prompts, whose payloads use all the room and are taken only after its own."""
+    """Payloads of shorter prompts use all the room until the payload of a long prompt, which ends last, is taken."""
     monkeypatch.setattr(payload_room, "available_bytes", lambda: 0)
     long = [token for prompt in bundled_prompts()[8:14] for token in prompt][:200]
     connector = hand_off_slowly(make_llm(max_batched_tokens=48), [long, *PROMPTS[:3]])

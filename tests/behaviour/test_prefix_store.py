@@ -18,6 +18,8 @@ from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_promp
 
 PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
 PARAMS = SamplingParams(max_new_tokens=12)
+SYNC: dict[str, Any] = {"scheduling": "sync"}
+CHUNKED: dict[str, Any] = {"scheduling": "async", "max_batched_tokens": 20}
 
 
 def make_llm(folder: Path | None, **engine: Any) -> LLM:
@@ -32,8 +34,16 @@ def second_page(folder: Path, prompt: Sequence[int]) -> Path:
     return pair / digest[:2] / f"{digest}.safetensors"
 
 
-@pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 20}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("engine", "temperature"),
+    [
+        (SYNC, 0.0),
+        (CHUNKED, 0.8),
+        pytest.param(SYNC, 0.8, marks=pytest.mark.slow),
+        pytest.param(CHUNKED, 0.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_later_run_loads_the_stored_pages(tmp_path: Path, engine: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=4)
     wanted = make_llm(None, **engine).generate(PROMPTS, params)

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import probe_vllm
 from dflash_testing.fake_engines import FakeEngine, texts_of_rows
 from dflash_testing.inference_servers import serving
-from dflash_testing.paths import ROOT
-
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
-
-import probe_vllm
 
 
 def test_a_widened_pair_gives_the_same_answers_and_is_compared_with_a_server(

@@ -97,7 +97,9 @@ def test_a_step_verifies_the_largest_width_of_its_requests() -> None:
         assert max(output.acceptance_lengths) <= width
 
 
-@pytest.mark.parametrize(("draft_sampling", "sampling"), WAYS)
+@pytest.mark.parametrize(
+    ("draft_sampling", "sampling"), [WAYS[0], pytest.param(*WAYS[1], marks=pytest.mark.slow), WAYS[2]]
+)
 def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
     draft_sampling: str, sampling: dict[str, Any]
 ) -> None:

@@ -1,6 +1,6 @@
-"""Two workers of Ray that have the bundled pair, one of which is killed: the result is that of one process.
+"""Two Ray workers run the bundled pair, one of them is killed, and the result equals the result of one process.
 
-What only processes of their own show; `tests/cli/generation/workers` has the rest.
+These tests need processes of their own. `tests/cli/workers` has the other tests of workers.
 """
 
 import json
@@ -32,7 +32,7 @@ def start(*options: str) -> "subprocess.Popen[str]":
 
 
 def descendants(process: int) -> dict[int, str]:
-    """Processes that a process started, and those that they did, by id; with their command lines."""
+    """Return the id and command line of every process below this process."""
     found: dict[int, tuple[int, str]] = {}
     for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()[1:]:
         pid, parent, *words = line.split()

@@ -1,6 +1,7 @@
 """Tests of the kernels: they need Triton, and fresh memory holds NaN, so that no test passes by luck."""
 
 import importlib
+import os
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ SENTINEL = -1515870811
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder as tests that launch kernels, except those marked `reference`."""
+    folder = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("reference"):
+        if str(item.path).startswith(folder) and not item.get_closest_marker("reference"):
             item.add_marker(pytest.mark.triton)
 
 

@@ -36,8 +36,9 @@ PROMPTS = random_prompts([31, 3, 19, 1, 40, 16, 7, 33], 97)
 
 def small_llm(**engine: Any) -> LLM:
     kernels = pick_kernels(engine.get("kernels", "reference"), torch.device("cpu"), torch.float32)
-    target = random_target(num_layers=2, max_position_embeddings=64, kernels=kernels)
-    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, kernels=kernels)
+    heads: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+    target = random_target(num_layers=2, max_position_embeddings=64, kernels=kernels, **heads)
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, kernels=kernels, **heads)
     settings: dict[str, Any] = {"max_num_requests": 3, "max_batched_tokens": 16, "page_size": 8, "num_pages": 60}
     return random_llm(target, draft, 3, **(settings | engine))
 

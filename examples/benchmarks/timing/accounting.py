@@ -76,7 +76,8 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> StepAccount:
     """Run steps under torch's profiler (CUDA only). Tracing slows steps, so step times are measured elsewhere."""
     step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    # `acc_events`: without it, torch warns that the profiler drops the events of an earlier cycle. There is one cycle.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(num_steps):
             step()
         torch.cuda.synchronize()

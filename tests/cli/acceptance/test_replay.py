@@ -27,7 +27,7 @@ def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[R
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 3}
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [pytest.param({}, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"])
 def test_the_walk_has_the_steps_of_a_live_run(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Equal draft tokens, accepted and committed tokens, also after stop tokens and at the end of an answer."""
     rows = bundled_rows(4)

@@ -35,6 +35,7 @@ def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("reference", ["acme/draft", "acme/draft@v2", f"acme/draft@{hub.COMMIT}"])
 def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """In a process of its own, as a user sets the hub's variables. The other tests replace the library's constants."""
     outcome = support.launch("validate", reference, *DOWNLOAD, "--json", env=environment)
     assert outcome.code == 0, outcome.err
     document = json.loads(outcome.out)
@@ -44,7 +45,7 @@ def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Pat
 
 
 def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[str, str], tmp_path: Path) -> None:
-    assert support.launch("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
+    assert hub.run("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
     (cached,) = (tmp_path / "home").rglob(hub.COMMIT)
     before = sorted(item.name for item in cached.iterdir())
     found = hub.refusal("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
@@ -53,12 +54,12 @@ def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[
 
 
 def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str, str]) -> None:
-    first, again = (support.launch("validate", "acme/draft", *DOWNLOAD, env=environment) for _ in range(2))
+    first, again = (hub.run("validate", "acme/draft", *DOWNLOAD, env=environment) for _ in range(2))
     (line,) = [line for line in first.err.splitlines() if line.startswith("downloading ")]
     assert re.fullmatch(r"downloading acme/draft: [\d.]+ (bytes|kB|MB) in \d+ files?", line)
     assert "Fetching" not in first.err
     assert "downloading" not in again.err
-    assert "downloading" not in support.launch("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
+    assert "downloading" not in hub.run("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
 
 
 REFUSALS = {

@@ -54,14 +54,14 @@ def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
 
 
 def document(*args: str, env: dict[str, str], code: int = 0) -> dict[str, Any]:
-    outcome = support.launch(*args, "--json", env=env)
+    outcome = hub.run(*args, "--json", env=env)
     assert outcome.code == code, outcome.err
     return dict(json.loads(outcome.out))
 
 
 @pytest.mark.parametrize("name", ["acme/dflash", "acme/sharded-dflash"])
 def test_few_bytes(name: str, local_hub: hub.LocalHub, environment: dict[str, str], tmp_path: Path) -> None:
-    outcome = support.launch("validate", name, "--target", "acme/target", "--engine", "vllm", env=environment)
+    outcome = hub.run("validate", name, "--target", "acme/target", "--engine", "vllm", env=environment)
     assert outcome.code == 0, outcome.err
     assert "0 errors, 0 warnings" in outcome.out
     whole = sum(len(data) for repo in (name, "acme/target") for data in local_hub.repos[repo].values())
@@ -114,7 +114,7 @@ def test_the_revision_is_followed(environment: dict[str, str], local_hub: hub.Lo
 
 def test_a_server_without_ranges_is_not_read_whole(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
     local_hub.ranges = False
-    outcome = support.launch("validate", "acme/dflash", env=environment)
+    outcome = hub.run("validate", "acme/dflash", env=environment)
     assert outcome.code == 0, outcome.err
     told = int(re.findall(r"read ([\d,]+)(?: of [\d,]+)? bytes", outcome.err)[0].replace(",", ""))
     assert told < len(local_hub.repos["acme/dflash"]["model.safetensors"])
@@ -152,7 +152,7 @@ def test_weights_that_are_gated_though_the_repository_is_listed(
 
 
 def test_two_drafts_are_compared_by_their_headers(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
-    outcome = support.launch("inspect", "acme/dflash", "acme/spec", env=environment)
+    outcome = hub.run("inspect", "acme/dflash", "acme/spec", env=environment)
     assert outcome.code == 0, outcome.err
     assert "--values" in outcome.err
     assert local_hub.num_bytes < 600_000  # of two files of 1.4 MB each
@@ -168,17 +168,15 @@ def test_values_of_two_drafts_are_compared_on_demand(environment: dict[str, str]
 
 
 def test_a_cached_copy_is_read_offline(environment: dict[str, str]) -> None:
-    assert support.launch("validate", "acme/dflash", "--fix-out", "nowhere", env=environment).code == 0
-    outcome = support.launch("inspect", "acme/dflash", env={**environment, "HF_HUB_OFFLINE": "1"})
+    assert hub.run("validate", "acme/dflash", "--fix-out", "nowhere", env=environment).code == 0
+    outcome = hub.run("inspect", "acme/dflash", env={**environment, "HF_HUB_OFFLINE": "1"})
     assert outcome.code == 0, outcome.err
 
 
 def test_serve_command_reads_headers_and_names_the_repositories(
     environment: dict[str, str], local_hub: hub.LocalHub
 ) -> None:
-    outcome = support.launch(
-        "serve-command", "acme/dflash@v2", "--target", "acme/target", "-e", "vllm", env=environment
-    )
+    outcome = hub.run("serve-command", "acme/dflash@v2", "--target", "acme/target", "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("vllm serve acme/target ")
     config = json.loads(shlex.split(outcome.out)[-1])
@@ -187,7 +185,7 @@ def test_serve_command_reads_headers_and_names_the_repositories(
 
 
 def test_serve_command_takes_the_target_that_the_draft_names(environment: dict[str, str]) -> None:
-    outcome = support.launch("serve-command", "acme/spec", "-e", "vllm", env=environment)
+    outcome = hub.run("serve-command", "acme/spec", "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("vllm serve acme/target ")
 
@@ -200,7 +198,7 @@ def test_the_target_that_a_draft_names_is_read_by_its_headers(
     head = support.target_arrays(BIG)["lm_head.weight"]
     draft = support.make_speculators(tmp_path / "dflash", BIG, extra={"lm_head.weight": head + 1})
     local_hub.asked.clear()
-    outcome = support.launch("validate", draft, "--level", level, "-e", "vllm", env=environment)
+    outcome = hub.run("validate", draft, "--level", level, "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.out + outcome.err
     assert "acme/target" in outcome.out
     assert "0 errors" in outcome.out

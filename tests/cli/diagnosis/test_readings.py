@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.diagnosis import alternatives
+from dflash_cli.diagnosis import alternatives, readings
 from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.pair_validation import validate_running
@@ -52,15 +52,23 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
     return path
 
 
+def shorten_if_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the search of a case that runs by default. Slow cases run the whole search."""
+    if request.node.get_closest_marker("slow") is None:
+        shorten_search(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("name", "num_prompts"),
     [
-        ("tiny:reduced", 8),
         pytest.param("tiny", 16, marks=pytest.mark.slow),  # by default in test_diagnose.py
         pytest.param("tiny:reduced", 16, marks=pytest.mark.slow),
     ],
 )
-def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
+def test_sound_drafts_pass(
+    name: str, num_prompts: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_if_default(request, monkeypatch)
     report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
     assert report.findings == ()
     assert report.search is not None
@@ -107,8 +115,10 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     ids=["taps", "rope", "scaling", "window", "order", "mask"],
 )  # fmt: skip
 def test_a_falsified_config_is_caught(
-    rule: str, factor: str, location: str, change: Any, right: dict[str, Any], tmp_path: Path
-) -> None:
+    rule: str, factor: str, location: str, change: Any, right: dict[str, Any], tmp_path: Path,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shorten_if_default(request, monkeypatch)
     report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
@@ -116,7 +126,7 @@ def test_a_falsified_config_is_caught(
     best = report.search.explanation
     assert best is not None
     assert {key: getattr(best.alternative.config, key) for key in right} == right
-    assert (report.search.num_prompts, best.num_prompts) == (8, 32)
+    assert (report.search.num_prompts, best.num_prompts) == (8, readings.MIN_TEST_PROMPTS)
     assert best.reading in found[0].message
     assert report.fails()
 

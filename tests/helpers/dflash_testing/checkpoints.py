@@ -389,7 +389,7 @@ def launch(*args: object, env: Mapping[str, str] | None = None) -> Outcome:
 
 
 LOGIT_CASES = ("full", "sliding", "sliding causal", "reduced")
-"""Pairs whose draft logits are compared with those of speculators itself."""
+"""Pairs for comparisons of draft logits with the logits of speculators' own code."""
 
 
 def make_logit_case(path: Path, name: str) -> tuple[Path, Path]:

@@ -1,6 +1,6 @@
 """Small configs as each exporter of the native dialect writes them.
 
-The keys and habits are those of published configs and of the exporters' sources; the sizes are those of `support`.
+The keys and habits come from published configs and from the exporters' sources, and the sizes from `support`.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ CASES: dict[str, Callable[[], tuple[dict[str, Any], support.Shape]]] = {
     "speculators": lambda: (support.speculators_config(num_target_layers=4), support.SMALL),
     "reduced": lambda: (support.speculators_config(support.REDUCED, num_target_layers=4), support.REDUCED),
 }
-"""What is converted: a config and the shape of its tensors."""
+"""Name of a case -> the config to convert, and the shape of its tensors."""
 
 
 def make_case(path: Path, name: str) -> Path:
@@ -99,7 +99,7 @@ def make_case(path: Path, name: str) -> Path:
 
 
 def config_digest(path: Path) -> str:
-    """What tells whether a config is still the one that an engine has read."""
+    """Return a digest of a config, which shows whether the config has changed since an engine read it."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 

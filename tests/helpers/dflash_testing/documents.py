@@ -1,14 +1,16 @@
-"""JSON documents held to their published schemas, and to nothing beyond them."""
+"""Check JSON documents against their published schemas, without keys that the schemas lack."""
 
 import json
 from functools import cache
 from typing import Any
 
+import pytest
+
 from dflash_cli.documents.kinds import KINDS, read_schema
 
 
 def check_document(document: dict[str, Any]) -> None:
-    """Require that a document is as the schema of its kind says, without a key that the schema lacks."""
+    """Require that a document fits the schema of its kind and has no other key."""
     by_class = [
         [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
         for validator in _validators(document["kind"])
@@ -18,7 +20,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 
 def check_printed(text: str) -> None:
-    """The same of what a command printed, where that is a document of ours."""
+    """Check the printed text of a command like `check_document` if it is a document of this project."""
     if (
         text.startswith('{"schema_version"')
         and text.count("\n") == 1
@@ -29,13 +31,12 @@ def check_printed(text: str) -> None:
 
 @cache
 def _validators(kind: str) -> tuple[Any, ...]:
-    """A validator for each class of documents of a kind."""
-    from jsonschema import Draft202012Validator
-
+    """Return a validator for each class of documents of a kind. Skips the test if jsonschema is not installed."""
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
     schema = read_schema(kind)
-    Draft202012Validator.check_schema(schema)
+    validator.check_schema(schema)
     defs = {"$defs": schema.get("$defs", {})}
-    return tuple(Draft202012Validator(_closed(item | defs)) for item in schema.get("anyOf", [schema]))
+    return tuple(validator(_closed(item | defs)) for item in schema.get("anyOf", [schema]))
 
 
 def _closed(schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A dump of ours written again as vLLM and SGLang would have written it.
+"""Rewrite a dump of this project in the format of vLLM or SGLang.
 
 No engine runs here. Each function follows the engine's code line by line, with its names, from where the code has the
 outputs of the tapped layers; the lines are named beside it.

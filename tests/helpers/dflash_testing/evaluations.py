@@ -1,4 +1,4 @@
-"""Evaluations made of drawn steps, and the documents that `eval-acceptance --json` would print of them."""
+"""Evaluations with random verify steps, and their documents as `eval-acceptance --json` prints them."""
 
 import json
 import random
@@ -20,7 +20,7 @@ HOSTILE = "</td><script>alert(1)</script>"
 
 
 def request_output(lengths: list[int], index: int = 0) -> RequestOutput:
-    """A request whose steps gave so many tokens, none of them cut."""
+    """Return an output with one verify step per entry of `lengths`. Each step committed all its tokens."""
     return RequestOutput(
         index=index,
         prompt_token_ids=(1,),

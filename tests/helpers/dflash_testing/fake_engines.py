@@ -1,4 +1,4 @@
-"""An engine behind a server of the tests: what it answers, what it counts, and the faults it has on request."""
+"""A fake engine behind a test server: its answers, its counters, and faults on request."""
 
 import hashlib
 import json
@@ -62,22 +62,22 @@ def texts_of_rows(path: Path) -> dict[Ids, Text]:
 
 @dataclass
 class FakeEngine:
-    """What the server is and does.
+    """The settings of a fake server.
 
-    reports        what answers bring of their steps
-    has_draft      whether it was started with a draft; without, it has no counters of one
-    is_engaged     whether it drafts at all
-    has_metrics    whether it shows counters
-    faults         by the number of the request for an answer, from 0 on; the first is the probe's trial
+    reports        the facts about verify steps that an answer includes
+    has_draft      whether the server was started with a draft; otherwise it has no counters of drafts
+    is_engaged     whether the server drafts
+    has_metrics    whether the server shows counters
+    faults         number of the request, from 0 -> its fault; request 0 is the probe's trial
     resets_at      the request before which counters fall to 0
-    is_shared      every request comes with one of somebody else
+    is_shared      another user sends a request beside every request
     worse_loaded   how many fewer drafts are accepted while more than one request runs
-    changes_at     the place at which an answer differs while more than one request runs
-    gap            nats between the two tokens there
-    old_names      SGLang's names of earlier releases
-    metrics_text   shown in place of its own
-    missing        names whose lines it leaves out of its metrics
-    metrics_slash  its metrics are at a path that ends with it, to which it redirects
+    changes_at     the position at which an answer differs while more than one request runs
+    gap            nats between the two tokens at that position
+    old_names      use SGLang's names of earlier releases
+    metrics_text   the text of the metrics, in place of the server's own
+    missing        names that the metrics leave out
+    metrics_slash  redirect the metrics to a path that ends with a slash
     """
 
     style: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
@@ -127,7 +127,7 @@ class FakeEngine:
         return Text(tuple(token_ids), accepted, text.is_stopped)
 
     def likeliest(self, ids: Ids) -> dict[int, float]:
-        """What may follow a text that begins with a known prompt."""
+        """Return the log probabilities of the next token of a text that begins with a known prompt."""
         prompts = [tuple(body["ids"]) for body in self.bodies if body["num_tokens"] > 1]
         prompt = next(item for item in prompts if ids[: len(item)] == item)
         token = self.text_of(prompt, 10**4 if prompt in self.texts else 48, is_loaded=False).token_ids[

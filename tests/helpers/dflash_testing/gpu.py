@@ -1,10 +1,12 @@
 """The bundled pair on a GPU, and a detector of synchronisation with the device."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
@@ -20,6 +22,15 @@ def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
     config = EngineConfig(**settings)
     draft = bundled_draft(name) if name is not None else None
     return LLM(open_target(tiny_directory() / "target"), draft, config)
+
+
+def require_single_worker() -> None:
+    """Skip the rest of a test, which reads the driver's free memory, if other workers of this run use the device.
+
+    The driver counts the memory of all processes. `pytest -m gpu -n 0` runs such tests whole.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("other workers use the same device memory: run it with -n 0")
 
 
 @contextmanager

@@ -201,7 +201,7 @@ OWN_CACHE: Mapping[str, Json] = {
 }  # fmt: skip
 """Model type with its own cache -> the keys of its config beyond `BODY`.
 
-The first three, which tests run by default, have a state, read one token at a time, and have no state.
+Tests run the first three by default: one has a state, one reads one token at a time, and one is stateless.
 """
 
 NOT_RUN, UNKNOWN = "target-not-run", "target-unknown-to-transformers"

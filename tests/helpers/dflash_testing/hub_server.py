@@ -1,10 +1,7 @@
-"""A hub on this machine: as much of its protocol as downloads and ranges of bytes need. It counts what it sends."""
+"""A hub on this machine that serves files and byte ranges, and counts the bytes it sends."""
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dflash_testing import checkpoints as support
 
@@ -28,9 +27,9 @@ GONE = {
 
 @dataclass
 class LocalHub:
-    """What the server serves and what it was asked for.
+    """The files of the server, and the requests it got.
 
-    `closed` lists files that are gated though their repository is listed; `ranges` says whether ranges are answered.
+    `closed` lists gated files of listed repositories. `ranges` says whether the server answers byte ranges.
     """
 
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -44,7 +43,7 @@ class LocalHub:
         self.repos[repo] = {item.name: item.read_bytes() for item in directory.iterdir() if item.is_file()}
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Set the counts to zero."""
         self.num_bytes, self.asked = 0, []
 
 
@@ -141,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[LocalHub]:
-    """A hub that answers until the context ends."""
+    """Run a hub until the context ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = LocalHub(url=f"http://127.0.0.1:{server.server_port}")
     server.hub = hub  # type: ignore[attr-defined]
@@ -155,34 +154,8 @@ def serving() -> Iterator[LocalHub]:
         thread.join()
 
 
-TELL_THE_ERROR = """
-import json
-from unittest.mock import patch
-from dflash_cli import main as module
-def tell(error):
-    print(json.dumps({"id": error.id, "path": str(error.path), "hint": error.hint or ""}))
-with patch.object(module, "_report", tell):
-    module.main()
-"""
-
-
-def refusal(*args: object, env: Mapping[str, str]) -> dict[str, Any]:
-    """Exit code, id, path and hint of the error that ends a command, which runs in its own process."""
-    done = subprocess.run(
-        [sys.executable, "-c", TELL_THE_ERROR, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **support.IMPORT_PATHS, **env},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode, done.stdout
-    assert not done.stderr, done.stderr
-    return {"code": done.returncode, **json.loads(done.stdout)}
-
-
 def environment(hub: LocalHub, home: Path) -> dict[str, str]:
-    """The hub library reads its settings when it is imported, so each run has a process of its own."""
+    """Environment variables with which the hub library asks `hub` and keeps downloads in `home`."""
     return {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(home),
@@ -193,3 +166,35 @@ def environment(hub: LocalHub, home: Path) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
+
+
+def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
+    """Run the command line in this process with this environment.
+
+    The hub library reads the environment when it is imported, so its constants are replaced too.
+    """
+    from huggingface_hub import constants
+
+    values = {
+        "ENDPOINT": env["HF_ENDPOINT"],
+        "HUGGINGFACE_CO_URL_TEMPLATE": env["HF_ENDPOINT"] + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HOME": env["HF_HOME"],
+        "HF_HUB_CACHE": env["HF_HUB_CACHE"],
+        "HF_TOKEN_PATH": f"{env['HF_HOME']}/token",
+        "HF_HUB_DISABLE_XET": env["HF_HUB_DISABLE_XET"] == "1",
+        "HF_HUB_OFFLINE": env["HF_HUB_OFFLINE"] == "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        for name, constant in values.items():
+            patch.setattr(constants, name, constant)
+        return support.run_main(*args)
+
+
+def refusal(*args: object, env: Mapping[str, str]) -> dict[str, Any]:
+    """Exit code, id, path and hint of the error that ends a command."""
+    outcome = run(*args, env=env)
+    assert outcome.error is not None, outcome.out
+    error = outcome.error
+    return {"code": outcome.code, "id": error.id, "path": str(error.path), "hint": error.hint or ""}

@@ -1,4 +1,4 @@
-"""A server of completions on this machine that speaks as vLLM, SGLang or llama.cpp does."""
+"""A server of completions on this machine with the interface of vLLM, SGLang or llama.cpp."""
 
 import json
 import threading

@@ -4,15 +4,21 @@ It replaces internals of Triton. If a release of Triton lacks one of them, kerne
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from numbers import Number
 from typing import Any
 
 from dflash_kernels.launch_config import HAS_TRITON
 
 REPLACED = (
-    "_patch_builtin", "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "interpreter_semantic",
+    "_patch_builtin", "_patch_lang", "_LangPatchScope", "_get_np_dtype", "_validate_np_data_size", "TensorHandle",
+    "interpreter_builder", "interpreter_semantic",
 )  # fmt: skip
+
+MOST_CONSTANTS = 10_000
+"""The cache of numbers in expressions is emptied at this size."""
 
 
 def quicken() -> None:
@@ -26,6 +32,8 @@ def quicken() -> None:
         return
     _patch_once(interpreter)
     _remember_types(interpreter)
+    _remember_operands(interpreter)
+    _remember_shapes(interpreter)
     options = interpreter.interpreter_builder.options
     # Without this option, Triton repeats sums and products in int64 for an assertion that only debug mode makes.
     if not options.debug:
@@ -57,9 +65,11 @@ def _patch_once(interpreter: Any) -> None:
 
     @cache
     def interpreted(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)  # the wrapper only checks that `_semantic` is set
+
         def call(*args: Any, **options: Any) -> Any:
             options["_semantic"] = interpreter.interpreter_semantic
-            return member(*args, **options)
+            return function(*args, **options)
 
         return call
 
@@ -94,8 +104,10 @@ def _patch_once(interpreter: Any) -> None:
 
 
 def _remember_types(interpreter: Any) -> None:
-    """Cache values that depend on a type's name only: the array type, and the shape of a tensor."""
+    """Cache values that depend on a type's name only: the array type, its size, and the shape of a tensor."""
     core = interpreter.tl.core
+    fits_type = interpreter._validate_np_data_size
+    fits: dict[tuple[int, str], bool] = {}
     get_np_dtype, make_block, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
     dtypes: dict[str, Any] = {}
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -106,6 +118,12 @@ def _remember_types(interpreter: Any) -> None:
         if name not in dtypes:
             dtypes[name] = get_np_dtype(kind)
         return dtypes[name]
+
+    def fits_once(array: Any, kind: Any) -> bool:
+        key = (array.itemsize, kind.name)
+        if key not in fits:
+            fits[key] = fits_type(array, kind)
+        return fits[key]
 
     def block_init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [getattr(size, "value", size) for size in shape]
@@ -124,5 +142,87 @@ def _remember_types(interpreter: Any) -> None:
         own = ("handle", "type", "dtype")
         tensors[type.name] = {name: value for name, value in self.__dict__.items() if name not in own}
 
-    interpreter._get_np_dtype = np_dtype
+    interpreter._get_np_dtype, interpreter._validate_np_data_size = np_dtype, fits_once
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+
+
+def _remember_operands(interpreter: Any) -> None:
+    """Cache how two operands get one type and one shape.
+
+    Two tensors of one type stay as they are. A number beside a tensor becomes the same array each time.
+    """
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
+    make_handle, match = interpreter.TensorHandle, semantic.binary_op_type_checking_impl
+    stays: dict[tuple[str, bool], bool] = {}
+    constants: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+
+    def stays_as_it_is(kind: Any, is_division: bool) -> bool:
+        """Whether two operands of this type are used unchanged. Division converts types of 16 bits or fewer."""
+        key = (kind.name, is_division)
+        if key not in stays:
+            scalar = kind.scalar
+            stays[key] = not scalar.is_ptr() and (scalar.is_int() or not is_division or scalar.primitive_bitwidth > 16)
+        return stays[key]
+
+    def beside(
+        number: Any, other: Any, is_left: bool, settings: tuple[bool, ...], convert: Callable[[], tuple[Any, Any]]
+    ) -> Any:
+        """Return both operands. The number's array is cached if the tensor stays as it is."""
+        key = (other.type.name, number, type(number), is_left, settings)
+        if key in constants:
+            data, dtype, kind = constants[key]
+            made = tensor(make_handle(data, dtype), kind)
+            return (made, other) if is_left else (other, made)
+        pair = convert()
+        made, kept = pair if is_left else pair[::-1]
+        if kept is other:
+            if len(constants) >= MOST_CONSTANTS:
+                constants.clear()
+            made.handle.data.setflags(write=False)
+            constants[key] = made.handle.data, made.handle.dtype, made.type
+        return pair
+
+    def operands(
+        left: Any, right: Any, left_pointer: bool = False, right_pointer: bool = False, arithmetic: bool = True,
+        division: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        settings = (left_pointer, right_pointer, arithmetic, division)
+        if isinstance(left, tensor):
+            if isinstance(right, tensor):
+                if left.type.name == right.type.name and stays_as_it_is(left.type, division):
+                    return left, right
+            elif isinstance(right, Number):
+                return beside(right, left, False, settings, lambda: match(left, right, *settings))  # type: ignore[no-any-return]
+        elif isinstance(left, Number) and isinstance(right, tensor):
+            return beside(left, right, True, settings, lambda: match(left, right, *settings))  # type: ignore[no-any-return]
+        return match(left, right, *settings)  # type: ignore[no-any-return]
+
+    semantic.binary_op_type_checking_impl = operands
+
+
+def _remember_shapes(interpreter: Any) -> None:
+    """Cache the common type of a scalar and a block, and of two blocks with the same number of axes."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
+    builder, match = interpreter.interpreter_builder, semantic.broadcast_impl_value
+    plans: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def spread(value: Any, kind: Any) -> Any:
+        if kind is None:
+            return value
+        if value.type.is_block():
+            return tensor(builder.create_broadcast(value.handle, kind.shape), kind)
+        return tensor(builder.create_splat(kind, value.handle), kind)
+
+    def broadcast(left: Any, right: Any) -> tuple[Any, Any]:
+        key = (left.type.name, right.type.name)
+        if key in plans:
+            left_kind, right_kind = plans[key]
+            return spread(left, left_kind), spread(right, right_kind)
+        pair = match(left, right)
+        ranks = {len(value.type.shape) for value in (left, right) if value.type.is_block()}
+        if len(ranks) < 2:
+            changed = [None if made is given else made.type for made, given in zip(pair, (left, right), strict=True)]
+            plans[key] = changed[0], changed[1]
+        return pair  # type: ignore[no-any-return]
+
+    semantic.broadcast_impl_value = broadcast

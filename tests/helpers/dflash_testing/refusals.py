@@ -13,9 +13,9 @@ from dflash_runtime.errors import DFlashError
 def refuses(
     kind: type[DFlashError], id: str | None = None, **fields: Any
 ) -> Iterator[pytest.ExceptionInfo[DFlashError]]:
-    """Require that the block raises exactly `kind`, with that id and these fields.
+    """Require that the block raises exactly `kind`, with this id and these fields.
 
-    `field`, `found`, `expected` and `path` are those of the error; `path` is compared as text.
+    `fields` are attributes of the error: `field`, `found`, `expected` or `path`. `path` is compared as text.
     """
     with pytest.raises(kind) as caught:
         yield caught

@@ -3,10 +3,18 @@
 import pytest
 
 from dflash_cli.diagnosis import readings
+from dflash_cli.diagnosis.run_settings import SearchBudget
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use less than half of the new prompts and less than half of the anchors. Every reading is still tried."""
+    """Use half or less of the new prompts, anchors, sampled leads, rare mask ids and runs.
+
+    The screen still tries every other reading.
+    """
+    defaults = SearchBudget.__init__.__kwdefaults__ or {}
+    monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, "lead_len": 24})
+    monkeypatch.setattr(readings, "MAX_RUN", 2)
+    monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
     monkeypatch.setattr(readings, "FEW_ANCHORS", 24)
     monkeypatch.setattr(readings, "MANY_ANCHORS", 96)

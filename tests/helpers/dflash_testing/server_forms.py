@@ -18,7 +18,7 @@ def said(body: Mapping[str, Any]) -> str:
 
 
 def read_body(engine: FakeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request asks, whatever the engine."""
+    """Return the contents of a request under one set of names for every engine."""
     sampling = body.get("sampling_params", {})
     return {
         "ids": body.get("prompt") or body.get("input_ids"),
@@ -29,7 +29,7 @@ def read_body(engine: FakeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def documents(engine: FakeEngine) -> dict[str, Any]:
-    """What is at each path, besides metrics."""
+    """Return the document at each path except the metrics."""
     owner = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}[engine.style]
     found: dict[str, Any] = {"/v1/models": {"object": "list", "data": [{"id": "org/model", "owned_by": owner}]}}
     if engine.style == "vllm":

@@ -15,6 +15,9 @@ from dflash_kernels.block_attention import Softmax
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """bfloat16 is tested on a GPU only: Triton's interpreter computes wrong numbers from it and reports no error."""
 
+SAMPLED_DTYPES = [DTYPES[0], pytest.param(torch.float16, marks=pytest.mark.slow), DTYPES[2]]
+"""For grids of many cases: float16 is slow. Tests of head sizes and page sizes run float16 by default."""
+
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest relative error of a row, compared with the reference in float64."""
 

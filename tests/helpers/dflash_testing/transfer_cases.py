@@ -1,4 +1,4 @@
-"""Pairs of servers that trip a rule on them, and how to write such a pair."""
+"""Pairs of servers with a fault that a rule finds, and a function that writes them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -109,7 +109,7 @@ def make_models(folder: Path, shape: support.Shape, target: Mapping[str, Any]) -
 
 
 def write_pair(case: TransferCase, folder: Path, models: Path, *, is_sound: bool = False) -> tuple[Path, Path]:
-    """The two files of a case, or of the sound pair that it was made from; FOLDER in them is that of its models."""
+    """Write the two files of a case or of its sound pair. FOLDER in the files becomes the folder of the models."""
     shape = case.sound_shape if is_sound and case.sound_shape is not None else case.shape
     made = make_models(models, shape, {} if is_sound else case.target)
     files = []

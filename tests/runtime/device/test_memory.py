@@ -74,7 +74,7 @@ def test_memory_for_steps_follows_from_the_shapes_of_the_pair() -> None:
 
 
 def test_a_row_of_many_experts_takes_more_than_a_dense_one() -> None:
-    """The shape is that of Qwen3-30B-A3B. An expert's inner row, and its output three times, are alive at once."""
+    """The shape is Qwen3-30B-A3B's. An expert's inner row, and its output three times, are alive at once."""
     experts = ExpertsConfig(
         num_experts=128, num_chosen=8, intermediate_size=768, has_normalised_scores=True, layers=tuple(range(36))
     )

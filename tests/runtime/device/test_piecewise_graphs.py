@@ -42,7 +42,9 @@ def num_runs(pieces: PiecewiseGraphs) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("taps", [(0, 2), (1,), ()], ids=str)
+@pytest.mark.parametrize(
+    "taps", [(0, 2), *(pytest.param(taps, marks=pytest.mark.slow) for taps in ((1,), ()))], ids=str
+)
 def test_pieces_change_no_result(taps: tuple[int, ...]) -> None:
     """In the first run buckets are captured while other requests decode. The second run only replays them."""
     wanted = traces(small_llm(taps).generate(PROMPTS, PARAMS))

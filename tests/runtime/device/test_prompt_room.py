@@ -17,7 +17,7 @@ from dflash_testing.widths import ListedWidths
 
 PROMPTS = random_prompts([9, 3, 7, 1, 21, 26, 4], 97)
 SAMPLINGS = [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),  # the other tests of rooms are greedy
     {"temperature": 1.0},
     pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.9}, marks=pytest.mark.slow),
 ]
@@ -37,9 +37,13 @@ def answers(**sampling: Any) -> list[SamplingParams]:
 
 
 def small_llm(*, has_draft: bool = False, **engine: Any) -> LLM:
-    """An LLM for five requests at a time, so that a prompt joins four decoding requests. One layer has a window."""
-    target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20))
-    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1) if has_draft else None
+    """An LLM for five requests at a time, so that a prompt joins four decoding requests. One layer has a window.
+
+    One KV head per layer, because the interpreter runs a program per KV head.
+    """
+    heads: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+    target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20), **heads)
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, **heads) if has_draft else None
     settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "triton"}
     return random_llm(target, draft, 3 if has_draft else 0, **(settings | engine))
 

@@ -42,7 +42,7 @@ def reference() -> torch.nn.Module:
     return model.eval()
 
 
-AROUND_PAGES = [(1, 1), (7, 1), (3, 15), (7, 16), (1, 17), (7, 60)]
+AROUND_PAGES = [(7, 1), (3, 15), (7, 16), (1, 17)]
 OTHERS = [case for case in product((1, 3, 7), (1, 15, 16, 17, 60)) if case not in AROUND_PAGES]
 
 

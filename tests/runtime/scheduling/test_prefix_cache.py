@@ -92,8 +92,8 @@ def test_without_a_cache_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "name"),
     [
-        ("sync", "tiny"),
         ("async", "tiny:reduced"),
+        pytest.param("sync", "tiny", marks=pytest.mark.slow),
         pytest.param("sync", "tiny:reduced", marks=pytest.mark.slow),
         pytest.param("async", "tiny", marks=pytest.mark.slow),
     ],
@@ -147,7 +147,7 @@ def run_alone(num_shared: int, max_new_tokens: int) -> list[RequestOutput]:
     return llm.generate(sharing(num_shared), SamplingParams(max_new_tokens=max_new_tokens))
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_a_long_prefix_of_prompts_that_arrive_together_runs_once(scheduling: str) -> None:
     """The other prompts wait while the first prefills the prefix, which takes two steps. Then they find all of it."""
     prompts, params, alone = sharing(400), SamplingParams(max_new_tokens=6), run_alone(400, 6)

@@ -1,4 +1,4 @@
-"""How many prompt rows a step takes while other requests decode."""
+"""The number of prompt rows in a step while other requests decode."""
 
 import pytest
 

@@ -240,7 +240,7 @@ def test_a_choice_takes_less_than_200_microseconds() -> None:
 
 
 def test_times_between_two_batches_keep_their_order() -> None:
-    """Rounding never makes the time of a wider step shorter than that of a narrower one."""
+    """Rounding never makes a wider step faster than a narrower step."""
     generator = random.Random(0)
     for _ in range(2000):
         low, wide, high = generator.uniform(0.1, 1), generator.uniform(0.1, 1), generator.uniform(2, 3)

@@ -26,20 +26,20 @@ VERIFIER: dict[str, Any] = {"architectures": []}
 
 
 def nothing(_: dict[str, Any]) -> None:
-    """No change."""
+    """Change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A draft with one fault, and the finding that reports the fault.
 
-    rule, severity                  of the finding
-    key, at                         its location: a dotted key of config.json, or any other location
-    names                           values, names and numbers that its message contains
+    rule, severity                  the finding's rule and severity
+    key, at                         the finding's location: a dotted key of config.json, or any other location
+    names                           values, names and numbers in the finding's message
     config, tensors                 edit the config and the arrays of the draft in place
     target, target_tensors          edit the config and the arrays of the target; if `target` is None, none is given
     files, target_files             files to write beside the draft and beside the target
-    spoil                           may do anything to the directory
+    spoil                           changes the directory in any other way
     """
 
     rule: str = ""

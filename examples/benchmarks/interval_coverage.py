@@ -1,7 +1,7 @@
 """Measure how often intervals of the acceptance length cover the truth, by method, in simulated worlds.
 
-    python examples/benchmarks/coverage.py              # the tables of docs/measurements/coverage.md, in five minutes
-    python examples/benchmarks/coverage.py --worlds heavy --prompts 20 --methods widened,BCa
+    python examples/benchmarks/interval_coverage.py         # the tables of docs/measurements/coverage.md: five minutes
+    python examples/benchmarks/interval_coverage.py --worlds heavy --prompts 20 --methods widened,BCa
 
 Each of 2,000 replications draws prompts from a world. Each prompt has its own acceptance probability and its own answer
 lengths. Then an interval of tokens per step is computed. A 95% method should cover the truth in 93 to 97 of 100
