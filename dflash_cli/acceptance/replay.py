@@ -109,8 +109,7 @@ class Replay:
         check_dump(draft, dump, request.head_from)
         self.num_drafts = resolve_num_drafts(config, draft.config)
         if self.num_drafts == 0:
-            flag = "--num-speculative-tokens"
-            raise UsageError(id="replay-without-drafts", field=flag, found=0, expected="1 or more drafted tokens")
+            raise UsageError(
                 id="replay-without-drafts",
                 field="--num-speculative-tokens",
                 found=0,
