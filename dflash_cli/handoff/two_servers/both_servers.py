@@ -25,10 +25,10 @@ WRONG_CONTEXT = "the text stays right, but the draft reads the wrong context"
 SAME_FILES = "the files are equal, but NIXL's handshake compares the names as given, and refuses the pair"
 
 transfer_rule = partial(check, level="kv-transfer")
-rule = partial(transfer_rule, engines=tuple(ENGINE_SERVERS))
+check_transfer = partial(transfer_rule, engines=tuple(ENGINE_SERVERS))
 
 
-@rule(
+@check_transfer(
     "K01",
     effect="the server that drafts lacks the draft's context KV of the prompt",
     fix=FIX_COMMAND,
@@ -54,7 +54,7 @@ def drafts_on_both_servers(transfer: Transfer) -> Iterator[Problem]:
         yield _unless_noticed(transfer.problem("prefill-only", location, "no draft; prefill server: a draft"), effect)
 
 
-@rule(
+@check_transfer(
     "K02",
     effect="this tool knows DFlash only: its context KV depends on the target's hidden states alone",
     fix=FIX_COMMAND,
@@ -72,7 +72,7 @@ def methods_are_dflash(transfer: Transfer) -> Iterator[Problem]:
             yield replace(problem, effect="this tool judges DFlash drafts only") if is_other else problem
 
 
-@rule(
+@check_transfer(
     "K03",
     effect=WRONG_CONTEXT,
     fix=FIX_SAME,
@@ -102,7 +102,7 @@ def drafts_are_the_same(transfer: Transfer) -> Iterator[Problem]:
         yield problem if is_sure else _doubt(problem, "maybe the same files in another place")
 
 
-@rule(
+@check_transfer(
     "K04",
     effect=WRONG_CONTEXT,
     fix=FIX_SAME,
@@ -120,7 +120,7 @@ def drafts_read_alike(transfer: Transfer) -> Iterator[Problem]:
             yield transfer.differs("draft", _shown(first), f"{name} {_shown(second)}")
 
 
-@rule(
+@check_transfer(
     "K05",
     effect="target and draft continue from KV that another target wrote",
     fix=f"start both servers with the same target, then check again: {AGAIN}",
@@ -141,7 +141,7 @@ def targets_are_the_same(transfer: Transfer) -> Iterator[Problem]:
     yield problem if is_sure else _doubt(problem, "maybe the same files in another place")
 
 
-@rule(
+@check_transfer(
     "K06",
     "info",
     effect="the draft's context KV does not depend on this number; the decode server's number applies",
@@ -155,7 +155,7 @@ def numbers_of_drafted_tokens_agree(transfer: Transfer) -> Iterator[Problem]:
         yield transfer.differs("num_draft_tokens", first, f"{second} draft tokens")
 
 
-@rule(
+@check_transfer(
     "K07",
     effect="a server reads rows of one number format as another format",
     fix=f"give both servers the same --kv-cache-dtype, then check again: {AGAIN}",
@@ -174,7 +174,7 @@ def kv_dtypes_agree(transfer: Transfer) -> Iterator[Problem]:
         yield transfer.differs("draft_kv_dtype", first, f"the draft's KV in {second}", factor="draft-kv-dtype")
 
 
-@rule(
+@check_transfer(
     "K08",
     effect="releases differ in how they lay out and hand over KV",
     fix=f"run one release on both servers, then check again: {AGAIN}",
@@ -190,7 +190,7 @@ def releases_agree(transfer: Transfer) -> Iterator[Problem]:
     yield problem if problem.outcome == "stops" else replace(problem, effect="", severity="warning")
 
 
-@rule(
+@check_transfer(
     "K09",
     effect="no server sends, or no server receives",
     fix=f"let the prefill server send and the decode server receive, then check again: {AGAIN}",
@@ -212,7 +212,7 @@ def roles_fit(transfer: Transfer) -> Iterator[Problem]:
         yield replace(problem, severity="warning", outcome="serves") if is_free else problem
 
 
-@rule(
+@check_transfer(
     "K10",
     effect="the decode server crashes at the first request that is handed over",
     fix=f"use a later release on both servers, then check again: {AGAIN}",

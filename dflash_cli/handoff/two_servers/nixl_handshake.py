@@ -21,10 +21,10 @@ MIXES_BLOCKS = (0, 27)
 FIX_SIZES = f"give both servers the same --tensor-parallel-size, then check again: {AGAIN}"
 FIX_BLOCKS = f"give both servers the same --block-size, then check again: {AGAIN}"
 
-rule = partial(transfer_rule, engines=ENGINE)
+check_transfer = partial(transfer_rule, engines=ENGINE)
 
 
-@rule(
+@check_transfer(
     "K16",
     "warning",
     effect="differences of drafts, targets and number formats are handed over undetected",
@@ -37,7 +37,7 @@ def handshake_compares(transfer: Transfer) -> Iterator[Problem]:
         yield Problem(transfer.decode.location("connector"), f"{ENFORCE} is false")
 
 
-@rule(
+@check_transfer(
     "K17",
     effect="vLLM stops at start: KV of all layers must have one size",
     fix=f"use vLLM {release_text(ANY_SIZE)} or later on both servers, then check again: {AGAIN}",
@@ -59,7 +59,7 @@ def layers_are_of_one_size(transfer: Transfer) -> Iterator[Problem]:
         yield problem if server.is_plain else replace(problem, severity="warning", outcome="drops")
 
 
-@rule(
+@check_transfer(
     "K18",
     effect="the handshake fails, or some ranks find no KV to take",
     fix=FIX_SIZES,
@@ -80,7 +80,7 @@ def ranks_can_be_split(transfer: Transfer) -> Iterator[Problem]:
         yield replace(problem, effect=effect, severity="warning", outcome="serves")
 
 
-@rule(
+@check_transfer(
     "K19",
     effect="the draft's heads are read like the target's compressed KV, which every rank has as a whole",
     fix=FIX_SIZES,
@@ -104,7 +104,7 @@ def heads_are_split_beside_latent_ones(transfer: Transfer) -> Iterator[Problem]:
         yield Problem(location, "decode context parallelism beside an MLA target with a draft that is not MLA")
 
 
-@rule(
+@check_transfer(
     "K20",
     effect="the handshake fails",
     fix=FIX_BLOCKS,

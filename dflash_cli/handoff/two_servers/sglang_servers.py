@@ -14,10 +14,10 @@ CODE = "SGLang 0.5.23"
 DFLASH = "dflash"
 FIX_BACKEND = f"give both servers the same --disaggregation-transfer-backend, then check again: {AGAIN}"
 
-rule = partial(transfer_rule, engines=ENGINE)
+check_transfer = partial(transfer_rule, engines=ENGINE)
 
 
-@rule(
+@check_transfer(
     "K21",
     effect="the decode server receives nothing",
     fix=FIX_BACKEND,
@@ -39,7 +39,7 @@ def backends_send(transfer: Transfer) -> Iterator[Problem]:
         yield transfer.differs("connector", first.name, second.name)
 
 
-@rule(
+@check_transfer(
     "K22",
     effect="the decode server refuses every prefill server with another page size",
     fix=f"give both servers the same --page-size, then check again: {AGAIN}",
@@ -57,7 +57,7 @@ def pages_are_of_one_size(transfer: Transfer) -> Iterator[Problem]:
         yield transfer.differs("page_size", first, second)
 
 
-@rule(
+@check_transfer(
     "K23",
     effect="SGLang stops at start",
     fix=f"leave the option out, then check again: {AGAIN}",
@@ -75,7 +75,7 @@ def dflash_goes_with_the_options(transfer: Transfer) -> Iterator[Problem]:
             yield Problem(server.location("radix_cache"), "on, expected off with DFlash")
 
 
-@rule(
+@check_transfer(
     "K24",
     effect="the prefill server refuses the decode server",
     fix=f"give both servers the same --tp-size, then check again: {AGAIN}",

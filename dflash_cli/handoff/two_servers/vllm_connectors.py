@@ -23,10 +23,10 @@ KNOWS_GROUPS = (0, 30)
 """From this release on, MoRIIO knows windows, and refuses them when it writes."""
 CODE = "vLLM 0.24.0 to 0.33.0 distributed/kv_transfer/kv_connector/v1"
 
-rule = partial(transfer_rule, engines=ENGINE)
+check_transfer = partial(transfer_rule, engines=ENGINE)
 
 
-@rule(
+@check_transfer(
     "K11",
     effect="the decode server finds no KV of the prompt",
     fix=FIX_NIXL,
@@ -50,7 +50,7 @@ def connectors_are_of_a_kind(transfer: Transfer) -> Iterator[Problem]:
         yield replace(problem, effect=effect)
 
 
-@rule(
+@check_transfer(
     "K12",
     effect="whether the draft's context arrives must be measured: compare with a server that prefills itself",
     fix="dflash probe URL --beside URL # asks both and compares their acceptance lengths",
@@ -72,7 +72,7 @@ def connectors_carry_the_draft(transfer: Transfer) -> Iterator[Problem]:
             yield replace(problem, severity="warning", outcome="drops")
 
 
-@rule(
+@check_transfer(
     "K13",
     effect="one server reserves blocks ahead for the draft, and the other server lacks them",
     fix=f"use vLLM {release_text(CLAMPS)} or later, or NixlConnector; then check again: {AGAIN}",
@@ -93,7 +93,7 @@ def moriio_leaves_out_reserved_blocks(transfer: Transfer) -> Iterator[Problem]:
         yield Problem(location, f"MoRIIO reads, with {transfer.named}", severity="warning", outcome="drops")
 
 
-@rule(
+@check_transfer(
     "K14",
     effect="vLLM stops at start",
     fix=FIX_NIXL,
@@ -117,7 +117,7 @@ def moriio_takes_the_layers(transfer: Transfer) -> Iterator[Problem]:
         yield Problem(decode.location("connector"), f"{windows} has windows, which MoRIIO does not write")
 
 
-@rule(
+@check_transfer(
     "K15",
     effect="the handshake refuses the pair, since the servers group KV differently",
     fix=f"give both servers the same connectors and --disable-hybrid-kv-cache-manager, then check again: {AGAIN}",

@@ -222,6 +222,9 @@ class TestEnv:
         (home / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash\nVersion: 0.1.0\n")
         (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash.cli:main\n")
         (home / "RECORD").write_text("dflash/__init__.py,,\ndflash_runtime/__init__.py,,\n")
+        for name in ("dflash", "dflash_runtime"):  # from Python 3.12 on, files that do not exist are not listed
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").touch()
         monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
         script, module = find_conflicts()
         assert all(text.startswith("dflash 0.1.0 ") for text in (script, module))
