@@ -89,7 +89,7 @@ def served_name(reference: str, location: Location) -> str:
 
 
 def _named_target(location: Location) -> str | None:
-    """The target that a draft names. None if it names none, or if its config cannot be read."""
+    """Return the target that a draft names, or None if its config names no target or cannot be read."""
     try:
         checkpoint = open_checkpoint(location)
         format = detect_from(checkpoint.config, frozenset(), checkpoint.config_path).format

@@ -132,7 +132,7 @@ def _reach(config: DraftConfig | TargetFacts) -> str:
 
 
 def _field_lines(difference: Difference) -> Iterator[str]:
-    """A line for each field that differs, for the layers of both, and for each part of an object that differs."""
+    """Yield a line for each differing field, and for each differing entry of a field that holds an object."""
     fields = dict(difference.fields)
     first, second = difference.first.config, difference.second.config
     if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):

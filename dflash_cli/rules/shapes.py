@@ -14,7 +14,7 @@ def different_values(subject: Subject, field: str) -> str | None:
 
 
 def different(stated: Mapping[str, Any]) -> str | None:
-    """The text of a problem if the keys do not all hold one value."""
+    """Return the text of a problem if two of the keys state different values."""
     values = list(stated.values())
     if all(value == values[0] for value in values):
         return None

@@ -68,7 +68,7 @@ def apply_rules(rules: Sequence[Rule], subject: Subject) -> list[Finding]:
 
 
 def _drop_explained(findings: Sequence[Finding]) -> list[Finding]:
-    """Without findings of stage `unexplained` if another error says what is wrong with the config."""
+    """Drop findings of stage `unexplained` if another rule reports an error in the config."""
     is_explained = any(
         item.severity == "error" and item.location.startswith(CONFIG_FILE) and item.stage != "unexplained"
         for item in findings
