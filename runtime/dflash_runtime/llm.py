@@ -6,7 +6,7 @@ The target's forward is six calls deep, and a test counts them:
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -287,6 +287,10 @@ class LLM:
         if self._call is not call:
             raise UsageError("this LLM was closed before its stream was read to the end", id="stream-closed")
 
+    def __repr__(self) -> str:
+        runtime, placement = self.pair.target_runtime, self.pair.placement
+        return f"LLM({runtime} target, {self.num_draft_tokens} draft tokens per step, {placement.dtype}, {self.device})"
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -334,14 +338,16 @@ def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts of one call.
 
     Raises:
-        UsageError: `prompts` is one string instead of a list.
+        UsageError: `prompts` is one string or the token ids of one prompt instead of a list.
     """
-    if isinstance(prompts, str | bytes):
+    is_one = isinstance(prompts, str | bytes)
+    listed = [] if is_one else list(prompts)
+    if is_one or any(isinstance(item, int) for item in listed):
         raise UsageError(
             id="prompts-not-a-list", field="prompts", found=prompts, expected="a list of prompts",
             hint="pass a list, even of one prompt: generate([prompt])",
         )  # fmt: skip
-    return list(prompts)
+    return listed
 
 
 def _params_of(
@@ -354,6 +360,8 @@ def _params_of(
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, Mapping):
+        raise UsageError(field="params", found=params, expected="SamplingParams, or a list of them")
     if len(params) != len(prompts):
         raise UsageError(
             id="other-number-of-params",

@@ -2,11 +2,12 @@
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -318,14 +319,23 @@ def test_a_tokenizer_that_cannot_be_loaded_refuses_strings_and_serves_token_ids(
         _ = ids.text
 
 
-@pytest.mark.parametrize("prompts", ["a text", b"a text"], ids=repr)
-def test_one_bare_string_is_not_a_list_of_prompts(prompts: Any) -> None:
+@pytest.mark.parametrize("prompts", ["a text", b"a text", [7, 3]], ids=repr)
+def test_one_bare_prompt_is_not_a_list_of_prompts(prompts: Any) -> None:
     llm = small_llm()
     with refuses(UsageError, "prompts-not-a-list", field="prompts", found=prompts) as caught:
         llm.generate(prompts, SMALL)
     assert caught.value.hint is not None
     assert not llm.engine.scheduler.has_work
     assert len(small_texts(llm)) == 3
+
+
+def test_an_llm_is_shown_on_one_line() -> None:
+    assert re.fullmatch(r"LLM\(native target, 3 draft tokens .*, cpu\)", repr(small_llm()))
+
+
+def test_params_are_no_dictionary() -> None:
+    with refuses(UsageError, field="params", found={"temperature": 0.5}):
+        small_llm().generate([[3, 5]], cast(Any, {"temperature": 0.5}))
 
 
 def test_an_output_is_shown_on_one_screen() -> None:
