@@ -29,7 +29,7 @@ README_LINES = 150
 OTHER_PROJECTS = {"gemma4_causal.py", "model.py", "models/dflash/core.py"}
 """Files of SGLang, z-lab's 0.1.0 and speculators that pages name."""
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-MIN_COMMANDS = {"docs/explanation/shapes.md": 1}
+MIN_COMMANDS = {"docs/explanation/shapes.md": 1, "docs/how-to/tuning.md": 2}
 """Least number of commands of a page, if fewer than 3."""
 SHELL = set("|<>;&$`")
 """A command line with one of these characters needs a shell."""
