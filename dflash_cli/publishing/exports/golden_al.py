@@ -100,12 +100,12 @@ def _add(request: ExportPlan, content: dict[str, Any], length: float) -> None:
     """Enter a length under its model, mode and K.
 
     Raises:
-        UsageError: without `force`, if the file has another length there, or lengths of another draft.
+        UsageError: the file has lengths of another draft, or without `force` another length there.
     """
     evaluation, model = request.evaluation, _model(request)
     draft = name_of(evaluation, "draft")
     metadata = content.setdefault(METADATA, {"draft-model": draft})
-    if metadata.get("draft-model", draft) != draft and not request.force:
+    if metadata.get("draft-model", draft) != draft:
         raise UsageError(
             f"the file has lengths of draft {metadata['draft-model']}, but the result is of {draft}",
             id="other-draft",

@@ -154,6 +154,14 @@ def test_an_unsuitable_golden_file_is_refused_and_not_changed(text: str, code: i
     assert Path("golden.yaml").read_text(encoding="latin-1") == text
 
 
+def test_force_does_not_mix_lengths_of_two_drafts() -> None:
+    text = "_metadata:\n  draft-model: other\nm: {}\n"
+    Path("golden.yaml").write_text(text)
+    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml", "--force")
+    assert (done.code, done.error_id) == (2, "other-draft")
+    assert Path("golden.yaml").read_text() == text
+
+
 @pytest.mark.parametrize("settings", [{}, {"thinking": []}, {"thinking": ["on", "off"]}, {"thinking": ["high"]}])
 def test_thinking_has_to_be_stated(settings: dict[str, Any]) -> None:
     write_evaluation(Path("r.json"), drawn_evaluation(**settings))
