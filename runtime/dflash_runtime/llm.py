@@ -342,7 +342,7 @@ def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     """
     is_one = isinstance(prompts, str | bytes)
     listed = [] if is_one else list(prompts)
-    if is_one or any(isinstance(item, int) for item in listed):
+    if is_one or (listed and all(isinstance(item, int) for item in listed)):
         raise UsageError(
             id="prompts-not-a-list", field="prompts", found=prompts, expected="a list of prompts",
             hint="pass a list, even of one prompt: generate([prompt])",
