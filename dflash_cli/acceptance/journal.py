@@ -198,8 +198,9 @@ class Journal:
             output = files.enter_context(open_output(path, "a"))
             _lock(output)
             if self._stored is not None and self._stored.num_bytes:
-                with naming_output(path):
-                    if b"\n" in path.read_bytes()[self._stored.num_bytes :]:
+                with naming_output(path), path.open("rb") as stored:
+                    stored.seek(self._stored.num_bytes)
+                    if b"\n" in stored.read():
                         raise UsageError(
                             "another run has written to this file", id="file-in-use", path=path, hint=AGAIN
                         )

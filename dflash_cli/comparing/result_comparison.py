@@ -39,7 +39,7 @@ SAME_BY_DIGEST = {"target": "target_digest"}
 class Contrast:
     """The difference between two results, over all conversations or over the conversations of one category.
 
-    P-values are corrected for the number of compared results, or of categories. `estimate` is None if there is no
+    P-values are corrected for the number of compared results, or of categories. `estimate` is None without an
     interval.
     """
 

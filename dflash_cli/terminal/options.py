@@ -32,6 +32,12 @@ DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
+CONFIG_FIELDS = {
+    "concurrency": "max_num_requests",
+    "kv_memory": "kv_memory_bytes",
+    "num_speculative_tokens": "num_draft_tokens",
+}
+"""Option -> the field of the engine's config that it sets, if they have different names."""
 
 
 def parse_object(text: str) -> Mapping[str, Any]:
@@ -366,24 +372,19 @@ class EngineOptions(DeviceOptions):
     def engine_config(self, **own: Any) -> "EngineConfig":
         """The runtime's config. `own` are the fields that a verb decides.
 
-        Its fields have the names of these options, except `kv_memory_bytes`. `threads` is set for the whole process.
+        `threads` is set for the whole process.
         """
         from dflash_runtime.config import EngineConfig
 
         given = values_of(self, EngineOptions)
         del given["threads"]
-        return EngineConfig(kv_memory_bytes=given.pop("kv_memory"), **given, **own)
+        return EngineConfig(**{CONFIG_FIELDS.get(name, name): value for name, value in given.items()}, **own)
 
 
 def options_of_config() -> dict[str, str]:
     """Field of the engine's config -> the option that sets it."""
-    same = {item.name: item.flag for item in parameters_of(EngineOptions)}
-    own = {
-        "kv_memory_bytes": "--kv-memory",
-        "max_num_requests": "--concurrency",
-        "num_draft_tokens": "--num-speculative-tokens",
-    }
-    return same | own
+    names = [*(item.name for item in parameters_of(EngineOptions)), *CONFIG_FIELDS]
+    return {CONFIG_FIELDS.get(name, name): f"--{name.replace('_', '-')}" for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,21 +5,14 @@ counts layers from 1, leaves the anchor out of the block, nests the mask token, 
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import dflash_cli.formats
-from dflash_cli.checkpoints.comparison import compare
-from dflash_cli.checkpoints.description import describe
-from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.diagnosis import alternatives
-from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_testing import checkpoints as support
-from dflash_testing.added_files import added, run_with
+from dflash_testing.added_files import Change, check_location, check_return, converted_to, falsify, run, run_with
 from dflash_testing.searches import shorten_search
 
 TOY = '''"""Toy drafts."""
@@ -109,36 +102,14 @@ class Toy(Format):
         return with_keys(stated.config, changes)
 '''
 
-Change = Callable[[dict[str, Any]], object]
 ROPE = ("rope_theta", "rope_parameters")
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bundled draft in the toy dialect, while the toy's file is added."""
-    folder = tmp_path_factory.mktemp("toy")
-    file = folder / "added_toy.py"
-    file.write_text(TOY, encoding="utf-8")
-    with added(dflash_cli.formats, file, FORMATS, all_formats):
-        outcome = support.invoke("convert", "tiny", folder / "draft", "--to", "toy")
-        assert outcome.code == 0, outcome.err
-        yield folder / "draft"
-
-
-def run(*args: object, code: int = 0) -> Any:
-    """What a command prints with --json."""
-    outcome = support.invoke(*args, "--json")
-    assert outcome.code == code, outcome.err
-    return json.loads(outcome.out)
-
-
-def falsify(converted: Path, path: Path, change: Change) -> Path:
-    """A copy of the draft with another config."""
-    shutil.copytree(converted, path)
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    support.write_config(path, config)
-    return path
+    with converted_to("toy", TOY, tmp_path_factory.mktemp("toy")) as draft:
+        yield draft
 
 
 def test_it_is_listed_and_inspected(converted: Path) -> None:
@@ -158,11 +129,7 @@ def test_a_draft_comes_back_from_it_unchanged(converted: Path, tmp_path: Path) -
     assert config["taps"] == {"after_layers": [1, 3, 4, 5], "of": 6}
     assert config["drafting"] == {"proposals": 7, "mask": {"token": 3}}
     assert config["sees_later_positions"] is True
-    again = support.invoke("convert", converted, tmp_path / "back", "--to", "native")
-    assert again.code == 0, again.err
-    difference = compare(describe(tiny_directory() / "draft"), describe(tmp_path / "back"))
-    assert difference.fields == {}
-    assert difference.num_equal == len(difference.first.checkpoint.tensors) == len(difference.second.checkpoint.tensors)
+    check_return(converted, tmp_path / "back")
 
 
 def test_the_manifest_says_where_each_key_went(converted: Path) -> None:
@@ -207,9 +174,7 @@ def test_engines_that_do_not_read_it_are_named(converted: Path) -> None:
 def test_a_fault_is_located_under_its_keys(
     converted: Path, tmp_path: Path, rule: str, location: str, change: Change
 ) -> None:
-    report = run("validate", falsify(converted, tmp_path / "draft", change), code=3)
-    found = {(item["id"], item["location"]) for item in report["findings"] if item["severity"] == "error"}
-    assert (rule, f"config.json:{location}") in found
+    check_location(falsify(converted, tmp_path / "draft", change), rule, location)
 
 
 def test_a_fault_is_repaired_under_its_keys(converted: Path, tmp_path: Path) -> None:

@@ -5,20 +5,12 @@ taps are counted down from the target's last layer, the block leaves the anchor 
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import dflash_cli.formats
-from dflash_cli.checkpoints.comparison import compare
-from dflash_cli.checkpoints.description import describe
-from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.formats.dialect import FORMATS, all_formats
-from dflash_testing import checkpoints as support
-from dflash_testing.added_files import added
+from dflash_testing.added_files import Change, check_location, check_return, converted_to, falsify, run
 
 PEAK = '''"""Peak drafts."""
 
@@ -134,46 +126,19 @@ class Peak(Format):
         return with_keys(stated.config, changes)
 '''
 
-Change = Callable[[dict[str, Any]], object]
-
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bundled draft in the peak dialect, while the dialect's file is added."""
-    folder = tmp_path_factory.mktemp("peak")
-    file = folder / "added_peak.py"
-    file.write_text(PEAK, encoding="utf-8")
-    with added(dflash_cli.formats, file, FORMATS, all_formats):
-        outcome = support.invoke("convert", "tiny", folder / "draft", "--to", "peak")
-        assert outcome.code == 0, outcome.err
-        yield folder / "draft"
-
-
-def run(*args: object, code: int = 0) -> Any:
-    """What a command prints with --json."""
-    outcome = support.invoke(*args, "--json")
-    assert outcome.code == code, outcome.err
-    return json.loads(outcome.out)
-
-
-def falsify(converted: Path, path: Path, change: Change) -> Path:
-    """A copy of the draft with another config."""
-    shutil.copytree(converted, path)
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    support.write_config(path, config)
-    return path
+    with converted_to("peak", PEAK, tmp_path_factory.mktemp("peak")) as draft:
+        yield draft
 
 
 def test_a_draft_comes_back_from_it_unchanged(converted: Path, tmp_path: Path) -> None:
     config = json.loads((converted / "config.json").read_text())
     assert config["spec"] == {"down": [6, 4, 3, 2], "of": 6, "guesses": 7, "hole": 3, "order": "both ways"}
     assert config["net"]["heads"] == {"queries": 8, "groups": 2, "size": 32}
-    again = support.invoke("convert", converted, tmp_path / "back", "--to", "native")
-    assert again.code == 0, again.err
-    difference = compare(describe(tiny_directory() / "draft"), describe(tmp_path / "back"))
-    assert difference.fields == {}
-    assert difference.num_equal == len(difference.first.checkpoint.tensors) == len(difference.second.checkpoint.tensors)
+    check_return(converted, tmp_path / "back")
 
 
 @pytest.mark.parametrize("target", [(), ("--target", "tiny")], ids=["alone", "with-target"])
@@ -198,9 +163,7 @@ def test_a_sound_draft_has_no_findings(converted: Path, target: tuple[str, ...],
 def test_a_fault_is_located_under_its_keys(
     converted: Path, tmp_path: Path, rule: str, location: str, change: Change
 ) -> None:
-    report = run("validate", falsify(converted, tmp_path / "draft", change), code=3)
-    found = {(item["id"], item["location"]) for item in report["findings"] if item["severity"] == "error"}
-    assert (rule, f"config.json:{location}") in found
+    check_location(falsify(converted, tmp_path / "draft", change), rule, location)
 
 
 def test_a_fault_is_repaired_under_its_keys(converted: Path, tmp_path: Path) -> None:

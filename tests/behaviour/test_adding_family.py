@@ -24,6 +24,7 @@ from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.target import TARGETS, find_target_runtime, target_families
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
+from dflash_testing.added_files import run
 from dflash_testing.refusals import refuses
 
 Add = Callable[[ModuleType, str], None]
@@ -239,14 +240,6 @@ def make_wrong_draft(path: Path) -> Path:
     """Write a DFlash draft that proposes the token least like the one it read last: none is ever accepted."""
     arrays = support.body_arrays()
     return support.write_checkpoint(path, support.native_config(), arrays | {"norm.weight": -arrays["norm.weight"]})
-
-
-def run(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """Run a command with --json and return its document."""
-    outcome = support.invoke(*arguments, "--json")
-    assert outcome.code == code, (arguments, outcome.out, outcome.err)
-    document: dict[str, Any] = json.loads(outcome.out)
-    return document
 
 
 def generate(tmp_path: Path, *options: object) -> dict[str, list[int]]:

@@ -188,7 +188,7 @@ def paired_interval(
 
 
 def _why_none(num_units: int, num_resamples: int = 1) -> Notice | None:
-    """Return the reason why this number of conversations has no interval, or None if it has an interval."""
+    """Return why this number of conversations is too small for an interval, or None if it is large enough."""
     if not num_units:
         return Notice("no verify steps", id="no-steps")
     if num_units < MIN_UNITS:

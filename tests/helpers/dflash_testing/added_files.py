@@ -1,9 +1,11 @@
 """The command line with a file added to one of its packages."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +13,17 @@ from typing import Any
 
 import pytest
 
+import dflash_cli.formats
+from dflash_cli.checkpoints.comparison import compare
+from dflash_cli.checkpoints.description import describe
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+
+Change = Callable[[dict[str, Any]], object]
+"""A change of a config in place."""
 
 
 def run_with(package: str, folder: Path, *args: object) -> support.Outcome:
@@ -59,3 +69,46 @@ def added(package: ModuleType, file: Path, registry: Registry[Any], find: Any) -
     sys.modules.pop(f"{package.__name__}.{file.stem}", None)
     vars(package).pop(file.stem, None)
     find.cache_clear()
+
+
+@contextmanager
+def converted_to(name: str, source: str, folder: Path) -> Iterator[Path]:
+    """Add a dialect of that name, and give the bundled draft in it."""
+    file = folder / f"added_{name}.py"
+    file.write_text(source, encoding="utf-8")
+    with added(dflash_cli.formats, file, FORMATS, all_formats):
+        outcome = support.invoke("convert", "tiny", folder / "draft", "--to", name)
+        assert outcome.code == 0, outcome.err
+        yield folder / "draft"
+
+
+def run(*args: object, code: int = 0) -> Any:
+    """What a command prints with --json."""
+    outcome = support.invoke(*args, "--json")
+    assert outcome.code == code, (args, outcome.out, outcome.err)
+    return json.loads(outcome.out)
+
+
+def falsify(draft: Path, path: Path, change: Change) -> Path:
+    """A copy of a draft with another config."""
+    shutil.copytree(draft, path)
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    support.write_config(path, config)
+    return path
+
+
+def check_return(draft: Path, path: Path) -> None:
+    """Require that a conversion to the native dialect gives the bundled draft's fields and tensors."""
+    again = support.invoke("convert", draft, path, "--to", "native")
+    assert again.code == 0, again.err
+    difference = compare(describe(tiny_directory() / "draft"), describe(path))
+    assert difference.fields == {}
+    assert difference.num_equal == len(difference.first.checkpoint.tensors) == len(difference.second.checkpoint.tensors)
+
+
+def check_location(draft: Path, rule: str, location: str) -> None:
+    """Require that `validate` reports an error of this rule at a key of config.json."""
+    report = run("validate", draft, code=3)
+    found = {(item["id"], item["location"]) for item in report["findings"] if item["severity"] == "error"}
+    assert (rule, f"config.json:{location}") in found

@@ -65,7 +65,7 @@ class FakeEngine:
     """The settings of a fake server.
 
     reports        the facts about verify steps that an answer includes
-    has_draft      whether the server was started with a draft; otherwise it has no counters of drafts
+    has_draft      whether the server was started with a draft; without one, counters of drafts are missing
     is_engaged     whether the server drafts
     has_metrics    whether the server shows counters
     faults         number of the request, from 0 -> its fault; request 0 is the probe's trial
