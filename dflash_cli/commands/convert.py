@@ -13,7 +13,7 @@ from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import CausalityOptions, ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
-from dflash_runtime.documents import fields_of
+from dflash_runtime.documents import copy_fields
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -167,13 +167,13 @@ def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
         manifest = convert_draft(
             plan, request.destination, verification=request.verify, progress=progress, force=request.force
         )
-    return Converted(**fields_of(manifest), destination=str(request.destination))
+    return copy_fields(Converted, manifest, destination=str(request.destination))
 
 
 def _dry_run(plan: "ConversionPlan") -> "DryRun":
     from dflash_cli.conversion.manifest import DryRun
 
-    return DryRun(**fields_of(plan.facts))
+    return copy_fields(DryRun, plan.facts)
 
 
 def _show_dry_run(plan: "ConversionPlan") -> None:

@@ -3,7 +3,7 @@
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
-from dflash_runtime.documents import fields_of
+from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
@@ -224,7 +224,7 @@ def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | Non
     logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
     for text in llm.warnings:
         console.warn(text)
-    return PairSession(llm=llm, **{item.name: getattr(opened, item.name) for item in fields(opened)})
+    return copy_fields(PairSession, opened, llm=llm)
 
 
 def open_pair(
