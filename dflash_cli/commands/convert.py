@@ -13,7 +13,7 @@ from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import CausalityOptions, ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
-from dflash_runtime.documents import copy_fields
+from dflash_runtime.documents import copy_fields, fields_of
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -173,7 +173,7 @@ def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
 def _dry_run(plan: "ConversionPlan") -> "DryRun":
     from dflash_cli.conversion.manifest import DryRun
 
-    return copy_fields(DryRun, plan.facts)
+    return DryRun(**fields_of(plan.facts))
 
 
 def _show_dry_run(plan: "ConversionPlan") -> None:
