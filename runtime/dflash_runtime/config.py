@@ -42,6 +42,30 @@ class Verifier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionConfig:
+    """Convolutions along the rows of a block, around each sublayer: taps, and adjacent columns with one kernel."""
+
+    kernel_size: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        _require_count("conv_kernel_size", self.kernel_size)
+        _require_count("conv_group_size", self.group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig:
+    """The choice among the `top_k` best tokens of each position, by codebooks of `rank` numbers per token."""
+
+    rank: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        _require_count("selector_rank", self.rank)
+        _require_count("selector_top_k", self.top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """A DFlash draft of any dialect. `family` names the file in `drafts/` that runs it.
 
@@ -79,6 +103,8 @@ class DraftConfig:
     sample_from_anchor: bool = False
     dtype: str | None = None
     model_type: str = "qwen3"
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
     family: str = "dflash"
 
     def __post_init__(self) -> None:
@@ -97,6 +123,11 @@ class DraftConfig:
         _require_count("block_size", self.block_size, minimum=2)
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+        if self.convolution is not None and self.hidden_size % self.convolution.group_size:
+            expected = f"a divisor of hidden_size {self.hidden_size}"
+            raise InvalidConfig("conv_group_size", self.convolution.group_size, expected)
+        if self.selector is not None and self.selector.top_k > self.draft_vocab_size:
+            raise InvalidConfig("selector_top_k", self.selector.top_k, f"at most {self.draft_vocab_size} tokens")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidConfig("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {self.vocab_size}")
         if not is_number(self.rms_norm_eps) or not self.rms_norm_eps > 0:

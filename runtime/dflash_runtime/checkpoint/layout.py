@@ -16,6 +16,10 @@ TARGET_TO_DRAFT = "t2d"
 SINKS = "attention_sink_bias"
 """Attention sinks: a tensor of self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
 
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+SELECTOR = "candidate_selector"
+"""Parts of DFlash 2. Source: z-lab/dflash 0.1.0 model.py."""
+
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Tensors in a draft's file that the draft does not own: copies of the target's weights, and training leftovers."""
 
@@ -93,12 +97,13 @@ def body_shapes(config: DraftConfig) -> dict[str, Shape]:
     return shapes
 
 
+@LAYOUTS.register("dflash2")
 @LAYOUTS.register("dflash")
 def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
     """Return every tensor of a DFlash draft: 3 tensors, and 11 per layer, or 15 per layer with attention biases.
 
-    Attention sinks add one tensor per layer. A draft of another width than its target has its own embedding and head.
-    A reduced output vocabulary has a head and an id map.
+    Attention sinks add one tensor per layer, and convolutions four. A selector adds three tensors. A draft of another
+    width than its target has its own embedding and head. A reduced output vocabulary has a head and an id map.
     """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {
@@ -108,6 +113,10 @@ def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
     }
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    if config.selector is not None:
+        codebook = (config.vocab_size, config.selector.rank)
+        shapes |= {f"{SELECTOR}.predecessor_codebook": codebook, f"{SELECTOR}.successor_codebook": codebook}
+        shapes[f"{SELECTOR}.hidden_projection.weight"] = (config.selector.rank, hidden)
     if config.has_own_width:
         shapes[EMBEDDING] = (config.vocab_size, hidden)
     if config.has_own_width or config.has_reduced_vocab:
@@ -229,6 +238,12 @@ def _layer_shapes(config: DraftConfig) -> dict[str, Shape]:
         }
     if config.has_sinks:
         shapes[f"self_attn.{SINKS}"] = (config.num_heads,)
+    if config.convolution is not None:
+        taps = config.convolution.kernel_size
+        projected = 2 * taps * (hidden // config.convolution.group_size)
+        for name in CONVOLUTIONS:
+            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{name}.kernel_projection.weight"] = (projected, hidden)
     return shapes
 
 
