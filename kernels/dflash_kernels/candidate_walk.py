@@ -29,7 +29,7 @@ class Walk(NamedTuple):
     """[R, K, C] float32, or float64 for float64 logits"""
 
 
-class Draws(NamedTuple):
+class WalkDraws(NamedTuple):
     """How the tokens of a walk are drawn."""
 
     temperatures: Tensor
@@ -47,7 +47,7 @@ def candidate_walk_ref(
     predecessors: Tensor,
     successors: Tensor,
     anchors: Tensor,
-    draws: Draws | None = None,
+    draws: WalkDraws | None = None,
 ) -> Walk:
     """Choose a candidate at each position: the one with the highest score, or a sample at the request's temperature.
 
@@ -75,7 +75,7 @@ def candidate_walk_ref(
     return Walk(torch.stack(tokens, 1), torch.stack(all_scores, 1))
 
 
-def _choose_ref(scores: Tensor, position: int, draws: Draws | None) -> Tensor:
+def _choose_ref(scores: Tensor, position: int, draws: WalkDraws | None) -> Tensor:
     """Return the index of the chosen candidate of each request: [R, C] -> [R]."""
     best = scores.argmax(-1)
     if draws is None:
@@ -127,7 +127,7 @@ def candidate_walk(
     predecessors: Tensor,
     successors: Tensor,
     anchors: Tensor,
-    draws: Draws | None = None,
+    draws: WalkDraws | None = None,
 ) -> Walk:
     """Compute `candidate_walk_ref` in one launch."""
     check_tensors(logits, candidates, hidden, predecessors, successors, anchors)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dflash_kernels.sampling import filtered_probs_ref
+from dflash_runtime.config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.qwen3 import Qwen3Target
@@ -49,6 +50,13 @@ class FixedDraft(ScriptedDraft):
 def walking_draft() -> Draft:
     """A DFlash 2 draft, whose later tokens depend on its earlier ones."""
     return random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1), **DFLASH2)
+
+
+def markov_draft() -> Draft:
+    """A DSpark draft, which proposes by the filters of the request, too."""
+    markov = MarkovConfig(rank=3, head_type="rnn")
+    changes: dict[str, Any] = {"family": "dspark", "markov": markov, "sample_from_anchor": True}
+    return random_draft(target(), torch.float64, block_size=3, target_layer_ids=(0, 1), **changes)
 
 
 def observe(
@@ -124,12 +132,13 @@ def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     check(draft_sampling, name, 2_000)
 
 
-def test_distribution_with_a_draft_that_walks() -> None:
-    check("probabilistic", "T 1.5, top-k 4, top-p 0.9", 2_000, walking_draft)
+@pytest.mark.parametrize("make_draft", [walking_draft, markov_draft])
+def test_distribution_with_a_draft_that_walks(make_draft: Callable[[], Draft]) -> None:
+    check("probabilistic", "T 1.5, top-k 4, top-p 0.9", 2_000, make_draft)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_draft", [FixedDraft, walking_draft])
+@pytest.mark.parametrize("make_draft", [FixedDraft, walking_draft, markov_draft])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_distribution_over_200_000_samples(draft_sampling: str, name: str, make_draft: Callable[[], Draft]) -> None:

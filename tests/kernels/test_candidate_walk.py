@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Draws, candidate_walk, candidate_walk_ref
+from dflash_kernels.candidate_walk import WalkDraws, candidate_walk, candidate_walk_ref
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_testing.tensors import DEVICE, normal
 
@@ -27,9 +27,9 @@ def inputs(
     }
 
 
-def draws(requests: int, positions: int, *temperatures: float) -> Draws:
+def draws(requests: int, positions: int, *temperatures: float) -> WalkDraws:
     first = torch.arange(requests, device=DEVICE)[:, None] * 100
-    return Draws(
+    return WalkDraws(
         torch.tensor(temperatures, dtype=torch.float64, device=DEVICE),
         torch.arange(requests, device=DEVICE) + 5,
         first + torch.arange(positions, device=DEVICE),
@@ -72,7 +72,7 @@ def test_a_draw_does_not_depend_on_the_other_requests() -> None:
     together = candidate_walk_ref(**given, draws=how)
     shared = {"predecessors", "successors"}
     alone = {name: value if name in shared else value[1:2] for name, value in given.items()}
-    assert torch.equal(candidate_walk_ref(**alone, draws=Draws(*(item[1:2] for item in how))).token_ids[0],
+    assert torch.equal(candidate_walk_ref(**alone, draws=WalkDraws(*(item[1:2] for item in how))).token_ids[0],
                        together.token_ids[1])  # fmt: skip
 
 
@@ -93,7 +93,9 @@ def test_draws_follow_the_scores() -> None:
         for name, value in given.items()
     }
     seeds = torch.arange(count, device=DEVICE)
-    how = Draws(torch.full((count,), 0.8, dtype=torch.float64, device=DEVICE), seeds, torch.zeros_like(seeds)[:, None])
+    how = WalkDraws(
+        torch.full((count,), 0.8, dtype=torch.float64, device=DEVICE), seeds, torch.zeros_like(seeds)[:, None]
+    )
     drawn = candidate_walk_ref(**many, draws=how).token_ids[:, 0]
     shares = torch.stack([(drawn == token).double().mean() for token in given["candidates"][0, 0]])
     probs = scores.softmax(-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.candidate_walk import Draws
+from dflash_kernels.candidate_walk import WalkDraws
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
@@ -142,7 +142,7 @@ def walk(kernels: Kernels, at: Inputs, *, is_sampled: bool) -> tuple[Tensor, ...
     codebook = at["qkv"].flatten(0, 1) / 8
     rows = (at["scores"], at["experts"].sort(-1).values % len(codebook), at["qkv"][0])
     logits, candidates, hidden = (item.view(R, N, -1)[:, 1:].contiguous() for item in rows)
-    draws = Draws(at["temperatures"], at["seeds"], at["positions"][:, 1:]) if is_sampled else None
+    draws = WalkDraws(at["temperatures"], at["seeds"], at["positions"][:, 1:]) if is_sampled else None
     anchors = at["places"] % len(codebook)
     return tuple(kernels.candidate_walk(logits, candidates, hidden, codebook, codebook.flip(0), anchors, draws))
 

@@ -29,7 +29,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Draws
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
@@ -44,7 +43,7 @@ from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
-from dflash_runtime.drafts.draft import WalkingDraft
+from dflash_runtime.drafts.draft import Draws, WalkingDraft
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
@@ -323,7 +322,8 @@ class Runner:
         is_greedy = sampling.mode.is_greedy or not self.samples_drafts
         if self._walks:
             drafted = step.positions[:, 1 : 1 + num_drafts]
-            draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
+            has_filters = sampling.mode.has_filters
+            draws = None if is_greedy else Draws(*sampling.filters(), sampling.seeds, drafted, has_filters)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
             return Proposal(self._to_target(walked.token_ids), walked.distribution)

@@ -30,9 +30,10 @@ class DFlashDraft:
     """A Qwen3-shaped DFlash draft. It uses the target's embedding and head unless it has its own."""
 
     follows_from_shapes: ClassVar[bool] = True
+    samples_from_anchor: ClassVar[bool] = False
 
     def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
-        if config.sample_from_anchor:
+        if config.sample_from_anchor and not self.samples_from_anchor:
             raise UnsupportedError(
                 "sample_from_anchor is true, but DFlash predicts at masked positions only",
                 id="draft-samples-from-anchor",

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Draws
+from dflash_kernels.candidate_walk import WalkDraws
 from dflash_kernels.rope_norm import sum_parts_ref
 from dflash_kernels.suite import Kernels
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
-from dflash_runtime.drafts.draft import DRAFTS, Drawn
+from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, Linear
 from dflash_runtime.models.placement import Placement
@@ -129,9 +129,10 @@ class DFlash2Draft(DFlashDraft):
         hidden = self._denoise(block_ids, positions, attend, num_drafts)
         logits = self._score(hidden).unflatten(0, (-1, num_drafts))
         candidates = logits.topk(self._top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        how = None if draws is None else WalkDraws(draws.temperatures, draws.seeds, draws.positions)
         walk = self._kernels.candidate_walk(
             logits.gather(-1, candidates), candidates, self._projection(hidden).unflatten(0, (-1, num_drafts)),
-            self._predecessors, self._successors, block_ids[:, 0].contiguous(), draws,
+            self._predecessors, self._successors, block_ids[:, 0].contiguous(), how,
         )  # fmt: skip
         if draws is None:
             return Drawn(walk.token_ids)

@@ -8,12 +8,12 @@ Axis letters: R requests, N block rows, K draft tokens, T flat rows, F features,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Draws
 from dflash_kernels.sampling import Distribution
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import MASK_FILE
@@ -52,6 +52,23 @@ class Draft(Protocol):
         causality the first rows depend on the last. Only the first K masks need logits and the whole last layer.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How R requests sample K drafted tokens each.
+
+    temperatures [R] float64, top_ks [R] int64, top_ps [R] float64, seeds [R] int64   of the requests
+    positions [R, K] int64   positions of the drafted tokens
+    has_filters              whether some top_k or top_p may remove tokens
+    """
+
+    temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
+    seeds: Tensor
+    positions: Tensor
+    has_filters: bool
 
 
 class Drawn(NamedTuple):

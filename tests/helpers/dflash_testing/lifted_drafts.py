@@ -1,4 +1,4 @@
-"""DFlash drafts with the parts of DFlash 2 added by a seed, for the recorder of z-lab's traces and for the tests.
+"""DFlash drafts with the parts of DFlash 2 or DSpark added by a seed, for the recorders of traces and for the tests.
 
 With identity convolutions and codebooks of zeros a lifted draft is the DFlash draft it was made from. Imports nothing
 of this project, so that it also runs where z-lab's package is installed.
@@ -88,3 +88,57 @@ def lift(config: dict[str, Any], tensors: dict[str, Tensor], case: Lift) -> tupl
         layer_types = ["sliding_attention"] * config["num_hidden_layers"]
         config |= {"use_sliding_window": True, "sliding_window": 24, "layer_types": layer_types}
     return config, tensors
+
+
+NUM_SPARKS = 120
+
+
+@dataclass(frozen=True)
+class Spark:
+    """A Markov head that is added to a draft. `noise` 0 adds a bias of zero."""
+
+    seed: int
+    noise: float
+    head_type: str
+    rank: int
+    block_size: int
+    samples_from_anchor: bool
+    top_k: int | None
+
+    @property
+    def num_drafts(self) -> int:
+        return self.block_size if self.samples_from_anchor else self.block_size - 1
+
+
+def sparks() -> list[Spark]:
+    """All recorded heads, those without a bias first."""
+    found = [Spark(0, 0.0, "vanilla", 8, 8, False, None), Spark(1, 0.0, "rnn", 8, 8, True, None)]
+    chance = random.Random(3)
+    while len(found) < NUM_SPARKS:
+        found.append(
+            Spark(
+                seed=len(found),
+                noise=chance.choice((0.3, 1.0, 2.0)),
+                head_type=chance.choice(("vanilla", "gated", "rnn")),
+                rank=chance.choice((1, 7, 32)),
+                block_size=chance.choice((2, 3, 7, 8, 8)),
+                samples_from_anchor=chance.random() < 0.4,
+                top_k=chance.choice((None, None, 5)),
+            )
+        )
+    return found
+
+
+def markov_tensors(case: Spark, hidden: int, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of a Markov head, by the names of speculators' class."""
+    generator = torch.Generator().manual_seed(case.seed)
+    rank, pair = case.rank, (vocab_size, case.rank)
+    shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": pair, "markov_w2.weight": pair}
+    if case.head_type == "gated":
+        shapes |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
+    if case.head_type == "rnn":
+        shapes |= {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
+    found = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    found["markov_w2.weight"] *= 4 * case.noise
+    found["markov_w1.weight"] *= 4 / rank**0.5
+    return found
