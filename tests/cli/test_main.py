@@ -214,6 +214,28 @@ def test_quiet_may_stand_before_or_after_the_command(arguments: list[str]) -> No
     assert not console.is_quiet()
 
 
+def test_commands_are_shown_with_the_name_that_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyPI's dflash brings a script of that name too, which a printed command must not start."""
+    from dflash_cli.main import main
+    from dflash_cli.terminal import console
+
+    typed = {"/bin/dflash": "dflash", "/bin/dflash-cli": "dflash-cli", "dflash_cli/__main__.py": "python -m dflash_cli"}
+    for path, name in typed.items():
+        monkeypatch.setattr(sys, "argv", [path, "eval-acceptance", "--mode", "replay"])
+        with pytest.raises(SystemExit):
+            main()
+        assert f"hint: write one with {name} dump\n" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["/bin/dflash-cli", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert '  dflash-cli generate "def' in capsys.readouterr().out
+    kept = "dflash 0.1.0, org/dflash convert, my-dflash convert, dflash is not on PATH"
+    assert console.as_typed(kept) == kept
+    console.name_commands("dflash", [])
+
+
 def test_version() -> None:
     assert dflash("--version").stdout == f"dflash {__version__}\n"
 
