@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -218,6 +219,8 @@ app = make_app(
 )
 
 
+PROGRAMS = {"__main__": "python -m dflash_cli", "dflash-cli": "dflash-cli"}
+"""Name of the started file -> the name that the user typed."""
 RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
 INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
 OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
@@ -249,6 +252,7 @@ def main() -> None:
 def _run() -> int:
     """Run the app and return the exit code: 0 also if the reader of stdout ends early, as `head` does."""
     try:
+        console.name_commands(PROGRAMS.get(Path(sys.argv[0]).stem, "dflash"), [*COMMANDS, "COMMAND"])
         with turned_into_errors():
             return app(standalone_mode=False) or 0
     except ReaderGone:

@@ -34,12 +34,13 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
-from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_num_drafts
+from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.scheduling.request import DraftStep, RequestOutput
 
 GROUP_BYTES = 1 << 30

@@ -89,7 +89,6 @@ def open_replay(
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
-    from dflash_cli.acceptance.replay import ReplayRequest
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.generation.threads import use_threads
 
@@ -106,6 +105,8 @@ def open_replay(
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
     use_threads(threads, config.device, [opened.checkpoint])
+    from dflash_cli.acceptance.replay import ReplayRequest
+
     return ReplayRequest(
         draft=opened,
         draft_reference=draft or TINY,

@@ -7,12 +7,26 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 from dflash_cli.terminal import console
 from dflash_runtime.errors import CheckpointNotFound
 from dflash_runtime.phrases import plural
+
+TEMPORARY = (429, 500, 502, 503, 504)
+LOG_IN = "log in with hf auth login or set HF_TOKEN"
+HINTS = {
+    401: (LOG_IN, "the hub does not accept the token: correct HF_TOKEN, or log in again with hf auth login"),
+    403: (LOG_IN, "the token may not read this repository: give the token access, or use another one"),
+    404: ("check the name and HF_ENDPOINT",) * 2,
+}
+"""Status -> hint without a token, and with one."""
+
+
+class NotFromAHub(ValueError):
+    """An answer that no hub gives, such as the page of a network that asks for a login."""
 
 
 class HubUnreachable(CheckpointNotFound):
@@ -29,17 +43,20 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
     """
     from huggingface_hub import errors
 
+    terms = "accept its terms on the hub, then"
     answers: dict[type[Exception], tuple[str, str, str | None]] = {
         errors.GatedRepoError: (
             "hub-gated",
             "access is gated",
-            "accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
+            f"{terms} give the token access to gated repositories" if _has_token() else f"{terms} {LOG_IN}",
         ),
         errors.RevisionNotFoundError: ("no-revision", f"no revision {revision!r}", None),
         errors.RepositoryNotFoundError: (
             "not-on-the-hub",
             "not found on the hub",
-            "check the name; a private repository needs HF_TOKEN",
+            "check the name, and whether the token may read it"
+            if _has_token()
+            else "check the name; a private repository needs HF_TOKEN",
         ),
         errors.HFValidationError: (
             "not-a-reference",
@@ -61,9 +78,17 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
+    except (NotFromAHub, JSONDecodeError) as error:
+        raise HubUnreachable(
+            "the answer is not from a hub", id="not-a-hub", path=repo,
+            hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",
+        ) from error  # fmt: skip
     except connection_errors as error:
         raise HubUnreachable(
-            f"the hub cannot be reached ({type(error).__name__})", path=repo, hint=_how_to_connect()
+            f"the hub cannot be reached ({type(error).__name__})",
+            id="hub-unreachable",
+            path=repo,
+            hint=_how_to_connect(),
         ) from error
 
 
@@ -77,11 +102,21 @@ def _how_to_connect() -> str:
     return f"{name} turns the hub off: unset it"
 
 
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return bool(get_token())
+
+
 def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
-    """The error with the hub's answer on one line. A server error or a rate limit is temporary."""
+    """The error with the hub's answer on one line, and a hint by its status."""
     answer = (str(error) or type(error).__name__).splitlines()[0]
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    hint = "the hub has a temporary problem: try again later" if status >= 500 or status == 429 else None
+    hint = HINTS.get(status, (None, None))[_has_token()]
+    if status in TEMPORARY:
+        hint = "the hub has a temporary problem: try again later"
+    elif status >= 500:
+        hint = "HF_ENDPOINT does not answer like a hub: check it"
     return CheckpointNotFound(f"the hub answered: {answer}", id="hub-refused", path=repo, found=status, hint=hint)
 
 

@@ -96,7 +96,7 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
     """The place of a reference's checkpoint.
 
     A hub repository is downloaded if its weights are needed. Otherwise it is only listed, and its headers are read from
-    the hub; if the hub cannot be reached, the copy in the local cache is used.
+    the hub; if the hub cannot be reached, the copy in the local cache is used if there is one.
 
     Raises:
         CheckpointNotFound, UsageError: see `fetch_directory`.
@@ -107,8 +107,11 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
 
     try:
         return list_repo(reference)
-    except HubUnreachable:
-        return _download(reference, is_local=True)
+    except HubUnreachable as error:
+        try:
+            return _download(reference, is_local=True)
+        except CheckpointNotFound:
+            raise error from None
 
 
 def open_checkpoint(location: "Location") -> Checkpoint:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dflash_cli.checkpoints.hub import explained
+from dflash_cli.checkpoints.hub import NotFromAHub, explained
 from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -159,8 +159,8 @@ def list_repo(reference: str) -> RemoteRepo:
     traffic = Traffic(num_requests=1)
     with explained(repo, revision or None), _get(url) as response:
         data = _read(response, MAX_LISTING_BYTES)
+        info = _listing(data)
     traffic.num_bytes += len(data)
-    info = parse_json(data, Path(url))
     siblings = info.get("siblings")
     names = [item.get("rfilename") for item in siblings if isinstance(item, dict)] if isinstance(siblings, list) else []
     commit = info.get("sha")
@@ -169,6 +169,13 @@ def list_repo(reference: str) -> RemoteRepo:
             f"the hub names no commit: {json.dumps(info)[:80]}", id="hub-without-commit", path=url, field="sha"
         )
     return RemoteRepo(repo, commit, frozenset(name for name in names if isinstance(name, str)), traffic)
+
+
+def _listing(data: bytes) -> dict[str, Any]:
+    try:
+        return parse_json(data, Path())
+    except CheckpointError as error:
+        raise NotFromAHub(error.message) from error
 
 
 @contextmanager
@@ -183,6 +190,8 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
         if response.status_code >= 400:
             response.read()
         utils.hf_raise_for_status(response)
+        if str(response.headers.get("Content-Type", "")).startswith("text/html"):
+            raise NotFromAHub("an HTML page")
         if begin and response.status_code != 206:
             raise CheckpointError(
                 "the server does not support requests for a range of bytes", id="hub-without-ranges", path=url

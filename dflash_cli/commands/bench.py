@@ -107,13 +107,14 @@ def bench(request: BenchRequest) -> Bench:
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import load_session, open_pair
+
+    opened = open_pair(
+        request.draft, request.target, config, causality=request.causality, template_options=request.template_options
+    )
     from dflash_cli.tuning.speed import smallest, speed_request
 
-    session = open_session(
-        request.draft, request.target, smallest(config), causality=request.causality,
-        template_options=request.template_options, threads=request.threads,
-    )  # fmt: skip
+    session = load_session(opened, smallest(config), threads=request.threads)
     choice = choose_prompts(
         session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
     )

@@ -87,7 +87,7 @@ def command(request: DiagnosisRequest) -> None:
     found = diagnose(request)
     for note in found.report.notes if found.report.search is not None else ():  # otherwise the sentence has the notes
         console.warn(note)
-    console.show(found, lambda: console.result(found.cause.sentence))
+    console.show(found, lambda: console.result(console.as_typed(found.cause.sentence)))
     if found.cause.has_cause:
         raise typer.Exit(FOUND)
 

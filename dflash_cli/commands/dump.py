@@ -22,7 +22,7 @@ from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, DumpSummary
-    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.loaded_pair import OpenedPair, PairSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.conditions import make_conditions
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import load_session, open_pair
     from dflash_cli.generation.prompt_sets import read_prompts
 
     assert request.output is not None
@@ -96,11 +96,9 @@ def dump(request: DumpRequest) -> "DumpSummary":
     layers = _choose_taps(request)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     announce_loading(None, request.target, plain=True, device=config.device)
-    session = open_session(
-        None, request.target, config, template_options=request.template_options, threads=request.threads
-    )
-    _check_taps(session, layers)
-    session.check_params(params)
+    opened = open_pair(None, request.target, config, params=params, template_options=request.template_options)
+    _check_taps(opened, layers)
+    session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
     choice = choose_prompts(
         session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
@@ -139,8 +137,8 @@ def _choose_taps(request: DumpRequest) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _check_taps(session: "PairSession", layers: tuple[int, ...]) -> None:
-    num_layers = session.target.facts.num_layers
+def _check_taps(pair: "OpenedPair", layers: tuple[int, ...]) -> None:
+    num_layers = pair.target.facts.num_layers
     if layers[-1] >= num_layers:
         raise UsageError(field="--taps", found=layers[-1], expected=f"layers from 0 to {num_layers - 1}")
 

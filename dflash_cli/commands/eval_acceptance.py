@@ -187,22 +187,28 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     from dflash_cli.generation.prompt_sets import read_prompts
 
     conditions = request.conditions
+    if request.workers is not None:
+        from dflash_cli.workers.ray_start import check_workers
+
+        check_workers(request.workers)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_pair
 
+    params = request.sampling_params(request.max_new_tokens)
     pair = open_pair(
-        request.draft, request.target, causality=request.causality, template_options=request.template_options
-    )
+        request.draft, request.target, config, params=params, causality=request.causality,
+        template_options=request.template_options,
+    )  # fmt: skip
     choice = choose_prompts(
         pair, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
         conditions=conditions,
     )  # fmt: skip
     plan = EvaluationPlan(
         rows=choice.rows,
-        params=request.sampling_params(request.max_new_tokens),
+        params=params,
         source=choice.source,
         chat=choice.chat,
         conditions=conditions,
@@ -252,7 +258,6 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
     from dflash_cli.generation.answers import Tally
     from dflash_cli.workers.crew import WorkersLost
 
-    answering.check_params(plan.params)
     answering.warm_up(plan.params, len(plan.rows))
     tally = Tally(answering.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:

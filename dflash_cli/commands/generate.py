@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.generate_document import GenerateDocument
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
+    from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.handoff.handing import Handing
     from dflash_runtime.lossless import Lossless
@@ -171,23 +172,24 @@ def run(
     announce_loading(request.draft, request.target, plain=request.num_speculative_tokens == 0, device=request.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.conditions import make_conditions
-    from dflash_cli.generation.loaded_pair import open_session
-    from dflash_cli.handoff.handing import open_handing
-    from dflash_runtime.device.settings import can_adapt
+    from dflash_cli.generation.loaded_pair import load_session, open_pair
 
-    handing = open_handing(request, named, force=request.force, check_lossless=request.check_lossless)
+    handing = _open_handing(request, named) if request.has_handoffs else None  # before anything is fetched
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
         max_num_requests=request.concurrency,
     )
-    is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
-    session = open_session(
-        request.draft, request.target, replace(config, adaptive_width=is_adaptive), causality=request.causality,
-        template_options=request.template_options, threads=request.threads,
-    )  # fmt: skip
     params = request.sampling_params(request.max_new_tokens)
-    session.check_params(params)
+    opened = open_pair(
+        request.draft, request.target, config, params=params, causality=request.causality,
+        template_options=request.template_options,
+    )  # fmt: skip
+    from dflash_runtime.device.settings import can_adapt
+
+    handing = handing or _open_handing(request, named)
+    is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
+    session = load_session(opened, replace(config, adaptive_width=is_adaptive), threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
     choice = choose_prompts(
         session, named or handing.prompts, chat=request.chat, count=request.num_prompts, sample=request.sample,
@@ -243,6 +245,13 @@ def command(request: GenerationRequest) -> None:
     if found.is_interrupted:
         _stop(found, found.handoffs.kept_in or request.output)
     _finish(found.tally, found.lossless)
+
+
+def _open_handing(request: GenerationRequest, named: "PromptSet | None") -> "Handing":
+    """The hand-offs of the run, which may be none. Imports torch."""
+    from dflash_cli.handoff.handing import open_handing
+
+    return open_handing(request, named, force=request.force, check_lossless=request.check_lossless)
 
 
 def _answer(

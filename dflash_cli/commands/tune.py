@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,22 +111,26 @@ def tune(request: TuningRequest) -> "Tuning":
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import load_session, open_pair
+
+    params = request.sampling_params(request.max_new_tokens)
+    most = max(request.num_speculative_tokens, default=None)
+    opened = open_pair(
+        request.draft, request.target, replace(config, num_draft_tokens=most), params=params,
+        causality=request.causality, template_options=request.template_options,
+    )  # fmt: skip
     from dflash_cli.tuning.speed import smallest
     from dflash_cli.tuning.tuner import TuningPlan
     from dflash_cli.tuning.what_if import parse_what_ifs
 
-    session = open_session(
-        request.draft, request.target, smallest(config), causality=request.causality,
-        template_options=request.template_options, threads=request.threads,
-    )  # fmt: skip
+    session = load_session(opened, smallest(config), threads=request.threads)
     choice = choose_prompts(
         session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
     )
     plan = TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,
-            params=request.sampling_params(request.max_new_tokens),
+            params=params,
             source=choice.source,
             chat=choice.chat,
             confidence=request.confidence,

@@ -212,7 +212,7 @@ def print_finding(finding: Finding) -> None:
     if finding.effect:
         _say(f"effect: {finding.effect}", INDENT)
     if finding.fix:
-        console.result(f"{INDENT}fix: {finding.fix}")
+        console.result(f"{INDENT}fix: {console.as_typed(finding.fix)}")
 
 
 def _say(text: str, indent: str) -> None:
@@ -250,4 +250,4 @@ def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")
     for finding in repaired.after.findings:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
-        console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
+        console.result(f"{INDENT}{INDENT}fix: {console.as_typed(finding.fix)}")

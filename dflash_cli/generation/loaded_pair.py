@@ -25,17 +25,19 @@ from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError
-from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
+from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+
+    from dflash_runtime.llm import LLM, Delta
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class OpenedPair:
 class PairSession(OpenedPair):
     """A loaded pair that can answer prompts."""
 
-    llm: LLM
+    llm: "LLM"
 
     @property
     def num_draft_tokens(self) -> int:
@@ -115,7 +117,7 @@ class PairSession(OpenedPair):
 
     def _stream(
         self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
-    ) -> Iterator[Delta]:
+    ) -> "Iterator[Delta]":
         """Run prompts; see `Streaming`."""
         return self.llm.stream(prompts, params)
 
@@ -196,6 +198,7 @@ def open_session(
     target: str | None,
     config: EngineConfig,
     *,
+    params: SamplingParams | None = None,
     causality: Causality | None = None,
     template_options: str | None = None,
     threads: int | None = None,
@@ -205,18 +208,14 @@ def open_session(
     Raises:
         UsageError: the references do not name a pair. Opening and loading raise further errors.
     """
-    opened = open_pair(
-        draft,
-        target,
-        needs_draft=config.num_draft_tokens != 0,
-        causality=causality,
-        template_options=template_options,
-    )
+    opened = open_pair(draft, target, config, params=params, causality=causality, template_options=template_options)
     return load_session(opened, config, threads=threads)
 
 
 def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
     """Load the weights of an opened pair."""
+    from dflash_runtime.llm import LLM
+
     parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
     logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
     with console.working("loading weights"):
@@ -230,28 +229,39 @@ def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | Non
 def open_pair(
     draft: str | None,
     target: str | None,
+    config: EngineConfig,
     *,
-    needs_draft: bool = True,
+    params: SamplingParams | None = None,
     causality: Causality | None = None,
     template_options: str | None = None,
 ) -> OpenedPair:
-    """Read configs, headers and tokenizer of a pair.
+    """Read configs, headers and tokenizer of a pair, and check limits of `config` and `params`. Imports no torch.
 
-    Without references: the bundled pair. A draft alone: with the target it names. A target alone: without a draft.
+    Without references: the bundled pair. A draft alone: with the target it names. A target alone: without a draft,
+    if `config` asks for no draft tokens.
 
     Raises:
-        UsageError: the references do not name a pair. Opening raises further errors.
+        UsageError: the references do not name a pair, or the config asks for more than the pair can do.
+        PairMismatch: the draft was not made for the target. Opening raises further errors.
     """
-    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
+    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
     if pair.draft_location is not None:
         draft_checkpoint = open_draft(pair.draft_location, causality=causality)
         draft_checkpoint.check_runnable()  # before a target is fetched
+    draft_config = draft_checkpoint.config if draft_checkpoint is not None else None
+    num_draft_tokens = resolve_num_drafts(config, draft_config)
     if pair.note is not None:
         console.note(pair.note)
     target_source = open_target(pair.find_target(fetch_directory))
+    facts = target_source.facts
     if draft_checkpoint is not None:
-        tell_notes(draft_checkpoint, target_source.facts)
+        check_pair(draft_checkpoint, target_source)
+        tell_notes(draft_checkpoint, facts)
+    if facts.max_position_embeddings is not None:
+        resolve_model_len(config, facts.max_position_embeddings, draft_config)
+    if params is not None:
+        check_params(params, num_draft_tokens=num_draft_tokens, vocab_size=facts.vocab_size)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
     return OpenedPair(
         target=target_source,

@@ -57,6 +57,11 @@ class HandoffOptions(TransferOptions):
     ] = None  # fmt: skip
 
     @property
+    def has_handoffs(self) -> bool:
+        """Whether requests are handed off, or continue from hand-offs."""
+        return self.handoff_out is not None or self.handoff_in is not None
+
+    @property
     def brings_prompts(self) -> bool:
         """Whether prompts, sampling parameters and lengths come from the hand-offs in a folder."""
         return self._is_folder and not self.is_of_vllm

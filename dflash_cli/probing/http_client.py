@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
 
-BUSY = 429
+TEMPORARY = (429, 500, 502, 503, 504)
 REDIRECTED = 300
 """A status from here on is a failure. Redirects are not followed, so the API key never reaches another server."""
 CLOSED = (401, 403)
@@ -27,8 +27,8 @@ class ServerUnreachable(CheckpointNotFound):
 class HttpClient:
     """A client of one server. It sends `key` to this server only and never prints it.
 
-    It repeats a request after a timeout, a broken connection, a status of 500 or more, or 429. Each pause is twice the
-    previous one.
+    It repeats a request after a timeout, a broken connection, or a temporary status. Each pause is twice the previous
+    one.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HttpClient:
             try:
                 response = self._client.request(method, f"{self.url}{path}", json=body)
                 status = response.status_code
-                trouble = f"answered {status}" if status >= 500 or status == BUSY else None
+                trouble = f"answered {status}" if status in TEMPORARY else None
             except self._library.ConnectError as error:
                 hint = "start the server, or correct the URL"
                 raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error

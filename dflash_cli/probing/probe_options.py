@@ -87,7 +87,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
         int,
         Option(
             min=0, group=MEASURING, is_setting=False,
-            help="Retries after a timeout, a broken connection or a status of 500 or more.",
+            help="Retries after a timeout, a broken connection, or the status 429, 500, 502, 503 or 504.",
         ),
     ] = 3  # fmt: skip
     api_key_env: Annotated[

@@ -5,6 +5,7 @@ Rich is imported only where something is drawn, so that short commands start at 
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 _is_quiet = False
 _is_json = False
 _verbosity = -1  # not set yet
+_typed: tuple[re.Pattern[str], str] | None = None
 
 
 def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: bool | None = None) -> None:
@@ -35,6 +37,18 @@ def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: 
     if verbosity is not None and verbosity != _verbosity:
         _verbosity = verbosity
         _log_to_stderr(verbosity)
+
+
+def name_commands(program: str, commands: Iterable[str]) -> None:
+    """Show commands in messages with the name that the user typed: another package may own the script `dflash`."""
+    global _typed
+    shown = rf"(?<![\w./-])dflash(?= (?:{'|'.join(map(re.escape, commands))})\b)"
+    _typed = None if program == "dflash" else (re.compile(shown), program)
+
+
+def as_typed(text: str) -> str:
+    """A text with its commands as the user would type them; see `name_commands`."""
+    return text if _typed is None else _typed[0].sub(_typed[1], str(text))
 
 
 def is_quiet() -> bool:
@@ -316,6 +330,7 @@ def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
 
 
 def _say(label: str, colour: str, text: str) -> None:
+    text = as_typed(text)
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text

@@ -140,7 +140,7 @@ def _variables() -> dict[str, str]:
     """Environment variables of the hub and of dflash. The value of a secret is `set` or `empty`."""
     shown = {}
     for name, value in sorted(os.environ.items()):
-        if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_")) and name not in (
+        if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_", "TRANSFORMERS_")) and name not in (
             "CUDA_VISIBLE_DEVICES",
             "NO_COLOR",
         ):

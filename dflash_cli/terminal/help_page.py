@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
+from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import (
     DRAFTING,
     ENGINE,
@@ -63,7 +64,7 @@ def draw(usage: str, text: str, examples: Sequence[str], sections: Mapping[str, 
     blocks += [_fill(" ".join(part.split()), width, INDENT) for part in text.strip().split("\n\n") if part]
     if examples:
         heading = "Examples" if len(examples) > 1 else "Example"
-        blocks.append("\n".join([f"{heading}:", *(INDENT + line for line in examples)]))
+        blocks.append("\n".join([f"{heading}:", *(INDENT + console.as_typed(line) for line in examples)]))
     blocks += ["\n".join([f"{title}:", *_table(rows, width)]) for title, rows in sections.items() if rows]
     blocks += [last] if last else []
     return "\n\n".join(blocks) + "\n"

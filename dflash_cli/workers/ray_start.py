@@ -59,6 +59,16 @@ def parse_workers(text: str) -> WorkersRequest:
     return WorkersRequest(address, int(count) if count else None)
 
 
+def check_workers(text: str) -> None:
+    """Check `--workers` before anything is loaded.
+
+    Raises:
+        UsageError, UnsupportedError: the text has another form, or Ray is not installed.
+    """
+    parse_workers(text)
+    _import_ray()
+
+
 @contextmanager
 def joined(request: WorkersRequest, device: str) -> Iterator[tuple[RayCluster, int]]:
     """Yield a Ray cluster and its number of workers. A cluster started for this run stops at the end of the block.

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +19,11 @@ from dflash_testing.paths import ROOT
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": PATHS}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=env)
+def python(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": PATHS, **(env or {})}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=env, cwd=cwd)
 
 
 def dflash(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +52,38 @@ def test_help_imports_nothing_that_takes_long() -> None:
         slow = {"rich", "pydantic", "asyncio", "torch", "transformers", "numpy", "huggingface_hub"} & {*found}
         assert not slow, arguments
     assert not {name for name in first[1] if name.startswith("dflash_cli.commands")}
+
+
+REFUSED = {
+    2: (
+        ["generate", "x", "-k", "8"], ["generate", "x", "--verify-width", "9"],
+        ["generate", "x", "--stop-token-id", "99999"], ["generate", "x", "--max-model-len", "9999"],
+        ["bench", "-k", "8"], ["tune", "-k", "3,8"], ["eval-acceptance", "-k", "8"],
+        ["eval-acceptance", "--workers", "0"], ["dump", "tiny", "--taps", "6", "--output", "dump"],
+    ),
+    4: (
+        ["generate", "x", "--draft", "org/none"], ["bench", "org/none"], ["tune", "org/none"],
+        ["eval-acceptance", "org/none"], ["eval-acceptance", "--mode", "replay", "--dump", "none"],
+        ["dump", "org/none", "--taps", "1", "--output", "dump"], ["diagnose", "org/none"],
+        ["validate", "org/none", "--level", "run"],
+    ),
+    5: (["eval-acceptance", "--workers", "2"],),
+}  # fmt: skip
+"""Exit code -> commands that are refused before anything is loaded."""
+
+
+def test_refusals_come_before_torch(tmp_path: Path) -> None:
+    """One process without torch and Ray. A command that imports torch ends in another error than the expected one."""
+    script = "\n".join([
+        "import json, sys", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
+        "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', '-q', *arguments]",
+        "    try: main()", "    except SystemExit as end: print(json.dumps([arguments, end.code]))",
+    ])  # fmt: skip
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
+    done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == wanted, done.stderr
+    assert "torch" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["explain", "C20"], ["-q", "inspect", "tiny", "--tensors"]])
@@ -178,11 +214,40 @@ def test_quiet_may_stand_before_or_after_the_command(arguments: list[str]) -> No
     assert not console.is_quiet()
 
 
+def test_commands_are_shown_with_the_name_that_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyPI's dflash brings a script of that name too, which a printed command must not start."""
+    from dflash_cli.main import main
+    from dflash_cli.terminal import console
+
+    typed = {"/bin/dflash": "dflash", "/bin/dflash-cli": "dflash-cli", "dflash_cli/__main__.py": "python -m dflash_cli"}
+    for path, name in typed.items():
+        monkeypatch.setattr(sys, "argv", [path, "eval-acceptance", "--mode", "replay"])
+        with pytest.raises(SystemExit):
+            main()
+        assert f"hint: write one with {name} dump\n" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["/bin/dflash-cli", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert '  dflash-cli generate "def' in capsys.readouterr().out
+    kept = "dflash 0.1.0, org/dflash convert, my-dflash convert, dflash is not on PATH"
+    assert console.as_typed(kept) == kept
+    console.name_commands("dflash", [])
+
+
 def test_version() -> None:
     assert dflash("--version").stdout == f"dflash {__version__}\n"
 
 
-@pytest.mark.parametrize(("arguments", "module"), [(["generate", "x"], "torch"), (["generate", "x"], "transformers")])
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        (["generate", "x"], "torch"),
+        (["generate", "x"], "tokenizers"),
+        (["generate", "x", "--target-runtime", "transformers"], "transformers"),
+    ],
+)
 def test_a_missing_library_is_named_with_how_to_install_it(arguments: list[str], module: str) -> None:
     code = (
         "import sys\n"

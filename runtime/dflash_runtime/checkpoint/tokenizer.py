@@ -9,15 +9,17 @@ from typing import Any
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from dflash_runtime.errors import CheckpointError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
-    """The tokenizer in a target's folder, which transformers loads. No code from the checkpoint runs.
+    """The tokenizer in a target's folder. No code from the checkpoint runs.
 
-    Every method and property raises CheckpointError if the tokenizer's files cannot be loaded.
+    A plain tokenizer is read here; transformers reads the others, and renders the conversations that its releases
+    render differently. Every method and property raises CheckpointError if the tokenizer's files cannot be loaded.
     """
 
     def __init__(self, path: Path, template_options: Mapping[str, Any] | None = None) -> None:
@@ -25,7 +27,11 @@ class Tokenizer:
         self._template_options = dict(template_options or {})
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _plain(self) -> PlainTokenizer | None:
+        return read_plain_tokenizer(self._path)
+
+    @cached_property
+    def _hosted(self) -> Any:
         from transformers import AutoTokenizer
 
         try:
@@ -41,22 +47,27 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The id that ends a text, if the tokenizer names one."""
-        value = self._tokenizer.eos_token_id
+        value = (self._plain or self._hosted).eos_token_id
         return int(value) if value is not None else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds by default."""
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._plain is not None:
+            return self._plain.encode(text, add_special_tokens)
+        return list(self._hosted(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     @property
     def has_template(self) -> bool:
         """Whether the tokenizer can render conversations."""
-        return bool(self._tokenizer.chat_template)
+        return bool((self._plain or self._hosted).chat_template)
 
     @property
     def template_digest(self) -> str | None:
         """A hash of the chat template. Conversations with equal hashes are rendered alike."""
-        template = self._tokenizer.chat_template
+        template = (self._plain or self._hosted).chat_template
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return digest_text(text) if template else None
 
@@ -73,24 +84,25 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._template_options, **(options or {})},
-            )
+            text = self._render(list(messages), {**self._template_options, **(options or {})})
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise RequestError(
                 f"{where}: the chat template refuses the conversation: {reason}", id="template-refuses", field=where
             ) from error
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._encode(text, add_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        if self._plain is not None and self._plain.renders(messages, options):
+            return self._plain.render(messages, options)
+        text = self._hosted.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return str(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        if self._plain is not None:
+            return self._plain.decode(list(token_ids))
+        return str(self._hosted.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def find_tokenizer(path: Path, template_options: Mapping[str, Any] | None = None) -> Tokenizer | None:

@@ -11,7 +11,7 @@ from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.limits import Limits, resolve_model_len, resolve_num_drafts
 
 MIN_CAPABILITY = (8, 0)
 
@@ -116,23 +116,6 @@ def rows_of_a_step(config: EngineConfig, kernels: Kernels) -> int:
     return config.max_batched_tokens or (KERNEL_ROWS if kernels.name == "triton" else REFERENCE_ROWS)
 
 
-def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
-    """K, by default the number of draft tokens that the draft was trained for.
-
-    Raises:
-        UsageError: the config asks for more.
-    """
-    trained = draft.num_draft_tokens if draft is not None else 0
-    num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
-    if num_draft_tokens > trained:
-        why = "without a draft" if draft is None else f"the draft was trained for blocks of {trained + 1}"
-        raise UsageError(
-            id="too-many-draft-tokens", field="num_draft_tokens", found=num_draft_tokens,
-            expected=f"at most {trained}: {why}",
-        )  # fmt: skip
-    return num_draft_tokens
-
-
 def resolve_limits(
     config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, kernels: Kernels = REFERENCE
 ) -> Limits:
@@ -142,14 +125,7 @@ def resolve_limits(
         UsageError: the config asks for more than the checkpoints or the kernels allow.
     """
     num_draft_tokens = resolve_num_drafts(config, draft)
-    served = target.max_position_embeddings
-    if draft is not None and num_draft_tokens:
-        served = min(served, draft.max_position_embeddings)
-    max_model_len = config.max_model_len or served
-    if max_model_len > served:
-        raise UsageError(
-            field="max_model_len", found=max_model_len, expected=f"at most {served}, the positions of the pair"
-        )
+    max_model_len = resolve_model_len(config, target.max_position_embeddings, draft)
     num_kv_heads = max(count for item in (target, draft) if item is not None for count, _ in item.kv_shapes)
     if config.max_num_requests * num_kv_heads > MAX_GRID:
         expected = f"at most {MAX_GRID // num_kv_heads}: attention launches at most {MAX_GRID} requests times KV heads"

@@ -16,10 +16,11 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
-from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.weights import Weights
 
 
@@ -263,44 +264,3 @@ class DecoderStack:
             if index in taps:
                 outputs[index] = residual
         return normed if wanted is None or kept is not None else normed[wanted], outputs
-
-
-class RopeTable:
-    """Cosines and sines for positions `[0, num_positions)`, computed in float32 and rounded once."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, placement: Placement) -> None:
-        frequencies, scale = _frequencies(rope, head_dim, max_position_embeddings)
-        angles = torch.arange(placement.num_positions, dtype=torch.float32)[:, None] * frequencies
-        angles = torch.cat((angles, angles), dim=-1)  # [positions, D]
-        table = torch.stack((angles.cos(), angles.sin()), dim=1) * scale
-        self.table = table.to(placement.device, placement.dtype)  # [positions, 2, D]: one lookup gives cos and sin
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [...] -> cos and sin, each [..., D]."""
-        cos, sin = self.table[positions].unbind(-2)
-        return cos, sin
-
-
-def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Return inverse frequencies [D / 2] and the factor on cos and sin, from transformers' own functions.
-
-    Raises:
-        UnsupportedError: a rope type that this runtime does not compute.
-    """
-    if rope.kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / (rope.theta**exponents), 1.0
-    from transformers import Qwen3Config
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if rope.kind not in ("linear", "yarn", "llama3"):
-        raise UnsupportedError(
-            id="rope-not-run", field="rope_type", found=rope.kind, expected="default, linear, yarn or llama3"
-        )
-    config = Qwen3Config(
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=rope.to_parameters(),
-    )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
-    return frequencies, float(scale)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.errors import UsageError
+
 PROMPT_SHARE = 4
 """Prompts get at least 1/PROMPT_SHARE of the rows of a step, however many requests decode."""
 
@@ -70,3 +73,36 @@ class Limits:
         keeps pages free for it. Source: vLLM's scheduler since vllm-project/vllm#46694.
         """
         return min(num_rows, self.max_model_len)
+
+
+def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
+    """K, by default the number of draft tokens that the draft was trained for.
+
+    Raises:
+        UsageError: the config asks for more.
+    """
+    trained = draft.num_draft_tokens if draft is not None else 0
+    num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
+    if num_draft_tokens > trained:
+        why = "without a draft" if draft is None else f"the draft was trained for blocks of {trained + 1}"
+        raise UsageError(
+            id="too-many-draft-tokens", field="num_draft_tokens", found=num_draft_tokens,
+            expected=f"at most {trained}: {why}",
+        )  # fmt: skip
+    return num_draft_tokens
+
+
+def resolve_model_len(config: EngineConfig, num_positions: int, draft: DraftConfig | None) -> int:
+    """The longest text, by default all positions of the target, or of the draft if it has fewer.
+
+    Raises:
+        UsageError: the config asks for more.
+    """
+    if draft is not None and resolve_num_drafts(config, draft):
+        num_positions = min(num_positions, draft.max_position_embeddings)
+    max_model_len = config.max_model_len or num_positions
+    if max_model_len > num_positions:
+        raise UsageError(
+            field="max_model_len", found=max_model_len, expected=f"at most {num_positions}, the positions of the pair"
+        )
+    return max_model_len

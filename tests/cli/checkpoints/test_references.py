@@ -67,11 +67,13 @@ REFUSALS = {
     "acme/absent": "not-on-the-hub",
     "acme/draft@v9": "no-revision",
     "acme/broken": "hub-refused",
+    "acme/not-here": "hub-refused",
+    "acme/login-page": "not-a-hub",
     "acme--x/draft": "not-a-reference",
     "no such thing": "not-a-reference",
 }
-FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing")
-FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken")
+FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing", "acme/login-page", "acme/not-here")
+FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page")
 
 
 def refusals() -> list[Any]:
@@ -92,6 +94,18 @@ def test_each_refusal_has_its_id(reference: str, id: str, how: tuple[str, ...], 
     assert ("again" in found["hint"]) == ("broken" in reference)
 
 
+@pytest.mark.parametrize("reference", ["acme/gated", "acme/absent", "acme/other-token"])
+def test_hints_know_whether_a_token_is_set(reference: str, environment: dict[str, str]) -> None:
+    """Without a token a hint says where to get one. With a token it says what the token lacks."""
+    without, given = (
+        hub.refusal("validate", reference, env={**environment, "HF_TOKEN": token})["hint"] for token in ("", "hf_x" * 9)
+    )
+    assert "HF_TOKEN" in without
+    assert "token" in given
+    assert given != without
+    assert "hf_x" not in given
+
+
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
 def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
     found = hub.refusal("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
@@ -104,7 +118,7 @@ def test_an_unreachable_hub(how: tuple[str, ...], environment: dict[str, str]) -
     nobody = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     found = hub.refusal("validate", "acme/draft", *how, env=nobody)
     assert (found["code"], found["path"]) == (4, "acme/draft")
-    assert found["id"] in ("hub-unreachable", "not-cached")
+    assert found["id"] in ("hub-unreachable", "not-cached") if how else found["id"] == "hub-unreachable"
     assert "HF_ENDPOINT" in found["hint"]
 
 

@@ -41,8 +41,13 @@ def expected() -> RequestOutput:
 
 
 def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutput) -> None:
-    done = support.launch("generate", "-v", PROMPT, "-n", "40", "--ignore-eos", "--threads", "1")
+    """The process also prints the modules that it imports: not transformers, which takes seconds."""
+    environment = {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = support.launch("generate", "-v", PROMPT, "-n", "40", "--ignore-eos", "--threads", "1", env=environment)
     assert done.code == 0, done.err
+    imported = {line.rpartition("|")[2].strip() for line in done.err.splitlines() if line.startswith("import time:")}
+    assert "torch" in imported
+    assert "transformers" not in imported
     assert done.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
     assert "40 tokens" in done.err
     assert "INFO dflash_cli.generation.loaded_pair: " in done.err

@@ -218,7 +218,7 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
     ("arguments", "field", "found"),
     [
         (["--num-speculative-tokens", "1,x"], "--num-speculative-tokens", "x"),
-        (["--num-speculative-tokens", "9"], "--num-speculative-tokens", 9),
+        (["--num-speculative-tokens", "9"], "num_draft_tokens", 9),
         (["--concurrency", "0"], "--concurrency", 0),
         (["--concurrency", "2"], "plain.2", MISSING),
         (["--resume"], "--resume", None),

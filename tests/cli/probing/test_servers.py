@@ -173,6 +173,7 @@ def test_an_unknown_server_and_an_unknown_model_are_refused() -> None:
     [
         ("timeout", ServerUnreachable, "no-answer", ["0.2 s", "1 try"]),
         ("500", ServerUnreachable, "no-answer", ["500", "1 try"]),
+        ("501", RequestError, "server-refused", ["501"]),
         ("400", RequestError, "server-refused", ["400", "the prompt is longer than the model reads"]),
         ("garbage", UnsupportedError, "not-json", ["<html>a proxy"]),
         ("cut", UnsupportedError, "foreign-answer", ["token_ids", "vLLM"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_cli.terminal.environment import REDACTED, redacted
+from dflash_cli.terminal.environment import REDACTED, describe_environment, redacted
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,12 @@ from dflash_cli.terminal.environment import REDACTED, redacted
 )
 def test_secrets_are_left_out_and_nothing_else(argv: list[str], expected: list[str]) -> None:
     assert redacted(argv) == expected
+
+
+def test_every_variable_that_turns_the_hub_off_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_secret"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", "")
+    shown = describe_environment("0").variables
+    assert {name: shown[name] for name in values} == {**values, "HF_TOKEN": "set"}

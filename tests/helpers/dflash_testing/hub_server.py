@@ -21,6 +21,9 @@ GONE = {
     "acme/gated": (403, "GatedRepo"),
     "acme/absent": (401, "RepoNotFound"),
     "acme/broken": (500, ""),
+    "acme/other-token": (401, ""),
+    "acme/not-here": (501, ""),
+    "acme/login-page": (200, ""),
 }
 """Repositories that are refused whole."""
 
@@ -68,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         for gone, (status, code) in GONE.items():
             if gone in self.path:
-                self._send(status, b"", {"X-Error-Code": code} if code else {}, with_body=with_body)
+                headers = {"Content-Type": "text/html"} | ({"X-Error-Code": code} if code else {})
+                self._send(status, b"<html>log in</html>", headers, with_body=with_body)
                 return
         path = self.path.partition("?")[0]
         repo = next((name for name in self.hub.repos if f"/{name}/" in f"{path}/"), "")

@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "400":
             self._send(400, b'{"error": {"message": "the prompt is longer than the model reads"}}')
         else:
-            self._send(500, b"trouble")
+            self._send(int(fault), b"trouble")
 
     def _is_closed(self) -> bool:
         key = self.engine.key

@@ -1,0 +1,52 @@
+"""A check that runs in every place of CI fails if the bundled pair's acceptance leaves its interval."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflash_cli import evaluate
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_testing.paths import ROOT
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "acceptance.py"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "code"),
+    [({"tiny": 3.44, "tiny:reduced": 2.75}, 0), ({"tiny": 3.2, "tiny:reduced": 2.75}, 1),
+     ({"tiny": 3.44, "tiny:reduced": 2.95}, 1)],
+)  # fmt: skip
+def test_an_acceptance_length_outside_its_interval_fails(
+    lengths: dict[str, float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "measure", lambda draft, device: lengths[draft])
+    assert SCRIPT["main"]() == code
+    assert capsys.readouterr().out.count("OUTSIDE") == code
+
+
+@pytest.mark.slow
+def test_a_damaged_draft_leaves_the_interval(tmp_path: Path) -> None:
+    """The rope base of training is lost, as by a reader that falls back to a default."""
+    for file in (tiny_directory() / "draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_theta"] = 10000.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    low, high = SCRIPT["INTERVALS"]["tiny"]
+    lost = evaluate(draft=str(tmp_path), target="tiny", device="cpu").total.counts.acceptance_len
+    assert lost is not None
+    assert lost < low
+    assert low <= SCRIPT["measure"]("tiny", "cpu") <= high
+
+
+def test_ci_runs_the_check_on_a_cpu_and_on_a_gpu() -> None:
+    assert "acceptance" in (ROOT / ".ci" / "run").read_text().splitlines()[-1].split()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())["jobs"]
+    runs = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
+    assert "scripts/check acceptance" in runs["acceptance"]
+    assert "scripts/check acceptance" in runs["gpu"]
+    assert jobs["gpu"]["env"]["DEVICE"] == "cuda"
