@@ -82,7 +82,7 @@ class DFlashDraft:
         return self._cap(self._head(masked)).view(num_blocks, num_drafts, -1)
 
     def _cap(self, logits: Tensor) -> Tensor:
-        logits = _scale(logits, self.config.output_multiplier)
+        logits = _scale(logits, self.config.output_multiplier * self.config.logit_scale)
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 
