@@ -83,7 +83,7 @@ def _verifier(config: DraftConfig, spec: ConversionSpec) -> tuple[Verifier | Non
     target = spec.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
-    if not architectures and carried is not None:
+    if carried is not None and (not architectures or (spec.is_repair and carried.architectures)):
         architectures = carried.architectures
     name = spec.verifier
     if name is None and carried is not None:

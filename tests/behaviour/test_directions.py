@@ -213,7 +213,7 @@ def test_a_key_without_a_home_is_left_out_only_on_demand(name: str, tmp_path: Pa
 def test_an_embedding_scale_keeps_its_meaning(scale: float | None, tmp_path: Path) -> None:
     """A native draft that states none is fed with the target's scale, a speculators draft with rows as they are."""
     target = support.make_target(tmp_path / "target", model_type="gemma3_text")
-    stated = {} if scale is None else {"input_embedding_scale": scale}
+    stated: dict[str, Any] = {} if scale is None else {"input_embedding_scale": scale}
     source = support.make_native(tmp_path / "source", **stated)
     args = ("convert", source, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
     outcome = support.invoke(*args)
