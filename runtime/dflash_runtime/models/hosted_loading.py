@@ -90,7 +90,8 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
             found=first_line(error),
         ) from error
     model, info = loaded
-    _check_tensors(model, info, config, path)
+    is_wrapped = settings.get_text_config(decoder=True) is not settings
+    _check_tensors(model, info, config, path, is_wrapped=is_wrapped)
     if quantization is not None and quantization.method == "fp8":
         compare_weights(model, source.checkpoint)
     _check_dtype(model, config, placement.dtype)
@@ -101,7 +102,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     return causal_part(placed)
 
 
-def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
+def _check_tensors(
+    model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path, *, is_wrapped: bool
+) -> None:
     """Require, from transformers' report on loading, that it found and applied every tensor.
 
     Raises:
@@ -111,7 +114,7 @@ def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConf
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
         raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
-    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name))
+    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name, is_wrapped=is_wrapped))
     surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
     if surplus:
         why = f"transformers does not apply {len(surplus)} of its tensors: {', '.join(surplus[:5])}"
