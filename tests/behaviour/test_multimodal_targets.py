@@ -71,7 +71,7 @@ def test_taps_are_its_hidden_states(models: Any) -> None:
         tapped.append((out if isinstance(out, torch.Tensor) else out[0])[0])
 
     decoder = causal_part(model).get_decoder()
-    decoder = decoder if hasattr(decoder, "layers") else decoder.get_decoder()
+    decoder = decoder if hasattr(decoder, "layers") else decoder.model
     hook = decoder.layers[1].register_forward_hook(keep)
     with torch.inference_mode():
         logits = model(input_ids=ids[None], use_cache=False).logits[0]

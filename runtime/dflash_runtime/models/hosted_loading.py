@@ -5,7 +5,7 @@ A hosted target is a target that transformers' code runs, over our pages or with
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from dflash_runtime.models.hosted_quantization import (
     dequantised,
     leave_weights_in_place,
     read_quantization,
+    unpacking_blocks,
+    widen,
 )
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.text_part import causal_part, is_taken_out, model_class
@@ -61,8 +63,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
 
     hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch code
     path, quantization = source.checkpoint.path, read_quantization(source)
+    is_fp8 = quantization is not None and quantization.method == "fp8"
     try:
-        with quietly():
+        with quietly(), unpacking_blocks(source.checkpoint, placement.dtype) if is_fp8 else nullcontext():
             settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
             if quantization is not None and quantization.is_unpacked:
                 _ask_to_unpack(settings)
@@ -92,7 +95,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     model, info = loaded
     is_wrapped = settings.get_text_config(decoder=True) is not settings
     _check_tensors(model, info, config, path, is_wrapped=is_wrapped)
-    if quantization is not None and quantization.method == "fp8":
+    if quantization is not None and quantization.is_unpacked:
+        widen(model, placement.dtype)
+    if is_fp8:
         compare_weights(model, source.checkpoint)
     _check_dtype(model, config, placement.dtype)
     is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)

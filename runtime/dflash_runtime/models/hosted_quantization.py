@@ -7,6 +7,7 @@ so this module refuses methods that need them.
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -123,13 +124,15 @@ def compare_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: a loaded weight differs.
     """
-    parameters = dict(model.named_parameters())
+    parameters, block = dict(model.named_parameters()), _stated(checkpoint).get("weight_block_size")
     pairs = [
         (name, scale) for name, scale in _scaled(checkpoint) if name in parameters and not parameters[name].is_meta
     ]
+    shapes = {name: info.shape[-2:] for name, info in checkpoint.tensors.items()}
+    pairs.sort(key=lambda pair: not _has_cut_blocks(shapes[pair[0]], shapes[pair[1]], block))
     for name, scale in pairs[:NUM_COMPARED]:
         loaded = parameters[name].detach().cpu()
-        wanted = _multiply(checkpoint.load(name), checkpoint.load(scale)).to(loaded.dtype)
+        wanted = _multiply(checkpoint.load(name), checkpoint.load(scale), block).to(loaded.dtype)
         if not torch.equal(loaded, wanted):
             raise CheckpointError(
                 f"{name}: transformers loads other values than {scale} times the stored values",
@@ -138,6 +141,39 @@ def compare_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
                 field=name,
                 found=scale,
             )
+
+
+@contextmanager
+def unpacking_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[None]:
+    """Let transformers dequantise fp8 weights by the block size of the config, into the dtype of the run.
+
+    transformers finds the block size by dividing a weight's size by its number of scales, which is wrong if the last
+    block is cut. It takes the dtype of the scales for some weights.
+    """
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    block, theirs = _stated(checkpoint).get("weight_block_size"), Fp8Dequantize._dequantize_one
+
+    def unpack(self: Any, packed: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        if _has_cut_blocks(tuple(packed.shape[-2:]), tuple(scales.shape[-2:]), block):
+            return _multiply(packed, scales, block).to(dtype)
+        return theirs(self, packed, scales, output_dtype=dtype)
+
+    Fp8Dequantize._dequantize_one = unpack
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = theirs
+
+
+def widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert narrower weights to the dtype of the run.
+
+    Beside quantised weights, transformers keeps plain weights in their stored dtype.
+    """
+    for parameter in model.parameters():
+        if not parameter.is_meta and parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
 
 
 def leave_weights_in_place(model: nn.Module) -> None:
@@ -209,8 +245,6 @@ def _scale_of(name: str, checkpoint: Checkpoint) -> str | None:
 def _check_scales(checkpoint: Checkpoint, stated: Mapping[str, Any]) -> None:
     """Check that every weight of eight bits has scales that divide it into the blocks of the config.
 
-    transformers derives the block size from the shape of the scales, which is wrong if the last block is shorter.
-
     Raises:
         UnsupportedError: a weight without a scale, or with scales for other blocks.
     """
@@ -226,26 +260,39 @@ def _check_scales(checkpoint: Checkpoint, stated: Mapping[str, Any]) -> None:
         grid = checkpoint.tensors[scaled[name]].shape
         if not _divides(info.shape[-2:], grid, block):
             why = (
-                f"{scaled[name]} has shape {list(grid)}, but transformers expects one scale per block of {block} of "
-                f"{name}, {list(info.shape)}"
+                f"{scaled[name]} has shape {list(grid)}, expected one scale per block of {block} of {name}, "
+                f"{list(info.shape)}"
             )
             raise _refused(checkpoint, "fp8", "scale-blocks-differ", why)
 
 
 def _divides(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
-    """Whether each axis of a weight has one scale, or one scale per whole block."""
+    """Whether each axis of a weight has one scale, or one scale per block. The last block may be cut."""
     if len(grid) < 2 or block is None:
         return all(count == 1 for count in grid)
-    if not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+    if not _is_block(block):
         return False
-    sizes = zip(shape, grid[-2:], block, strict=True)
-    return all(size == count * length or (count == 1 and size < length) for size, count, length in sizes)
+    return all(count == -(-size // length) for size, count, length in zip(shape, grid[-2:], block, strict=True))
 
 
-def _multiply(weight: Tensor, scale: Tensor) -> Tensor:
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(is_int(length) and length > 0 for length in block)
+
+
+def _has_cut_blocks(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
+    """Whether a weight has one scale per block of the config, and a last block that is cut after another one."""
+    if len(grid) < 2 or not _is_block(block) or not _divides(shape, grid, block):
+        return False
+    return any(count > 1 and size % length for size, count, length in zip(shape, grid, block, strict=True))
+
+
+def _multiply(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     """Return scale times weight in float32. The scale of a block applies to all its numbers."""
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if factors.dim() >= 2:
+        is_cut = _has_cut_blocks(tuple(weight.shape[-2:]), tuple(scale.shape[-2:]), block)
         for axis in (-2, -1):
-            factors = factors.repeat_interleave(weight.shape[axis] // factors.shape[axis], dim=axis)
+            size = weight.shape[axis]
+            length = block[axis] if is_cut else size // factors.shape[axis]
+            factors = factors.repeat_interleave(length, dim=axis).narrow(axis, 0, size)
     return weight.float() * factors

@@ -26,6 +26,7 @@ from dflash_testing.pairs import placement, random_prompts, random_target
 from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
 from dflash_testing.refusals import refuses
 
+FLOAT = torch.float32
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
@@ -58,6 +59,30 @@ def test_a_dequantised_target_computes_scale_times_weight(
     assert pair.target_quantization == label
     assert any(label.partition(",")[0] in text for text in pair.warnings)
     assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
+
+
+@needs_accelerate
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_cut_blocks_are_unpacked(stored: torch.dtype, tmp_path: Path) -> None:
+    """24 rows of latent attention are a block of 16 and a cut one, and other weights may be narrower than the run."""
+    model = quantise(tmp_path, "deepseek_v3", pack_blocks, FP8)
+    plain = {name: item for name, item in load_file(tmp_path / "model.safetensors").items() if item.dtype == FLOAT}
+    kept = {name: item for name, item in plain.items() if not name.endswith("_scale_inv")}
+    edit(tmp_path, **{name: item.to(stored) for name, item in kept.items()})
+    target = load_target(open_target(tmp_path), placement(), "auto")
+    loaded = dict(target._decoder.named_parameters())  # type: ignore[attr-defined]
+    for name, wanted in model.get_decoder().named_parameters():
+        is_stored = f"model.{name}" in kept
+        assert torch.equal(loaded[name], wanted.to(stored).to(FLOAT) if is_stored else wanted), name
+
+
+def test_halves_of_cut_blocks_are_not_taken_for_blocks() -> None:
+    """48 rows in blocks of 32 have two scales, which transformers would read as scales of blocks of 24."""
+    assert hosted_quantization._has_cut_blocks((48, 32), (2, 2), [32, 16])
+    factors = hosted_quantization._multiply(torch.ones(48, 32), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), [32, 16])
+    assert factors[31, 0] == 2
+    assert factors[32, 0] == 5
+    assert factors[47, 31] == 7
 
 
 @pytest.mark.gpu
@@ -174,8 +199,8 @@ class TestScales:
             find_target_runtime(open_target(folder), "auto")
         assert f"{LAYER}.weight" in refused.value.message
 
-    def test_a_shorter_last_block(self, folder: Path) -> None:
-        """48 rows in blocks of 32 have two scales. transformers would read them as scales of blocks of 24."""
+    def test_scales_of_other_blocks(self, folder: Path) -> None:
+        """48 rows in blocks of 32 have two scales, but the file has three."""
         settings = json.loads((folder / "config.json").read_text())
         settings["quantization_config"]["weight_block_size"] = [32, 16]
         (folder / "config.json").write_text(json.dumps(settings))
@@ -187,7 +212,11 @@ class TestScales:
         ("shape", "grid", "block", "is_right"),
         [
             ((48, 32), (3, 2), [16, 16], True),
-            ((48, 32), (2, 2), [32, 16], False),
+            ((48, 32), (2, 2), [32, 16], True),
+            ((48, 32), (1, 2), [32, 16], False),
+            ((576, 7168), (5, 56), [128, 128], True),
+            ((576, 7168), (4, 56), [128, 128], False),
+            ((48, 32), (3, 2), [16, 0], False),
             ((48, 32), (1, 2), [64, 16], True),
             ((48, 32), (), [16, 16], True),
             ((48, 32), (1,), None, True),
