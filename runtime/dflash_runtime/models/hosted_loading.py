@@ -6,14 +6,14 @@ A hosted target is a target that transformers' code runs, over our pages or with
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
+from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
@@ -94,7 +94,7 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
         ) from error
     model, info = loaded
     is_wrapped = settings.get_text_config(decoder=True) is not settings
-    _check_tensors(model, info, config, path, is_wrapped=is_wrapped)
+    _check_tensors(model, info, config, source.checkpoint, is_wrapped=is_wrapped)
     if quantization is not None and quantization.is_unpacked:
         widen(model, placement.dtype)
     if is_fp8:
@@ -108,7 +108,7 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
 
 
 def _check_tensors(
-    model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path, *, is_wrapped: bool
+    model: nn.Module, info: Mapping[str, Any], config: TargetConfig, checkpoint: Checkpoint, *, is_wrapped: bool
 ) -> None:
     """Require, from transformers' report on loading, that it found and applied every tensor.
 
@@ -118,9 +118,9 @@ def _check_tensors(
     """
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
-        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
+        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=checkpoint.path)
     unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name, is_wrapped=is_wrapped))
-    surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
+    surplus = unapplied_tensors(unread, stored=checkpoint.tensors, num_layers=config.num_layers)
     if surplus:
         why = f"transformers does not apply {len(surplus)} of its tensors: {', '.join(surplus[:5])}"
         raise not_run(config.model_type, why, id="tensors-not-applied")

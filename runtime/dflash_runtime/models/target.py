@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_tensors
+from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
@@ -196,7 +196,7 @@ def target_shapes(source: TargetSource) -> Shapes:
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
-    surplus = [name for name in found if name not in expected and not TARGET_LEFTOVERS.match(name)]
+    surplus = unapplied_tensors(found.keys() - expected.keys(), stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
         raise UnsupportedError(

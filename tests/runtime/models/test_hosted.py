@@ -263,6 +263,21 @@ class TestTensors:
             host(folder)
         assert "model.layers.2.mlp.up_proj.scale" in refused.value.message
 
+    @pytest.mark.parametrize("layer", [4, 61])
+    def test_a_layer_that_predicts_further_tokens_is_left_out(self, folder: Path, layer: int) -> None:
+        """Its number may be any, as in a target with fewer layers than it was trained with."""
+        part = {f"model.layers.{layer}.{name}": np.ones(3, dtype=np.float32) for name in ("eh_proj.weight", "x")}
+        self.edit(folder, **part, **{"model.mtp.0.weight": np.ones(3, dtype=np.float32)})
+        assert host(folder).config.num_layers == 4
+
+    def test_a_further_layer_of_another_kind_is_named(self, folder: Path) -> None:
+        self.edit(folder, **{"model.layers.4.mlp.up_proj.weight": np.ones(3, dtype=np.float32)})
+        with refuses(UnsupportedError, "tensors-not-applied"):
+            host(folder)
+        self.edit(folder, **{"model.layers.2.eh_proj.weight": np.ones(3, dtype=np.float32)})
+        with refuses(UnsupportedError, "tensors-not-applied"):
+            host(folder)
+
     def test_a_misshapen_tensor_is_named(self, folder: Path) -> None:
         self.edit(folder, **{"model.norm.weight": np.ones(3, dtype=np.float32)})
         with pytest.raises(TensorMismatch) as refused:
