@@ -161,8 +161,8 @@ def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None
 def unapplied_tensors(names: Iterable[str], *, stored: Iterable[str], num_layers: int) -> list[str]:
     """Return those of `names` that readers of a target must not skip, sorted. `stored` has every name of the file.
 
-    A head that is tied, buffers, and parts that only predict further tokens (MTP) may be skipped. Such a part is a layer
-    after the decoder's, with any number.
+    A head that is tied, buffers, and parts that only predict further tokens (MTP) may be skipped. Such a part is a
+    layer after the decoder's, with any number.
     """
     extra = {match[2] for name in stored if (match := EXTRA_SIGN.match(name))}
     extra = {layer for layer in extra if int(layer.rpartition(".")[2]) >= num_layers}
