@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.hf_config import not_run
+from dflash_runtime.checkpoint.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
 from dflash_runtime.models.hosted import load_hosted
-from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
 from dflash_runtime.models.hosted_loading import check_hosted_headers
 from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.layers import Attend, Linear

@@ -14,12 +14,13 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint import hosted_config
+from dflash_runtime.checkpoint.hosted_config import NUM_STREAMS
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models import hosted, hosted_config, hosted_loading
+from dflash_runtime.models import hosted, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
-from dflash_runtime.models.hosted_config import NUM_STREAMS
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (
