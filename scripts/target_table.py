@@ -22,8 +22,8 @@ if __name__ == "__main__":
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.errors import CheckpointError, UnsupportedError
-from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.target import find_target_runtime, target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS

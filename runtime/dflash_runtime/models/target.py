@@ -20,11 +20,12 @@ from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_loading import check_hosted_headers
-from dflash_runtime.models.hosted_quantization import read_quantization
+from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
@@ -178,7 +179,9 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
     if runtime != "native":
         quantization, tensors = read_quantization(source), text_tensors(tensors.values())
         return (
-            loaded_bytes(tensors.values(), dtype) if quantization is None else quantization.loaded_bytes(tensors, dtype)
+            loaded_bytes(tensors.values(), dtype)
+            if quantization is None
+            else quantised_bytes(quantization, tensors, dtype)
         )
     return loaded_bytes((tensors[name] for name in target_shapes(source)), dtype)
 

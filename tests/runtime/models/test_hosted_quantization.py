@@ -12,6 +12,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint import target_quantization
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -78,7 +79,7 @@ def test_cut_blocks_are_unpacked(stored: torch.dtype, tmp_path: Path) -> None:
 
 def test_halves_of_cut_blocks_are_not_taken_for_blocks() -> None:
     """48 rows in blocks of 32 have two scales, which transformers would read as scales of blocks of 24."""
-    assert hosted_quantization._has_cut_blocks((48, 32), (2, 2), [32, 16])
+    assert target_quantization.has_cut_blocks((48, 32), (2, 2), [32, 16])
     factors = hosted_quantization._multiply(torch.ones(48, 32), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), [32, 16])
     assert factors[31, 0] == 2
     assert factors[32, 0] == 5
@@ -227,7 +228,7 @@ class TestScales:
         ],
     )
     def test_blocks(self, shape: Any, grid: Any, block: Any, is_right: bool) -> None:
-        assert hosted_quantization._divides(shape, grid, block) is is_right
+        assert target_quantization._divides(shape, grid, block) is is_right
 
 
 UNKNOWN, FETCHES, NEEDS = "quantization-unknown", "quantization-fetches-code", "quantization-needs-package"
@@ -247,7 +248,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_an_unsupported_method_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: None)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: None)
     make_model(tmp_path, "llama", quantization_config={"quant_method": method})
     id, named = REFUSED[method]
     with refuses(UnsupportedError, id, path=tmp_path, field="quant_method", found=method) as refused:
@@ -259,7 +260,7 @@ def test_an_unsupported_method_is_named(method: str, tmp_path: Path, monkeypatch
 
 
 def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: name)
     make_model(tmp_path, "llama", quantization_config={"quant_method": "gptq"})
     with refuses(UnsupportedError, FETCHES, found="gptq") as refused:
         find_target_runtime(open_target(tmp_path), "auto")
@@ -267,7 +268,7 @@ def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_layers_with_different_quantization_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: name)
     groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
     make_model(tmp_path, "llama", quantization_config={**COMPRESSED, "config_groups": groups})
     with refuses(UnsupportedError, "quantization-mixed", found="compressed-tensors"):
@@ -302,3 +303,18 @@ def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     host(tmp_path)
     hub_kernels.lazy_load_kernel("deep-gemm", {})
     assert not fetched
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_a_target_packed_by_mlx_is_named(key: str, tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    edit(tmp_path, **{f"{LAYER}.scales": torch.ones(3), f"{LAYER}.biases": torch.ones(3)})
+    for stated in ({}, {key: {"group_size": 64, "bits": 4}}):
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, **stated}))
+        with refuses(UnsupportedError, "quantised-weights") as refused:
+            find_target_runtime(open_target(tmp_path), "auto")
+        assert refused.value.found.startswith("MLX")
+    assert open_target(tmp_path).facts.quantization == "MLX (4 bits)"
+    outcome = support.invoke("inspect", tmp_path)
+    assert "MLX (4 bits)" in outcome.out
