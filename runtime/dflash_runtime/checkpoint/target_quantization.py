@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from dflash_runtime.checkpoint.canonical_names import MLX, find_quantization, refuse_packed
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.checkpoint.target_facts import MLX, decoder_config
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
 

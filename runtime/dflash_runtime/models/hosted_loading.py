@@ -32,21 +32,6 @@ from dflash_runtime.models.text_part import causal_part, is_taken_out, model_cla
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER = "adapter_config.json"
-"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
-
-
-def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse from files and headers, before loading, adapters and quantised weights that cannot run.
-
-    Raises:
-        UnsupportedError: an unsupported quantization, or an adapter, which names another model.
-    """
-    if (source.checkpoint.path / ADAPTER).exists():
-        why, path = f"an adapter ({ADAPTER}) beside the weights", source.checkpoint.config_path
-        raise not_run(config.model_type, why, id="target-adapter", path=path)
-    read_quantization(source)
-
 
 def load_model(source: TargetSource, config: TargetConfig, placement: Placement, attention: str) -> "PreTrainedModel":
     """Load a target's model onto its device or devices. `attention` is a name that transformers knows.

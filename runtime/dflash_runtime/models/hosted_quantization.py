@@ -77,20 +77,22 @@ def unpacking_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Non
     transformers finds the block size by dividing a weight's size by its number of scales, which is wrong if the last
     block is cut. It takes the dtype of the scales for some weights.
     """
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations import finegrained_fp8
 
-    block, theirs = stated_quantization(checkpoint).get("weight_block_size"), Fp8Dequantize._dequantize_one
+    dequantizer: Any = finegrained_fp8.Fp8Dequantize
+    block, theirs = stated_quantization(checkpoint).get("weight_block_size"), dequantizer._dequantize_one
 
     def unpack(self: Any, packed: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         if has_cut_blocks(tuple(packed.shape[-2:]), tuple(scales.shape[-2:]), block):
             return _multiply(packed, scales, block).to(dtype)
-        return theirs(self, packed, scales, output_dtype=dtype)
+        unpacked: Tensor = theirs(self, packed, scales, output_dtype=dtype)
+        return unpacked
 
-    Fp8Dequantize._dequantize_one = unpack
+    dequantizer._dequantize_one = unpack
     try:
         yield
     finally:
-        Fp8Dequantize._dequantize_one = theirs
+        dequantizer._dequantize_one = theirs
 
 
 def widen(model: nn.Module, dtype: torch.dtype) -> None:
