@@ -90,7 +90,9 @@ else from the top level.
 
 - **pairs**: the number of published pairs in `tests/data/pairs.jsonl` with this target config.
   `tests/behaviour/test_published_pairs.py` runs `inspect`, `validate`, `convert` and `serve-command` on all of them.
-- **run here**: the runtime's own answer for `generate`, `eval-acceptance` and `bench`. A refusal exits with 5.
+- **run here**: the one answer that `inspect` and `validate` (P17) print and that `generate`, `eval-acceptance` and
+  `bench` follow (`dflash_runtime/checkpoint/runs_here.py`). A refusal exits with 5. Commands that read only headers
+  know transformers' classes from a record of release 5.23.0, made by `scripts/transformers_types.py`.
 - **tested by**: the test in `tests/behaviour` that runs models of the type ({sizes}) in float32 on the CPU and compares
   text, taps and logits with transformers. For quantised weights and refusals, the test in `tests/runtime/models`.
   There, `never_published` stands for any type that transformers does not know.
