@@ -385,3 +385,23 @@ def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:
         destination = tmp_path / to
         assert support.invoke("convert", name, destination, "--to", to, *options).code == 0
         assert support.invoke("validate", destination, "--engine", "vllm", "--strict").code == 0
+
+
+def test_an_interrupted_conversion_does_not_read_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that hash end with the block that they read."""
+    from dflash_runtime.checkpoint import digests
+
+    monkeypatch.setattr(digests, "HASH_BYTES", 64)
+    source = support.make_native(tmp_path / "source")
+    counts: list[int] = []
+
+    def interrupt(stage: str, count: int, total: int) -> None:
+        if stage == "hash":
+            counts.append(count)
+            raise KeyboardInterrupt
+
+    plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
+    with pytest.raises(KeyboardInterrupt):
+        convert_draft(plan, tmp_path / "out", progress=interrupt)
+    assert len(counts) <= 2
+    assert list(tmp_path.iterdir()) == [source]
