@@ -5,6 +5,7 @@ device, and computes with exactly the numbers in the file. Kernels that transfor
 so this module refuses methods that need them.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,17 +76,23 @@ def unpacking_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Non
     """Let transformers dequantise fp8 weights by the block size of the config, into the dtype of the run.
 
     transformers finds the block size by dividing a weight's size by its number of scales, which is wrong if the last
-    block is cut. It takes the dtype of the scales for some weights.
+    block is cut. It takes the dtype of the scales for some weights. A release that cannot be asked for a dtype stays
+    as it is, and `compare_weights` then refuses weights with cut blocks.
     """
     from transformers.integrations import finegrained_fp8
 
     dequantizer: Any = finegrained_fp8.Fp8Dequantize
     block, theirs = stated_quantization(checkpoint).get("weight_block_size"), dequantizer._dequantize_one
+    if "output_dtype" not in inspect.signature(theirs).parameters:
+        yield
+        return
 
     def unpack(self: Any, packed: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        is_wider = output_dtype is not None and output_dtype.itemsize > dtype.itemsize
+        wanted = output_dtype if is_wider else dtype
         if has_cut_blocks(tuple(packed.shape[-2:]), tuple(scales.shape[-2:]), block):
-            return _multiply(packed, scales, block).to(dtype)
-        unpacked: Tensor = theirs(self, packed, scales, output_dtype=dtype)
+            return _multiply(packed, scales, block).to(wanted)
+        unpacked: Tensor = theirs(self, packed, scales, output_dtype=wanted)
         return unpacked
 
     dequantizer._dequantize_one = unpack
