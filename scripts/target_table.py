@@ -6,7 +6,6 @@ The page needs transformers 5.23.0, because the release decides which targets it
 """
 
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Collection
@@ -22,9 +21,8 @@ if __name__ == "__main__":
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.errors import CheckpointError, UnsupportedError
-from dflash_runtime.models.hosted_quantization import read_quantization
-from dflash_runtime.models.target import find_target_runtime, target_families
+from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS
 from dflash_testing.published_pairs import TARGETS, read_table, write_headers
@@ -32,19 +30,16 @@ from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
 @dataclass(frozen=True)
 class Tried:
-    """A runtime in words, the test that runs small models with it, and the model types of that test."""
+    """The test that runs small models with a runtime, and the model types of that test."""
 
-    words: str
     test: str
     kinds: Collection[str]
 
 
 TRIED = {
-    "native": Tried("natively", "test_families.py", target_families()),
-    "transformers": Tried("slowly, by transformers over our pages", "test_hosted_targets.py", SERVED),
-    "transformers-cache": Tried(
-        "very slowly, by transformers with its own cache", "test_own_cache_targets.py", OWN_CACHE
-    ),
+    "native": Tried("test_families.py", target_families()),
+    "transformers": Tried("test_hosted_targets.py", SERVED),
+    "transformers-cache": Tried("test_own_cache_targets.py", OWN_CACHE),
 }
 """Target runtime -> how it is tested."""
 
@@ -54,8 +49,10 @@ QUANTIZED = "test_hosted_quantization.py"
 EIGHT_BITS = {
     "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (128, 128)),
     "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
+    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("F8_E4M3", (576, 6144)),
+    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv": ("F32", (5, 48)),
 }
-"""Tensor headers of a target with fp8 weights."""
+"""Tensor headers of a target with fp8 weights, in blocks of 128: a whole block, and the cut ones of GLM-5.1."""
 
 HEAD = """# Targets
 
@@ -93,7 +90,9 @@ else from the top level.
 
 - **pairs**: the number of published pairs in `tests/data/pairs.jsonl` with this target config.
   `tests/behaviour/test_published_pairs.py` runs `inspect`, `validate`, `convert` and `serve-command` on all of them.
-- **run here**: the runtime's own answer for `generate`, `eval-acceptance` and `bench`. A refusal exits with 5.
+- **run here**: the one answer that `inspect` and `validate` (P17) print and that `generate`, `eval-acceptance` and
+  `bench` follow (`dflash_runtime/checkpoint/runs_here.py`). A refusal exits with 5. Commands that read only headers
+  know transformers' classes from a record of release 5.23.0, made by `scripts/transformers_types.py`.
 - **tested by**: the test in `tests/behaviour` that runs models of the type ({sizes}) in float32 on the CPU and compares
   text, taps and logits with transformers. For quantised weights and refusals, the test in `tests/runtime/models`.
   There, `never_published` stands for any type that transformers does not know.
@@ -112,21 +111,14 @@ def num_pairs() -> Counter[str]:
     return Counter(pair.target for pair in read_table())
 
 
-def how_it_runs(source: TargetSource) -> tuple[str, str]:
+def answer_and_test(source: TargetSource) -> tuple[str, str]:
     """How a target runs, or why it is refused, and its tests."""
-    folder = source.checkpoint.path
-    try:
-        runtime, config = find_target_runtime(source, "auto")
-        quantization = read_quantization(source)
-    except (UnsupportedError, CheckpointError) as error:
-        text = error.message.replace(f"{folder}/config.json: ", "").replace(f"{folder}: ", "")
-        reason = re.sub(r"^this runtime does not run \w+ targets: |, which this runtime does not run", "", text)
-        return f"refused: {reason}", refusal_test(source, reason)
-    tried = TRIED[runtime]
-    test = which_test(tried, str(source.checkpoint.config["model_type"]), config.model_type)
-    if quantization is None:
-        return tried.words, test
-    return f"{tried.words}; weights {quantization.label}", f"{test}; `{QUANTIZED}`, {quantization.method}"
+    answer = how_it_runs(source)
+    if answer.runtime is None:
+        return answer.words, refusal_test(source, answer.reason)
+    test = which_test(TRIED[answer.runtime], str(source.checkpoint.config["model_type"]), source.facts.model_type)
+    quantization = answer.quantization
+    return answer.words, test if quantization is None else f"{test}; `{QUANTIZED}`, {quantization.method}"
 
 
 def which_test(tried: Tried, whole: str, text: str) -> str:
@@ -152,7 +144,7 @@ def row(path: Path) -> str:
         target = Path(home) / "target"
         write_headers(target, config, EIGHT_BITS if is_fp8 else {})
         source = open_target(target)
-        runs, test = how_it_runs(source)
+        runs, test = answer_and_test(source)
     facts = source.facts
     cells = (
         path.stem,

@@ -11,6 +11,7 @@ from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import CheckpointError
@@ -26,6 +27,7 @@ class Description(Shown):
     owned       tensors that a reader loads
     borrowed    tensors that a reader skips, because it takes them from the target
     unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
+    runs_here   how dflash runs a target; None for a draft
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Description(Shown):
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
+    runs_here: RunsHere | None = None
 
     def summary(self) -> list[str]:
         size = f"{self.num_parameters / 1e6:.1f}M parameters, {self.num_bytes / 1e6:.1f} MB"
@@ -93,6 +96,7 @@ class InspectDocument:
     borrowed: Annotated[tuple[str, ...], "tensors that a reader takes from the target"]
     notes: tuple[str, ...]
     unserved: Annotated[Mapping[str, str], "config key -> the computation it asks for that DFlash does not have"]
+    runs_here: Annotated[RunsHereEntry | None, "how dflash runs a target; null for a draft"] = None
     tensors: Annotated[tuple[TensorEntry, ...] | None, OPTIONAL, "of --tensors"] = None
 
 
@@ -115,6 +119,7 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
         borrowed=found.borrowed,
         notes=found.notes,
         unserved=found.unserved,
+        runs_here=None if found.runs_here is None else RunsHereEntry.of(found.runs_here),
         tensors=tuple(map(_tensor, checkpoint.tensors.values())) if with_tensors else None,
     )
 
@@ -172,21 +177,16 @@ def _describe_target(checkpoint: Checkpoint) -> Description:
         target = open_target(checkpoint)
     except CheckpointError as error:
         raise unknown_format(checkpoint.config, checkpoint.config_path) from error
+    runs_here = how_it_runs(target)
+    note = None if runs_here.is_fast else release_note()
     return Description(
         path=checkpoint.path,
         config=target.facts,
         checkpoint=target.checkpoint,
         owned=tuple(target.checkpoint.tensors),
-        notes=_not_known(target.facts),
+        notes=() if note is None else (note,),
+        runs_here=runs_here,
     )
-
-
-def _not_known(facts: TargetFacts) -> tuple[str, ...]:
-    """A note if this runtime does not run the target, with the reasons."""
-    if not facts.not_known:
-        return ()
-    parts = ", ".join(facts.not_known)
-    return (f"dflash checks and serves drafts for this target, but does not run it, because it does not read: {parts}",)
 
 
 def _tensor(info: TensorInfo) -> TensorEntry:

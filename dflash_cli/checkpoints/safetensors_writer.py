@@ -9,11 +9,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo
+from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo, read_metadata
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -64,13 +64,16 @@ class Extent:
 def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: Advance) -> None:
     """Write tensors into a new file, byte for byte.
 
-    Wider element types come first, so that every tensor is aligned to its type. Tensors of the same width keep the
-    source's order, so that neighbours are copied together.
+    The file has the metadata of the source's files. Wider element types come first, so that every tensor is aligned to
+    its type. Tensors of the same width keep the source's order, so that neighbours are copied together.
     """
     ordered = sorted(tensors, key=_order)
+    metadata: dict[str, str] = {}
+    for file in sorted({info.file for info in ordered}):
+        metadata |= read_metadata(file)
     with destination.open("xb", buffering=0) as out:
         runs = join_extents(ordered)
-        write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs)))
+        write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs), metadata=metadata))
         for run in runs:
             if isinstance(run, MadeTensor):
                 for piece in run.pieces():
@@ -81,12 +84,14 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
                     copy_bytes(source.fileno(), out.fileno(), run, advance)
 
 
-def encode_header(tensors: Sequence[WrittenTensor], *, page_offset: int | None = None) -> bytes:
+def encode_header(
+    tensors: Sequence[WrittenTensor], *, page_offset: int | None = None, metadata: Mapping[str, str] = METADATA
+) -> bytes:
     """The length prefix and the header of a file with these tensors in this order.
 
     With `page_offset`, a multiple of ALIGNMENT, the data starts at this offset within a memory page.
     """
-    entries: dict[str, object] = {"__metadata__": METADATA}
+    entries: dict[str, object] = {"__metadata__": {**metadata, **METADATA}}
     position = 0
     for info in tensors:
         entries[info.name] = {

@@ -40,6 +40,8 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
     weights = f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
     files = ", ".join(file.name for file in found.checkpoint.weight_files)
     rows = [("kind", title), *rows, ("weights", weights), ("files", files)]
+    if found.runs_here is not None:
+        rows.append(("runs here", found.runs_here.words))
     if found.unserved:
         rows.insert(1, ("not served", unserved_in_words(found.unserved)))
     if found.borrowed:

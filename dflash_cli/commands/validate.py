@@ -113,7 +113,7 @@ def command(request: ValidationRequest) -> None:
         document = replace(document, repaired=repaired.entry if repaired else None)
         fails = (repaired.after if repaired else report).fails(strict=request.strict)
         if not console.is_json():
-            _print_repaired(request.fix_out, repaired)
+            _print_repaired(request.fix_out, repaired, report)
     if console.is_json():
         console.result_json(document)
     if fails:
@@ -242,12 +242,13 @@ def _print_search(search: "ReadingSearch") -> None:
         console.result(f"{INDENT}and {rest} other settings, which are not better")
 
 
-def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
+def _print_repaired(destination: Path, repaired: "Repaired | None", before: Report) -> None:
+    """Print what was fixed, and every finding that stays."""
     if repaired is None:
         console.result(f"{destination}: not written, because nothing was fixed")
-        return
-    done = ", ".join(repaired.fixed) or "nothing"
-    console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")
-    for finding in repaired.after.findings:
+    else:
+        done = ", ".join(repaired.fixed) or "nothing"
+        console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")
+    for finding in before.findings if repaired is None else repaired.left:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {console.as_typed(finding.fix)}")

@@ -1,6 +1,6 @@
 """Record what a conversion does with every config key: the body of `conversion.json`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,10 @@ WHY_DROPPED = {
     "tie_word_embeddings": "a draft does not own an embedding, so it cannot tie its head to one",
     "torch_dtype": "dtype says the same",
     "rope_is_neox_style": "is_neox_style says the same, and every engine with rope styles reads it",
-    "max_anchors": "a setting of the training only",
+    "max_window_layers": "layer_types says which layers slide",
+    "transformers_version": "names only the release that wrote the file",
+    **dict.fromkeys(("max_anchors", "attention_dropout", "initializer_range"), "a setting of the training only"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"), "the target decides it"),
     "attention_mode": "the numbers of attention heads say the same",
     "attention_modes": "the numbers of attention heads say the same",
     "partial_rotary_factor": "the draft rotates every dimension, and engines that read the key would not",
@@ -65,6 +68,12 @@ def key_changes(
     changes = [_change(key, value, fields.get(key), after, result_format) for key, value in before.items()]
     reached = {change.to for change in changes}
     return [*changes, *_new_keys(after, reached, result_format)]
+
+
+def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any]) -> list[str]:
+    """The dropped keys whose meaning is not known: each may be a part of the draft."""
+    stated = {_leaf(key) for key, value in carried.items() if value is not None} - WHY_DROPPED.keys()
+    return [item.from_ for item in changes if item.change == "dropped" and item.from_ and _leaf(item.from_) in stated]
 
 
 def _change(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Change:

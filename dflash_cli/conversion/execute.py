@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.files import INDEX_FILE
 from dflash_runtime.documents import fields_of, to_json
+
+HASH_THREADS = 4
 
 SLACK_BYTES = 1024 * 1024
 """Bytes reserved for the config, the manifest and the headers."""
@@ -62,10 +65,7 @@ def convert_draft(
             if verification == "logits":
                 logits = verify_logits(plan.draft, open_draft(stage), plan.target)
         with _timed(seconds, "hash_s"):
-            weights = HashedWeights(
-                source=_hash_files(source.weight_files, progress),
-                result=_hash_files([stage / name for name in plan.files], progress),
-            )
+            weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
             paths = (source.config_path, stage / "config.json")
             configs = HashedConfigs(*(HashedFile(path.stat().st_size, hash_file(path)) for path in paths))
         facts = fields_of(plan.facts)
@@ -131,11 +131,23 @@ def _write_json(path: Path, document: Any) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _hash_files(files: list[Path], progress: Progress) -> dict[str, HashedFile]:
-    """Size and SHA-256 of each file."""
-    sizes = {file: file.stat().st_size for file in files}
+def _hash_weights(source: list[Path], result: list[Path], progress: Progress) -> HashedWeights:
+    """Size and SHA-256 of each file. Several files are hashed at once, because one thread reads slower than a disk."""
+    sizes = {file: file.stat().st_size for file in (*source, *result)}
+    is_interrupted = threading.Event()
 
     def observe(num_bytes: int) -> None:
+        if is_interrupted.is_set():
+            raise InterruptedError
         progress("hash", num_bytes, sum(sizes.values()))
 
-    return {file.name: HashedFile(size, hash_file(file, observe)) for file, size in sizes.items()}
+    with ThreadPoolExecutor(min(HASH_THREADS, len(sizes))) as pool:
+        try:
+            digests = dict(zip(sizes, pool.map(lambda file: hash_file(file, observe), sizes), strict=True))
+        except BaseException:
+            is_interrupted.set()  # otherwise Ctrl-C waits until every file is read
+            raise
+    hashed = {file: HashedFile(size, digests[file]) for file, size in sizes.items()}
+    return HashedWeights(
+        source={file.name: hashed[file] for file in source}, result={file.name: hashed[file] for file in result}
+    )

@@ -20,16 +20,19 @@ TYPE_CODES = {"I64": "q", "I32": "i", "I16": "h", "U64": "Q", "U32": "I", "U16":
 
 
 def with_inverse(
-    draft: DraftCheckpoint, tensors: Sequence[WrittenTensor], result: Format
+    draft: DraftCheckpoint, tensors: Sequence[WrittenTensor], result: Format, *, keeps_stored: bool = False
 ) -> tuple[list[WrittenTensor], list[Notice]]:
     """The tensors with a `t2d` that follows from `d2t`, if the result's readers ask for `t2d`; and warnings.
+
+    With `keeps_stored` a stored `t2d` stays even if it contradicts `d2t`.
 
     Raises:
         CheckpointError: see `read_ids`.
     """
     maps = {tensor.name: tensor for tensor in tensors if tensor.name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT)}
     forward, inverse = maps.get(DRAFT_TO_TARGET), maps.get(TARGET_TO_DRAFT)
-    if not result.derives_inverse or not isinstance(forward, TensorInfo):
+    is_kept = keeps_stored and inverse is not None
+    if not result.derives_inverse or not isinstance(forward, TensorInfo) or is_kept:
         return list(tensors), []
     made = _make_inverse(forward, draft.config.vocab_size)
     if isinstance(inverse, TensorInfo) and inverse.shape == made.shape and same_bytes(made, inverse):

@@ -8,15 +8,16 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
-from dflash_cli.conversion.changes import Change, key_changes
+from dflash_cli.conversion.changes import Change, key_changes, lost_keys
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
-from dflash_cli.conversion.result_config import result_config, with_stored_type
-from dflash_cli.conversion.side_files import choose_side_files, file_changes
+from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
+from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files, file_changes
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
 from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
+from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
@@ -110,12 +111,15 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     tap_warnings: list[Notice] = []
     if spec.normalise_taps and not taps_ascend(config):
         config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=spec.allow_lossy)
-    tensors, map_warnings = with_inverse(draft, tensors, result)
+    tensors, map_warnings = with_inverse(draft, tensors, result, keeps_stored=spec.is_repair)
     if draft.quantization is None:
         config, type_warnings = with_stored_type(config, tensors)
         config_warnings = [*config_warnings, *type_warnings]
     with naming_file(draft.checkpoint.config_path):
-        config, config_json, reader_warnings = _state(config, draft.parsed.carried, result)
+        config, config_json, reader_warnings = _state(config, kept_keys(draft, spec, result), result)
+    if spec.is_repair:
+        config_json = _without_causality(draft, config, config_json, result)
+    reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,
@@ -137,6 +141,37 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
     warnings = list(result.warnings(config, carried))
     config, carried = result.adapt(config, carried)
     return config, result.write_config(config, carried), warnings
+
+
+def _without_causality(draft: DraftCheckpoint, config: DraftConfig, config_json: Json, result: Format) -> Json:
+    """The JSON without the keys of causality if the source does not state it: only its trainer can.
+
+    Raises:
+        UnsupportedError: readers of the result would take another causality.
+    """
+    if draft.stated.states_causality:
+        return config_json
+    path = draft.checkpoint.config_path
+    unstated = with_keys(config_json, dict.fromkeys(result.keys_of("causal"), REMOVED))
+    if result.read_config(unstated, path).config.causal != config.causal:
+        text = f"causality is not stated, and {result.title} would take another one than {draft.format.title}"
+        hint = "convert with --causality causal or --causality non-causal"
+        raise UnsupportedError(text, id="causality-not-stated", path=path, field="causal", hint=hint)
+    return unstated
+
+
+def _lost_keys(draft: DraftCheckpoint, config_json: Json, result: Format, *, allow_lossy: bool) -> list[Notice]:
+    """A warning about keys of unknown meaning that the result cannot state, or the refusal to leave them out."""
+    changes = key_changes(draft.checkpoint.config, draft.format, config_json, result)
+    lost = lost_keys(changes, draft.parsed.carried)
+    if not lost:
+        return []
+    text = f"{', '.join(lost)}: {result.title} has no key for it"
+    if not allow_lossy:
+        raise LossyConversion(
+            text, id="keys-lost", path=draft.checkpoint.config_path, field=lost[0], found=tuple(lost), hint=ALLOW_HINT
+        )
+    return [Notice(f"{text}, and it is left out", id="keys-lost")]
 
 
 def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.destination import check_destination
+from dflash_cli.conversion.destination import check_destination, remove_checkpoint
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
@@ -18,6 +18,7 @@ from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.formats.fields import with_keys
 from dflash_cli.rules.report import RepairEntry, Report
+from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
@@ -25,23 +26,25 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """A corrected copy. `fixed` lists the ids of rules that now hold, `after` is the report on the copy."""
+    """A corrected copy. `fixed` lists the ids of rules that now hold, `after` is the report on the copy.
+
+    `left` has the findings on the copy, and doubts about the training, which no copy can settle.
+    """
 
     destination: Path
     dialect: str
     fixed: tuple[str, ...]
     after: Report
+    left: tuple[Finding, ...]
 
     @property
     def entry(self) -> RepairEntry:
         """The copy as a part of the document of `dflash validate`."""
-        return RepairEntry(
-            destination=str(self.destination), dialect=self.dialect, fixed=self.fixed, left=self.after.findings
-        )
+        return RepairEntry(destination=str(self.destination), dialect=self.dialect, fixed=self.fixed, left=self.left)
 
 
 def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
-    """Write a corrected copy and validate it like the original. If no finding needs a copy, write nothing: None.
+    """Write a corrected copy and validate it like the original. If nothing can be corrected, write nothing: None.
 
     Raises:
         UsageError: the destination exists, or the draft is not local.
@@ -69,12 +72,17 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
-    conversion = ConversionSpec(to=dialect, target=target, target_reference=request.target_reference)
+    conversion = ConversionSpec(to=dialect, target=target, target_reference=request.target_reference, is_repair=True)
+    is_new = not destination.exists()
     convert_draft(plan_conversion(draft, conversion), destination, force=force)
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination)))
     left = {item.id for item in after.findings}
     fixed = dict.fromkeys(item.id for item in mendable if item.id not in left)
-    return Repaired(destination, dialect, tuple(fixed), after)
+    if not fixed and is_new:
+        remove_checkpoint(destination)
+        return None
+    doubts = [item for item in before.findings if item.is_about_training and item.id not in left]
+    return Repaired(destination, dialect, tuple(fixed), after, (*after.findings, *doubts))
 
 
 def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:

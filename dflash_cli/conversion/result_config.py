@@ -33,10 +33,34 @@ def result_config(
         config = replace(config, verifier=verifier)
     if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
         config = replace(config, target_hidden_size=None)
+    config = _with_target_scale(config, spec, result)
     if spec.allow_lossy:
         config, lost = _without_scales(config, result)
         warnings += lost
     return config, warnings
+
+
+def kept_keys(draft: DraftCheckpoint, spec: ConversionSpec, result: Format) -> Json:
+    """The keys that the result carries: the source's, and an embedding scale of 1 that readers would else replace.
+
+    Readers of some dialects feed a draft without a stated scale with the target's scale.
+    """
+    config, carried = draft.config, dict(draft.parsed.carried)
+    is_read_anew = result.takes_target_scale and not config.has_target_scale and config.input_embedding_scale == 1
+    if is_read_anew and _target_scale(spec) != 1:
+        carried[result.new_key("input_embedding_scale")] = 1.0
+    return carried
+
+
+def _with_target_scale(config: DraftConfig, spec: ConversionSpec, result: Format) -> DraftConfig:
+    """The config with the target's embedding scale as its own, if readers of the result do not apply it unasked."""
+    if not config.has_target_scale or result.takes_target_scale:
+        return config
+    return replace(config, input_embedding_scale=_target_scale(spec), has_target_scale=False)
+
+
+def _target_scale(spec: ConversionSpec) -> float:
+    return 1.0 if spec.target is None else spec.target.facts.embedding_scale
 
 
 def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> tuple[DraftConfig, list[Notice]]:
@@ -59,7 +83,7 @@ def _verifier(config: DraftConfig, spec: ConversionSpec) -> tuple[Verifier | Non
     target = spec.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
-    if not architectures and carried is not None:
+    if carried is not None and (not architectures or (spec.is_repair and carried.architectures)):
         architectures = carried.architectures
     name = spec.verifier
     if name is None and carried is not None:

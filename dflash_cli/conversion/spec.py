@@ -18,6 +18,7 @@ class ConversionSpec:
     target_reference    the target as the user typed it
     verifier            the name of the target in the result
     allow_lossy         leave out parts that the dialect cannot state
+    is_repair           write only what the source determines: a doubt about its training stays in the result
     normalise_taps      sort the tapped layers and list each once
     max_shard_bytes     most bytes of weights per file. None keeps the source's files
     argv                the command, for the manifest
@@ -28,6 +29,7 @@ class ConversionSpec:
     target_reference: str | None = None
     verifier: str | None = None
     allow_lossy: bool = False
+    is_repair: bool = False
     normalise_taps: bool = False
     max_shard_bytes: int | None = None
     argv: tuple[str, ...] = ()

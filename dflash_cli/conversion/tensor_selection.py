@@ -46,11 +46,7 @@ def drop_tensors(
         changes.append(_drop_copy(draft, result, target, HEAD))
     if not is_full:
         changes += [Change(name, None, "dropped", "the result has no reduced vocabulary") for name in maps]
-        text = (
-            f"the reduced head ({draft.config.draft_vocab_size} of {draft.config.vocab_size} ids) equals the target's "
-            f"rows and is dropped: the converted draft proposes over the whole vocabulary, so its proposals change"
-        )
-        warnings.append(Notice(text, id="reduced-head-dropped"))
+        warnings.append(_drop_reduced(draft, result, allow_lossy=allow_lossy))
     if EMBEDDING in names:
         change, warned = _drop_embedding(draft, result, target, allow_lossy=allow_lossy)
         changes.append(change)
@@ -122,16 +118,40 @@ def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | No
         )
     difference = find_difference(draft, name, target)
     if difference is not None:
-        keepers = " or ".join(item.name for item in writable_formats() if item.keeps_head)
         raise LossyConversion(
             f"{name} cannot be dropped: {difference}",
             id="copy-differs",
             path=path,
             field=name,
             found=difference,
-            hint=f"{result.title} cannot hold it; --to {keepers} can",
+            hint=f"{result.title} cannot hold it; --to {_keepers()} can",
         )
     return Change(name, None, "dropped", "equals the target's rows bit for bit")
+
+
+def _drop_reduced(draft: DraftCheckpoint, result: Format, *, allow_lossy: bool) -> Notice:
+    """The warning that a reduced vocabulary is dropped, or the refusal to drop it."""
+    config = draft.config
+    if not allow_lossy:
+        raise LossyConversion(
+            f"the draft proposes {config.draft_vocab_size} of {config.vocab_size} ids, and {result.title} cannot state "
+            f"which: the converted draft would propose other tokens",
+            id="reduced-vocabulary",
+            path=draft.checkpoint.config_path,
+            field="draft_vocab_size",
+            found=config.draft_vocab_size,
+            hint=f"--to {_keepers()} keeps it; {ALLOW_HINT}",
+        )
+    text = (
+        f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
+        f"dropped: the converted draft proposes over the whole vocabulary, so its proposals change"
+    )
+    return Notice(text, id="reduced-head-dropped")
+
+
+def _keepers() -> str:
+    """The dialects that hold a head, as a choice of options."""
+    return " or ".join(item.name for item in writable_formats() if item.keeps_head)
 
 
 def _drop_embedding(

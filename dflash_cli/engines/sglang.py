@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
 from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.formats.fields import LOGIT_SCALE
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
@@ -31,7 +33,9 @@ ENGINE = (NAME,)
 check_sglang = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = ((0, 5, 23),)
 NEWEST = f"SGLang {release_text(RELEASES[-1])}"
+IGNORED_SCALES = ("input_embedding_scale", LOGIT_SCALE)
 CODE = "SGLang 0.5.23 models/dflash.py"
+FIX_TO_SGLANG = "dflash convert {draft} {out} --to sglang --target {target}"
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
 PLAIN_DRAFT = "plain-draft"
 """A serve flag: the target is packed, and the draft must stay plain."""
@@ -120,12 +124,14 @@ def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 @check_sglang(
     "S09",
     effect="SGLang finds no num_hidden_layers at the top level and stops",
-    fix="dflash convert {draft} {out} --to sglang --target {target}",
+    fix=FIX_TO_SGLANG,
     source="SGLang 0.5.23 speculative/dflash_utils.py",
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     """The draft is in the native dialect, the only dialect that SGLang reads."""
-    yield from unknown_dialect(subject, SglangEngine)
+    is_reduced = any(reduced_vocabulary(subject))
+    for problem in unknown_dialect(subject, SglangEngine):
+        yield replace(problem, fix=f"{FIX_TO_SGLANG} --allow-lossy # proposes other tokens") if is_reduced else problem
 
 
 @check_sglang(
@@ -169,17 +175,17 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
 
 @check_sglang(
     "S21",
-    effect="SGLang ignores the scale, so the block's embeddings have another scale than in training",
+    effect="SGLang ignores the scale, so the block's embeddings or the logits have another scale than in training",
     fix=f"dflash eval-acceptance {{draft}} --target {{target}} # applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
 )
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
-    """input_embedding_scale is 1 or absent, because SGLang does not apply it.
+    """input_embedding_scale and logit_scale are 1 or absent, because SGLang does not apply them.
 
     SGLang applies the other two scales, output_multiplier and final_logit_softcapping.
     """
-    yield from stated_scales(subject, ("input_embedding_scale",))
+    yield from stated_scales(subject, IGNORED_SCALES)
 
 
 @check_sglang(
@@ -225,7 +231,8 @@ class Sglang(EngineNative):
     """The native dialect, written so that SGLang serves the draft as trained.
 
     Detection finds the file as native. SGLang reads causality only at the top level, uses the target's head, assumes
-    the target's width, and applies two of the three scales.
+    the target's width, and applies output_multiplier and final_logit_softcapping
+    of the scales.
     Source: SGLang 0.5.23 speculative/dflash_utils.py::parse_dflash_draft_config, models/dflash.py.
     """
 
@@ -234,8 +241,8 @@ class Sglang(EngineNative):
     priority: ClassVar[int] = 201
     engine: ClassVar[str] = NAME
     style_flags: ClassVar[frozenset[str]] = frozenset({"use_gemma_norm", "is_neox_style", "rope_is_neox_style"})
-    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "input_embedding_scale"})
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", *IGNORED_SCALES})
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         super().refuse_to_write(config)
-        refuse_scales(config, NEWEST, ("input_embedding_scale",))
+        refuse_scales(config, NEWEST, IGNORED_SCALES)

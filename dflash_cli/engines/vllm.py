@@ -25,7 +25,7 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import SCALES
+from dflash_cli.formats.fields import ZLAB_SCALES
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
@@ -258,11 +258,11 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """Scales are absent or change nothing, because vLLM's DFlash model ignores them.
+    """Scales are absent or change nothing, because vLLM's DFlash model ignores all of them but logit_scale.
 
     Without its embedding scale a draft proposes noise. Without a multiplier or a soft cap, only sampled drafts change.
     """
-    yield from stated_scales(subject)
+    yield from stated_scales(subject, ZLAB_SCALES)
 
 
 @check_vllm(
@@ -347,7 +347,7 @@ class Vllm(EngineNative):
     """The native dialect, written so that vLLM serves the draft as trained.
 
     Detection finds the file as native. Unlike other engines, vLLM also reads a reduced head with its id map, and a
-    target of another width. It reads scales only for DFlash 2.
+    target of another width. Of the scales it reads logit_scale; the others only for DFlash 2.
     Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
     """
 
@@ -357,7 +357,7 @@ class Vllm(EngineNative):
     engine: ClassVar[str] = NAME
     keeps_head: ClassVar[bool] = True
     style_flags: ClassVar[frozenset[str]] = frozenset({"is_neox_style", "rope_is_neox_style"})
-    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *ZLAB_SCALES})
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the native keys and the keys that only vLLM reads."""
@@ -369,7 +369,7 @@ class Vllm(EngineNative):
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         refuse_common(config)
-        refuse_scales(config, NEWEST)
+        refuse_scales(config, NEWEST, ZLAB_SCALES)
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)

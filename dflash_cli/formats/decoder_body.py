@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.formats.dialect import Json, all_formats
-from dflash_cli.formats.fields import Keys
+from dflash_cli.formats.fields import LOGIT_SCALE, Keys
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS as SIZE_KEYS
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_body, require_number
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int
@@ -16,6 +16,7 @@ from dflash_runtime.notices import Notice
 BODY_FIELDS: Keys = {
     **{field: (key,) for key, field in SIZE_KEYS.items()},
     **{key: (key,) for key in ("head_dim", "rms_norm_eps", "vocab_size", "hidden_act", "attention_bias", "model_type")},
+    LOGIT_SCALE: (LOGIT_SCALE,),
     "rope": ("rope_theta", "rope_scaling", "rope_parameters"),
     "windows": ("layer_types", "sliding_window", "use_sliding_window"),
     "dtype": ("dtype", "torch_dtype"),
@@ -38,6 +39,16 @@ STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": 
 """Name of an element type in a config -> its name in safetensors."""
 
 ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
+
+
+def read_draft_body(body: Mapping[str, Any], path: Path) -> Json:
+    """The fields of a draft's decoder keys, by our names.
+
+    Raises:
+        InvalidConfig: a key is missing or wrong.
+    """
+    scale = 1.0 if body.get(LOGIT_SCALE) is None else require_number(body, LOGIT_SCALE, path)
+    return {**read_body(body, path), LOGIT_SCALE: scale}
 
 
 def write_body(config: DraftConfig) -> Json:
@@ -68,6 +79,7 @@ def write_body(config: DraftConfig) -> Json:
         "use_sliding_window": bool(sizes),
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
+        **({} if config.logit_scale == 1 else {LOGIT_SCALE: config.logit_scale}),
         **({"dtype": config.dtype} if config.dtype is not None else {}),
     }
 

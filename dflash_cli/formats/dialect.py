@@ -85,6 +85,7 @@ class Format(ABC):
     guesses_taps        whether they guess the tapped layers of a config that lists none
     needed              fields that some of them need, although `read_config` does not
     keeps_head          whether they use a head, an embedding and an id map from the file
+    takes_target_scale  whether they apply the target's embedding scale if the config states none
     sorts_taps          whether they sort the tapped layers and drop repeats
     keeps_mask          whether some of them read a learned mask embedding from mask_embedding.pt, and none stops at it
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
@@ -117,6 +118,7 @@ class Format(ABC):
     guesses_taps: ClassVar[bool] = False
     needed: ClassVar[frozenset[str]] = frozenset()
     keeps_head: ClassVar[bool] = False
+    takes_target_scale: ClassVar[bool] = False
     sorts_taps: ClassVar[bool] = False
     keeps_mask: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = False
@@ -368,7 +370,7 @@ def refuse_scales(config: DraftConfig, reader: str, scales: Iterable[str] = tupl
     Raises:
         LossyConversion: the draft uses one of the scales.
     """
-    lost = {name: value for name, value in scales_in_use(config).items() if name in scales}
+    lost = scales_in_use(config, scales)
     if lost:
         text = f"{', '.join(lost)}: {reader} ignores it"
         raise LossyConversion(text, id="scale-ignored", field=next(iter(lost)), found=next(iter(lost.values())))

@@ -1,7 +1,7 @@
 """Tools for the fields of all dialects: dotted keys, spellings, scales, and the usual tapped layers."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,17 @@ REMOVED: Any = object()
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 """A second list of the tapped layers that some configs have, each layer plus one. vLLM prefers it."""
 
-SCALES: Mapping[str, float | None] = {
+ZLAB_SCALES: Mapping[str, float | None] = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
+"""Scale of z-lab's code, at the top level or in `dflash_config` -> the value that changes nothing."""
+
+LOGIT_SCALE = "logit_scale"
+"""A factor of the draft's logits among the decoder keys. Source: vLLM 0.33.0 qwen3_dflash.py DFlashQwen3ForCausalLM."""
+
+SCALES: Mapping[str, float | None] = {**ZLAB_SCALES, LOGIT_SCALE: 1.0}
 """Scale -> the value that changes nothing."""
 
 
@@ -53,9 +59,9 @@ def shifted(offset: int) -> Spelling:
     return Spelling(read=lambda value: _plus(value, -offset), write=lambda value: _plus(value, offset))
 
 
-def scales_in_use(config: DraftConfig) -> dict[str, Any]:
+def scales_in_use(config: DraftConfig, scales: Iterable[str] = tuple(SCALES)) -> dict[str, Any]:
     """The scales of a draft that change something."""
-    return {name: getattr(config, name) for name, off in SCALES.items() if getattr(config, name) != off}
+    return {name: getattr(config, name) for name in scales if getattr(config, name) != SCALES[name]}
 
 
 def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:

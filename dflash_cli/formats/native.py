@@ -20,11 +20,12 @@ from dflash_cli.formats.decoder_body import (
     partial_rope_notes,
     plain_keys,
     prefixed_keys,
+    read_draft_body,
     require_object,
     write_body,
 )
 from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, cannot_state, named_architectures
-from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, scales_in_use
+from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, scales_in_use
 from dflash_cli.formats.native_fields import (
     NativeConfig,
     is_contradictory,
@@ -37,14 +38,14 @@ from dflash_cli.formats.native_fields import (
     write_causality,
 )
 from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, find_unserved, naming_unserved, without_sinks
-from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
+from dflash_runtime.checkpoint.hf_config import read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
 
 ARCHITECTURE = "DFlashDraftModel"
-NESTED_OR_TOP = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
+NESTED_OR_TOP = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *ZLAB_SCALES)
 WINDOW_KEYS = ("use_swa", "swa_window_size")
 
 
@@ -58,6 +59,7 @@ class Native(Format):
     architecture: ClassVar[str | None] = ARCHITECTURE
     guesses_taps: ClassVar[bool] = True
     needed: ClassVar[frozenset[str]] = frozenset({"num_target_layers"})
+    takes_target_scale: ClassVar[bool] = True
     keeps_mask: ClassVar[bool] = True
     signs: ClassVar[tuple[str, ...]] = ("dflash_config",)
     containers: ClassVar[tuple[str, ...]] = ("dflash_config",)
@@ -110,7 +112,7 @@ class Native(Format):
 
     def _read(self, source: NativeConfig) -> ParsedConfig:
         config, path = source.top, source.path
-        body = read_body(config, path)
+        body = read_draft_body(config, path)
         vocab_size = require_int(config, "vocab_size", path)
         draft_vocab_size = config.get("draft_vocab_size")
         layer_types = read_layer_types(config, body["num_layers"], path)
@@ -157,7 +159,7 @@ class Native(Format):
             "target_layer_ids": list(config.target_layer_ids),
             **({} if causal is None else {"causal": causal}),
             **({SINK_KEY: True} if config.has_sinks else {}),
-            **scales_in_use(config),
+            **scales_in_use(config, ZLAB_SCALES),
         }
         return {
             "architectures": [ARCHITECTURE],

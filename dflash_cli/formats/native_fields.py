@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
-from dflash_cli.formats.fields import AUX_KEY, SCALES, guess_taps
+from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, guess_taps
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
@@ -145,7 +145,7 @@ def is_contradictory(stated: Mapping[str, Any]) -> bool:
 def read_scales(source: NativeConfig) -> Json:
     """The stated scales."""
     scales: Json = {}
-    for key in SCALES:
+    for key in ZLAB_SCALES:
         value = source.stated(key)
         if value in (MISSING, None):
             continue

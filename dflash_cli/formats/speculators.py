@@ -17,6 +17,7 @@ from dflash_cli.formats.decoder_body import (
     partial_rope_notes,
     plain_keys,
     prefixed_keys,
+    read_draft_body,
     require_object,
     write_body,
 )
@@ -29,7 +30,7 @@ from dflash_cli.formats.dialect import (
     named_architectures,
     refuse_scales,
 )
-from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, Spelling, shifted
+from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, Spelling, shifted
 from dflash_cli.formats.speculators_updaters import (
     NON_CAUSAL_FLAG,
     SPECULATORS,
@@ -39,7 +40,7 @@ from dflash_cli.formats.speculators_updaters import (
     update_dflash,
 )
 from dflash_cli.formats.unserved import find_unserved, naming_unserved
-from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, read_windows, require_int
+from dflash_runtime.checkpoint.hf_config import read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
@@ -53,6 +54,9 @@ TOP = "speculators."
 
 WRITTEN_VERSION = "0.9.0"
 """The release of speculators that `write_config` follows."""
+
+PROPOSAL: Json = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
+"""The settings of a proposal, beside its number of draft tokens. No engine reads them."""
 
 SAME_KEYS = ("mask_token_id", "block_size", "draft_vocab_size", "target_hidden_size", "num_target_layers")
 """Fields whose key has the same name."""
@@ -97,7 +101,7 @@ class SpeculatorsFormat(Format):
         "verifier_name": ("speculators_config.verifier.name_or_path",),
         "verifier_architectures": ("speculators_config.verifier.architectures",),
     }
-    unstated: ClassVar[frozenset[str]] = frozenset({*SCALES, "has_sinks"})
+    unstated: ClassVar[frozenset[str]] = frozenset({*ZLAB_SCALES, "has_sinks"})
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if "speculators_model_type" in config:
@@ -143,7 +147,7 @@ class SpeculatorsFormat(Format):
             LossyConversion: the dialect cannot state the draft's causality, scales or attention sinks.
             UsageError: the target's name is not known.
         """
-        refuse_scales(config, "the speculators dialect")
+        refuse_scales(config, "the speculators dialect", ZLAB_SCALES)
         if config.has_sinks:
             raise cannot_state("has_sinks", True, "the speculators dialect")
         if config.verifier is None:
@@ -187,7 +191,7 @@ class SpeculatorsFormat(Format):
 
 
 def _canonical(config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path) -> DraftConfig:
-    fields = read_body(body, path)
+    fields = read_draft_body(body, path)
     fields["dtype"] = fields["dtype"] or config.get("dtype") or config.get("torch_dtype")
     depth = config.get("num_target_layers")
     return DraftConfig(
@@ -230,6 +234,10 @@ def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftC
     if stated is not None and stated != canonical.is_causal:
         text = f"transformer_layer_config.is_causal {stated} is ignored, because {NON_CAUSAL_FLAG} decides"
         notes.append(Notice(text, id="causality-contradicts"))
+    ignored = _ignored_proposals(as_object(config.get("speculators_config")))
+    if ignored:
+        text = f"{', '.join(ignored)}: engines ignore it, and a conversion leaves it out"
+        notes.append(Notice(text, id="proposal-settings-ignored"))
     if NON_CAUSAL_FLAG not in config and any(window is not None for window in canonical.windows):
         text = f"{NON_CAUSAL_FLAG} is not stated: every layer is read as non-causal"
         notes.append(Notice(text, id="causality-not-stated"))
@@ -259,6 +267,15 @@ def _write_causality(config: DraftConfig) -> bool:
     return sliding != {True}
 
 
+def _ignored_proposals(stated: Mapping[str, Any]) -> list[str]:
+    """The settings of a proposal that differ from the only ones that `write_config` writes, with their values."""
+    methods = stated.get("proposal_methods")
+    first, *others = methods if isinstance(methods, list) and methods else [{}]
+    found = {key: as_object(first).get(key, value) for key, value in PROPOSAL.items()}
+    ignored = [f"{key} {value!r}" for key, value in found.items() if value != PROPOSAL[key]]
+    return ignored + ([f"{len(others)} further proposal_methods"] if others else [])
+
+
 def _write_proposal(config: DraftConfig) -> Json:
     verifier = config.verifier
     assert verifier is not None
@@ -266,12 +283,7 @@ def _write_proposal(config: DraftConfig) -> Json:
         "algorithm": "dflash",
         "default_proposal_method": "greedy",
         "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": config.num_draft_tokens,
-                "verifier_accept_k": 1,
-                "accept_tolerance": 0.0,
-            }
+            {**PROPOSAL, "speculative_tokens": config.num_draft_tokens},
         ],
         "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
     }

@@ -126,6 +126,7 @@ class DraftConfig:
     input_embedding_scale: float = 1.0
     has_target_scale: bool = field(default=False, compare=False)
     output_multiplier: float = 1.0
+    logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
     sample_from_anchor: bool = False
     dtype: str | None = None

@@ -174,7 +174,7 @@ class TestEngine:
         assert "| TOY01 | warning | headers | toy | block_size is at most 2 | `engines/toy.py` |" in table
 
     def test_a_corrected_copy_is_written_in_its_dialect(self, folder: Path, tmp_path: Path) -> None:
-        draft, out = support.make_native(tmp_path / "draft"), tmp_path / "out"
+        draft, out = support.make_native(tmp_path / "draft", tie_word_embeddings=True), tmp_path / "out"
         report = self.report(folder, draft, "--engine", "toy,vllm", "--fix-out", out)
         assert report["repaired"]["dialect"] == "toy-native"
         assert json.loads((out / "config.json").read_text())["toy"] is True

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.formats.dialect import Format, all_formats
+from dflash_runtime.checkpoint.files import read_metadata
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
@@ -27,7 +28,7 @@ from dflash_testing import dialects
 from dflash_testing.dialects import named_dialect
 from dflash_testing.paths import ROOT
 
-SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0}
 WRITABLE = [item.name for item in all_formats() if item.writable]
 ROPES: list[dict[str, Any]] = [
     {},
@@ -95,7 +96,13 @@ def sources(draw: st.DrawFn) -> dict[str, Any]:
     )
     changes: dict[str, Any] = dict(draw(st.sampled_from(ROPES)))
     changes["is_causal"] = draw(st.sampled_from([False, True, support.REMOVED]))
-    for name, value in (("input_embedding_scale", 2.5), ("output_multiplier", 0.2), ("final_logit_softcapping", 20.0)):
+    scaled = {
+        "input_embedding_scale": 2.5,
+        "output_multiplier": 0.2,
+        "final_logit_softcapping": 20.0,
+        "logit_scale": 3.0,
+    }
+    for name, value in scaled.items():
         if draw(st.integers(0, 5)) == 0:
             changes[name] = value
     if draw(st.integers(0, 3)) == 0:
@@ -107,6 +114,8 @@ def sources(draw: st.DrawFn) -> dict[str, Any]:
     config = support.native_config(shape, **changes)
     if draw(st.integers(0, 3)) == 0:
         config["dflash_config"]["attention_sink_bias"] = True
+    if draw(st.booleans()):
+        config["dflash_config"]["future_setting"] = [1]
     return config
 
 
@@ -161,7 +170,8 @@ def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None
 
 def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     config = named_dialect("native").read_config(source, Path("config.json")).config
-    support.write_checkpoint(work / "source", source, arrays_for(config))
+    metadata = {"trained_with": "steps=10"}
+    support.write_checkpoint(work / "source", source, arrays_for(config), metadata=metadata)
     if not can_state(named_dialect(name), config):
         with pytest.raises((LossyConversion, UnsupportedError)):
             support.convert(work / "source", work / "there", name, verifier="acme/target")
@@ -179,8 +189,41 @@ def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     if config.target_hidden_size == config.hidden_size:  # the native dialect leaves this width out
         first["target_hidden_size"] = second["target_hidden_size"] = None
     assert first == second
+    carried, kept = (open_draft(work / name).parsed.carried for name in ("source", "back"))
+    assert {**kept, **carried} == kept
     for directory in ("there", "back", "again"):
         support.assert_same_tensors(work / "source", work / directory)
+        assert read_metadata(work / directory / "model.safetensors") == {**metadata, "format": "pt"}
+
+
+@pytest.mark.parametrize("name", [name for name in WRITABLE if name != "speculators"])
+def test_a_key_without_a_home_is_left_out_only_on_demand(name: str, tmp_path: Path) -> None:
+    """A key that only this dialect's top level has may be a part of the draft. Null states nothing."""
+    source = support.make_speculators(tmp_path / "source", num_target_layers=4, future_setting=2, max_anchors=9, x=None)
+    args = ("convert", source, tmp_path / "out", "--to", name)
+    refused = support.invoke(*args)
+    assert (refused.code, refused.error_id, refused.field) == (5, "keys-lost", "future_setting")
+    assert refused.error is not None
+    assert refused.error.found == ("future_setting",)
+    assert not (tmp_path / "out").exists()
+    assert "keys-lost" in support.invoke(*args, "--allow-lossy").notices
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+def test_an_embedding_scale_keeps_its_meaning(scale: float | None, tmp_path: Path) -> None:
+    """A native draft that states none is fed with the target's scale, a speculators draft with rows as they are."""
+    target = support.make_target(tmp_path / "target", model_type="gemma3_text")
+    stated: dict[str, Any] = {} if scale is None else {"input_embedding_scale": scale}
+    source = support.make_native(tmp_path / "source", **stated)
+    args = ("convert", source, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
+    outcome = support.invoke(*args)
+    if scale != 1.0:
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "scale-ignored", "input_embedding_scale")
+        return
+    assert outcome.code == 0, outcome.err
+    support.convert(tmp_path / "out", tmp_path / "back", "native", target=target)
+    assert open_draft(tmp_path / "back").config.has_target_scale is False
+    assert open_draft(source).config.has_target_scale is False
 
 
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -47,7 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True},
     "attention sinks": {"has_sinks": True, "windows": (8, None)},
     "an embedding scale": {"input_embedding_scale": 32**0.5},
-    "a soft cap on logits": {"final_logit_softcapping": 30.0, "output_multiplier": 0.196},
+    "a soft cap on logits": {"final_logit_softcapping": 30.0, "output_multiplier": 0.196, "logit_scale": 3.0},
     "a reduced vocabulary": {"draft_vocab_size": 40},
     "another width": {"hidden_size": 24, "target_hidden_size": 32},
     "another width and a reduced vocabulary": {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 40},
@@ -154,7 +154,7 @@ def plain_logits(
         normed = norm(rows, part["post_attention_layernorm.weight"], config)
         inner = silu(normed @ part["mlp.gate_proj.weight"].T) * (normed @ part["mlp.up_proj.weight"].T)
         rows = rows + inner @ part["mlp.down_proj.weight"].T
-    logits = norm(rows, weights["norm.weight"], config)[1:] @ head.T * config.output_multiplier
+    logits = norm(rows, weights["norm.weight"], config)[1:] @ head.T * config.output_multiplier * config.logit_scale
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -70,7 +70,9 @@ def test_taps_are_its_hidden_states(models: Any) -> None:
     def keep(module: object, given: object, out: Any) -> None:
         tapped.append((out if isinstance(out, torch.Tensor) else out[0])[0])
 
-    hook = causal_part(model).get_decoder().layers[1].register_forward_hook(keep)
+    decoder = causal_part(model).get_decoder()
+    decoder = decoder if hasattr(decoder, "layers") else decoder.model
+    hook = decoder.layers[1].register_forward_hook(keep)
     with torch.inference_mode():
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
         hidden, features = target(ids, torch.arange(15), WindowedAttention(target.config.windows), (1,))
@@ -105,9 +107,9 @@ def test_the_text_part_runs_on_a_gpu(tmp_path: Path) -> None:
     assert list(output.token_ids) == plain_text(model, prompt, 12)
 
 
-@pytest.mark.parametrize("kind", ["gemma4_unified", "inkling2", "nemotron_h_omni"])
+@pytest.mark.parametrize("kind", ["gemma4_unified", "inkling2", "llama4", "nemotron_h_omni"])
 def test_models_of_other_layouts_run(kind: str, tmp_path: Path) -> None:
-    """Masks from the tokens of one call, a cap in its own module, and a language model that contains its head."""
+    """Masks from the tokens of one call, a cap in its own module, a text-only class, and a head in a language model."""
     make_wrapper(tmp_path, kind)
     assert isinstance(run_auto(tmp_path), OwnCacheTarget) == (kind in WITH_OWN_CACHE)
 

@@ -36,8 +36,36 @@ WIDTHS: Json = {
 """Key -> its small value, for every config that states a number under the key."""
 
 FP8: Json = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-INT4: Json = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
-NVFP4: Json = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+INT4: Json = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+        }
+    },
+}
+FP8_DYNAMIC: Json = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
+FOUR_BITS: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+NVFP4: Json = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "producer": {"name": "modelopt"},
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"input_activations": FOUR_BITS, "weights": FOUR_BITS, "targets": ["Linear"]}},
+}
 MXFP4: Json = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 ALTERNATING = ["sliding_attention", "full_attention"]
@@ -65,6 +93,7 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
     "gpt_oss_120b": ("gpt_oss", {"num_hidden_layers": 36, "layer_types": ALTERNATING * 18}, MXFP4),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}, {}),
     "inkling": ("inkling_mm_model", {}, {}),
+    "inkling_nvfp4": ("inkling_mm_model", {}, NVFP4),
     "inkling2": ("inkling2", {}, {}),
     "kimi_k25": ("kimi_k25", {}, INT4),
     "kimi_linear": ("kimi_linear", {}, {}),
@@ -98,6 +127,7 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
     "qwen3_5": ("qwen3_5", {"num_hidden_layers": 64}, {}),
     "qwen3_5_moe": ("qwen3_5_moe", {}, {}),
     "qwen3_5_moe_fp8": ("qwen3_5_moe", {"num_hidden_layers": 60}, FP8),
+    "qwen3_5_moe_fp8_dynamic": ("qwen3_5_moe", {"num_hidden_layers": 60}, FP8_DYNAMIC),
     "qwen4_exp": ("qwen4_exp", {}, {}),
 }
 """File -> model_type of transformers, values that replace the class's defaults in the decoder, and the quantization.

@@ -107,6 +107,7 @@ def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
     effect="readers take sliding layers as their dialect does; SpecForge and Automodel train them as non-causal",
     fix=FIX_CAUSALITY,
     source="z-lab/dflash model.py; sgl-project/SpecForge modeling/draft/dflash.py",
+    is_about_training=True,
 )
 def causality_of_windows_is_stated(subject: Subject) -> Iterator[Problem]:
     """A draft with sliding layers states whether they are causal.

@@ -139,9 +139,9 @@ def embeddings_are_not_tied(subject: Subject) -> Iterator[Problem]:
 def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
     """Scales are absent or change nothing, because some engines ignore them.
 
-    The scales are input_embedding_scale, output_multiplier and final_logit_softcapping. The embedding's scale changes
-    every draft. The other two leave the likeliest token as it is and change only sampled drafts. With --engine, S05
-    and S21 judge each engine instead.
+    The scales are input_embedding_scale, output_multiplier, logit_scale and final_logit_softcapping. The embedding's
+    scale changes every draft. The others leave the likeliest token as it is and change only sampled drafts.
+    With --engine, S05 and S21 judge each engine instead.
     """
     if not subject.plan.engines:
         yield from stated_scales(subject)

@@ -6,10 +6,10 @@ from dflash_cli.checkpoints.opening import lacks_embedding_scale
 from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
-from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
+from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
@@ -239,24 +239,25 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
     "info",
     effect="dflash checks this pair and prints commands to serve it, but cannot run it",
     fix="dflash serve-command {draft} --target {target} --engine vllm # then measure acceptance in the engine",
-    source="dflash_runtime/checkpoint/hf_config.py",
+    source="dflash_runtime/checkpoint/runs_here.py",
 )
 def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
-    """dflash can run the target: dense attention with one rope, and weights that are not packed.
+    """dflash runs the target with its own code.
 
-    The finding names each part that dflash does not know. Rules of an engine say whether that engine serves the target.
+    The finding says how it runs otherwise, or why it is refused. `docs targets` lists families. Rules of an engine say
+    whether that engine serves the target.
     """
-    source = subject.target_source
-    if source is None:
+    if subject.target_source is None:
         return
-    for part in source.facts.not_known:
-        yield Problem(f"target {CONFIG_FILE}", f"not known to dflash: {part}")
-    try:
-        packing = find_quantization(source.checkpoint)
-    except CheckpointError:  # the target may be a config alone
-        packing = source.facts.quantization
-    if packing is not None:
-        yield Problem(f"target {CONFIG_FILE}", f"packed weights ({packing})", severity="warning")
+    answer = how_it_runs(subject.target_source)
+    location = f"target {CONFIG_FILE}:model_type"
+    if answer.runtime is None:
+        unread = ", ".join(subject.target_source.facts.not_known)
+        yield Problem(location, answer.words + (f"; dflash's own code does not read: {unread}" if unread else ""))
+    elif not answer.is_fast:
+        effect = "acceptance is measured as usual, but times do not show the pair's speed"
+        fix = "dflash eval-acceptance {draft} --target {target} # then measure speed in the engine"
+        yield Problem(location, f"runs {answer.words}", effect=effect, fix=fix)
 
 
 def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py",
     outcome="drops",
+    is_about_training=True,
 )
 def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     """t2d marks exactly draft_vocab_size ids."""
@@ -40,6 +41,7 @@ def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py",
     outcome="drops",
     stops_runtime=True,
+    is_about_training=True,
 )
 def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     """The ids j + d2t[j] ascend, are in the target's vocabulary, and equal the ids that t2d marks.

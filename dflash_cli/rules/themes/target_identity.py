@@ -150,6 +150,7 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
     fix=FIX_OTHER_TARGET,
     source="MiaAI-Lab#67 (revision drift)",
     outcome="drops",
+    is_about_training=True,
 )
 def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
     """The target equals the target that conversion.json describes.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
-from dflash_runtime.checkpoint.target_facts import NESTED, PACKING
+from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object
@@ -64,16 +64,23 @@ class CanonicalCheckpoint(Checkpoint):
         return tensor
 
 
-def find_quantization(stored: Checkpoint) -> str | None:
-    """Return the config key, file or tensor that shows that a checkpoint is quantised, or None if it is not."""
+def find_quantization(stored: Checkpoint, *, has_headers: bool = True) -> str | None:
+    """Return the config key, file or tensor that shows that a checkpoint is quantised, or None if it is not.
+
+    For MLX, return its name. Without `has_headers` no tensor is looked at.
+    """
     bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", *NESTED))
     for config in (stored.config, *bodies):
+        if (bits := mlx_bits(config)) is not None:
+            return f"{MLX}, {bits} bits"
         for key in PACKING:
             if config.get(key):
                 return key
     if (stored.path / QUANTIZATION_FILE).exists():
         return QUANTIZATION_FILE
-    for name, info in stored.tensors.items():
+    for name, info in stored.tensors.items() if has_headers else ():
+        if name.endswith(".scales") and f"{name.removesuffix('scales')}biases" in stored.tensors:
+            return f"{MLX}, the tensor {name}"
         if PACKED.match(name):
             return f"the tensor {name}"
         if info.dtype in PACKED_DTYPES and len(info.shape) > 1:

@@ -172,6 +172,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file whose header was read before."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        metadata: dict[str, str] = parse_json(stream.read(length), file).get("__metadata__") or {}
+    return metadata
+
+
 def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[str, TensorInfo]:
     """Parse and check the header of a file of `size` bytes, and return its tensors by name.
 
@@ -374,10 +382,15 @@ def _is_plain_name(name: str) -> bool:
     return is_alone and not {"\\", "\0"} & set(name) and len(name.encode()) <= MAX_NAME_BYTES
 
 
+BLOB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""The hub's cache names a blob by its git hash or its SHA-256."""
+
+
 def refuse_escape(root: Path, file: Path) -> None:
     """Refuse a link that leaves the checkpoint, other than links of the hub cache.
 
-    The cache has `snapshots/REV/file -> ../../blobs/HASH`.
+    The cache has `models--ORG--NAME/snapshots/REV/file -> ../../blobs/HASH`. A directory of links into it, which older
+    releases of the hub's client make, is followed too.
 
     Raises:
         CheckpointError: the link leaves the checkpoint, or leads to itself.
@@ -391,7 +404,7 @@ def refuse_escape(root: Path, file: Path) -> None:
     home = root.resolve()
     blobs = home.parent.parent / "blobs"
     is_cache = home.parent.name == "snapshots" and resolved.parent == blobs
-    if not is_cache and home not in resolved.parents:
+    if not is_cache and not _is_cached_blob(resolved) and home not in resolved.parents:
         raise CheckpointError(
             f"links to {file.readlink()}, outside the checkpoint",
             id="link-outside",
@@ -399,3 +412,10 @@ def refuse_escape(root: Path, file: Path) -> None:
             found=str(file.readlink()),
             expected="a file in the checkpoint",
         )
+
+
+def _is_cached_blob(file: Path) -> bool:
+    """Whether a file is a blob of a model in the hub's cache, by the layout of the cache and the form of its name."""
+    repo = file.parent.parent
+    is_layout = file.parent.name == "blobs" and repo.name.startswith("models--") and (repo / "snapshots").is_dir()
+    return is_layout and BLOB_NAME.fullmatch(file.name) is not None

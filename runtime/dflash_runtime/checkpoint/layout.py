@@ -30,6 +30,13 @@ NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier
 TARGET_LEFTOVERS = re.compile(r"^(lm_head\.weight|.*rotary_emb\.inv_freq)$")
 """Tensors in a target's file that readers may skip: a head tied to the embedding, and buffers."""
 
+EXTRA_LAYER = re.compile(r"(.*\.)?(layers\.\d+)\.")
+EXTRA_SIGN = re.compile(r"(.*\.)?(layers\.\d+)\.(eh_proj|enorm|hnorm)\.weight$")
+"""A tensor that only a layer for further tokens has: its norms, or the product that joins its two inputs."""
+
+EXTRA_PART = re.compile(r"(model\.)?(mtp|mtp_layers)\.")
+"""Names of tensors of a part for further tokens."""
+
 PREFIXES = ("model.", "dflash_module.", "draft_model.")
 """Prefixes that wrappers add to names. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
 
@@ -168,6 +175,23 @@ def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None
                 )
             found[canonical] = StoredRows(name, rows)
     return found
+
+
+def unapplied_tensors(names: Iterable[str], *, stored: Iterable[str], num_layers: int) -> list[str]:
+    """Return those of `names` that readers of a target must not skip, sorted. `stored` has every name of the file.
+
+    A head that is tied, buffers, and parts that only predict further tokens (MTP) may be skipped. Such a part is a
+    layer after the decoder's, with any number.
+    """
+    extra = {match[2] for name in stored if (match := EXTRA_SIGN.match(name))}
+    extra = {layer for layer in extra if int(layer.rpartition(".")[2]) >= num_layers}
+
+    def is_skipped(name: str) -> bool:
+        layer = EXTRA_LAYER.match(name)
+        is_extra = layer is not None and layer[2] in extra
+        return is_extra or bool(TARGET_LEFTOVERS.match(name) or EXTRA_PART.match(name))
+
+    return sorted(name for name in names if not is_skipped(name))
 
 
 def select_tensors(expected: Shapes, found: Shapes, *, path: object = None) -> TensorSelection:

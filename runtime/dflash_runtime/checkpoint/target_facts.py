@@ -28,6 +28,11 @@ PACKING_DETAIL = ("quant_algo", "format", "fmt")
 """Keys that refine `quant_method`."""
 
 
+MLX = "MLX"
+MLX_KEYS = ("quantization", "quantization_config")
+"""Keys in which MLX states how it packed weights. Unlike other exporters, it names no method."""
+
+
 def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], str | None]:
     """Return the decoder's own config, and the dotted key that holds it, or None if it is not nested.
 
@@ -79,8 +84,19 @@ def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -
     }
 
 
+def mlx_bits(config: Mapping[str, Any]) -> int | None:
+    """Return the bits of a number packed by MLX, or None if a config does not state MLX's form."""
+    for key in MLX_KEYS:
+        stated = as_object(config.get(key))
+        if is_int(stated.get("bits")) and is_int(stated.get("group_size")) and "quant_method" not in stated:
+            return int(stated["bits"])
+    return None
+
+
 def _packing(config: Mapping[str, Any]) -> str | None:
     """Return how a config says its weights are quantised: `fp8`, or `compressed-tensors (pack-quantized)`."""
+    if (bits := mlx_bits(config)) is not None:
+        return f"{MLX} ({bits} bits)"
     for key in PACKING:
         stated = as_object(config.get(key))
         if stated:

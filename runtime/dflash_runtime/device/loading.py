@@ -9,6 +9,8 @@ import torch
 
 from dflash_runtime.checkpoint.digests import digest_weights
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
+from dflash_runtime.checkpoint.runs_here import TargetRuntime
+from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
@@ -23,9 +25,8 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
-from dflash_runtime.models.hosted_quantization import Quantization, read_quantization
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.weights import Weights, loaded_bytes
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits

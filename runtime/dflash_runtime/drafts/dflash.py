@@ -94,7 +94,7 @@ class DFlashDraft:
 
     def _score(self, hidden: Tensor) -> Tensor:
         """Return logits [T, V'] of hidden states [T, hidden]."""
-        logits = _scale(self._head(hidden), self.config.output_multiplier)
+        logits = _scale(self._head(hidden), self.config.output_multiplier * self.config.logit_scale)
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 

@@ -119,7 +119,7 @@ class DSparkDraft(DFlashDraft):
             scores = logits[:, position]
             if self._markov is not None and state is not None:
                 bias, state = self._markov(tokens, hidden[:, position], state)
-                scores = scores + bias
+                scores = scores + bias * self.config.logit_scale  # as vLLM 0.33.0 qwen3_dspark.py
             chosen = self._choose(scores.contiguous(), draws, position)
             tokens = chosen if self.target_ids is None else self.target_ids[chosen]
             drafted.append(chosen)

@@ -5,47 +5,32 @@ A hosted target is a target that transformers' code runs, over our pages or with
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
+from dflash_runtime.checkpoint.hosted_config import in_one_line
+from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.target_quantization import CONFIG_KEY, Quantization, read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
-from dflash_runtime.models.hosted_config import in_one_line
 from dflash_runtime.models.hosted_quantization import (
-    CONFIG_KEY,
-    Quantization,
     compare_weights,
     dequantised,
     leave_weights_in_place,
-    read_quantization,
+    unpacking_blocks,
+    widen,
 )
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.text_part import causal_part, is_taken_out, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ADAPTER = "adapter_config.json"
-"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
-
-
-def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse from files and headers, before loading, adapters and quantised weights that cannot run.
-
-    Raises:
-        UnsupportedError: an unsupported quantization, or an adapter, which names another model.
-    """
-    if (source.checkpoint.path / ADAPTER).exists():
-        why, path = f"an adapter ({ADAPTER}) beside the weights", source.checkpoint.config_path
-        raise not_run(config.model_type, why, id="target-adapter", path=path)
-    read_quantization(source)
 
 
 def load_model(source: TargetSource, config: TargetConfig, placement: Placement, attention: str) -> "PreTrainedModel":
@@ -61,8 +46,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
 
     hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch code
     path, quantization = source.checkpoint.path, read_quantization(source)
+    is_fp8 = quantization is not None and quantization.method == "fp8"
     try:
-        with quietly():
+        with quietly(), unpacking_blocks(source.checkpoint, placement.dtype) if is_fp8 else nullcontext():
             settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
             if quantization is not None and quantization.is_unpacked:
                 _ask_to_unpack(settings)
@@ -90,8 +76,11 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
             found=first_line(error),
         ) from error
     model, info = loaded
-    _check_tensors(model, info, config, path)
-    if quantization is not None and quantization.method == "fp8":
+    is_wrapped = settings.get_text_config(decoder=True) is not settings
+    _check_tensors(model, info, config, source.checkpoint, is_wrapped=is_wrapped)
+    if quantization is not None and quantization.is_unpacked:
+        widen(model, placement.dtype)
+    if is_fp8:
         compare_weights(model, source.checkpoint)
     _check_dtype(model, config, placement.dtype)
     is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
@@ -101,7 +90,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     return causal_part(placed)
 
 
-def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
+def _check_tensors(
+    model: nn.Module, info: Mapping[str, Any], config: TargetConfig, checkpoint: Checkpoint, *, is_wrapped: bool
+) -> None:
     """Require, from transformers' report on loading, that it found and applied every tensor.
 
     Raises:
@@ -110,9 +101,9 @@ def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConf
     """
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
-        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
-    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name))
-    surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
+        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=checkpoint.path)
+    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name, is_wrapped=is_wrapped))
+    surplus = unapplied_tensors(unread, stored=checkpoint.tensors, num_layers=config.num_layers)
     if surplus:
         why = f"transformers does not apply {len(surplus)} of its tensors: {', '.join(surplus[:5])}"
         raise not_run(config.model_type, why, id="tensors-not-applied")

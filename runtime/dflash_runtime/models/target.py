@@ -8,23 +8,23 @@ Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
-from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_tensors
+from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
+from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs, without_native_family
+from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
 from dflash_runtime.models.hosted import load_hosted
-from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
-from dflash_runtime.models.hosted_loading import check_hosted_headers
-from dflash_runtime.models.hosted_quantization import read_quantization
+from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
@@ -102,46 +102,27 @@ def target_families() -> Registry[TargetFamily]:
     return TARGETS
 
 
-TargetRuntime = Literal["native", "transformers", "transformers-cache"]
-"""The code that runs a target: a family of this package, or transformers, over our pages or with its own cache."""
-
-
 def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntime, TargetConfig]:
-    """Return the code that runs a target, and the target's config as that code reads it.
+    """Return the code that runs a target, and the target's config as that code reads it; see `how_it_runs`.
 
-    `auto` chooses native code for every target of a native family. `transformers` chooses our pages if they can serve
-    the target. `load_target` may still find that they cannot, after a trial.
+    `load_target` may still find that our pages cannot serve the target, after a trial.
 
     Raises:
         UnsupportedError: no code runs the model type or its layers. With `auto` the error says why transformers cannot.
         CheckpointError: the config is malformed.
     """
-    if wanted in ("auto", "native"):
-        try:
-            return "native", _native_config(source)
-        except UnsupportedError as error:
-            if wanted == "native":
-                error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
-                raise
-    if wanted != "transformers-cache":
-        try:
-            config = read_hosted_config(source)
-            check_hosted_headers(source, config)
-            return "transformers", config
-        except UnsupportedError as error:
-            logger.info("not over pages: %s", error.message)
-    config = read_own_cache_config(source)
-    check_hosted_headers(source, config)
-    return "transformers-cache", config
+    answer = how_it_runs(source, wanted, refuse_native=_native_config, read_decoder=open_decoder)
+    if answer.runtime is None:
+        assert answer.refusal is not None
+        raise answer.refusal
+    return answer.runtime, CONFIG_READERS[answer.runtime](source)
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
     """Return the config of a target with plain weights that a family of this package runs."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
-        not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
-        reason = f"it runs {', '.join(sorted(known))}{not_known}"
-        raise not_run(kind, reason, id="target-without-native-family", path=source.checkpoint.config_path)
+        raise without_native_family(source, frozenset(known))
     read_config = getattr(known[kind], "read_config", None)
     checkpoint = source.checkpoint
     config: TargetConfig = (
@@ -149,6 +130,13 @@ def _native_config(source: TargetSource) -> TargetConfig:
     )
     refuse_packed(checkpoint.path, find_quantization(checkpoint))
     return config
+
+
+CONFIG_READERS: Mapping[TargetRuntime, Callable[[TargetSource], TargetConfig]] = {
+    "native": _native_config,
+    "transformers": read_hosted_config,
+    "transformers-cache": read_own_cache_config,
+}
 
 
 def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
@@ -178,7 +166,9 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
     if runtime != "native":
         quantization, tensors = read_quantization(source), text_tensors(tensors.values())
         return (
-            loaded_bytes(tensors.values(), dtype) if quantization is None else quantization.loaded_bytes(tensors, dtype)
+            loaded_bytes(tensors.values(), dtype)
+            if quantization is None
+            else quantised_bytes(quantization, tensors, dtype)
         )
     return loaded_bytes((tensors[name] for name in target_shapes(source)), dtype)
 
@@ -196,7 +186,7 @@ def target_shapes(source: TargetSource) -> Shapes:
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
-    surplus = [name for name in found if name not in expected and not TARGET_LEFTOVERS.match(name)]
+    surplus = unapplied_tensors(found.keys() - expected.keys(), stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
         raise UnsupportedError(

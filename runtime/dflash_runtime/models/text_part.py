@@ -54,9 +54,15 @@ def text_tensors(infos: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
     return {info.name: info for info in infos if not OTHER_PARTS.match(info.name)}
 
 
-def is_taken_out(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to a removed part."""
-    return name.startswith(tuple(f"{part}." for part in getattr(model, TAKEN_OUT, ())))
+def is_taken_out(model: nn.Module, name: str, *, is_wrapped: bool) -> bool:
+    """Whether a tensor belongs to a part that is not loaded on purpose.
+
+    With `is_wrapped` the config is a wrapper's. transformers' class for the text alone then has no part to remove.
+    """
+    removed = getattr(model, TAKEN_OUT, None)
+    if removed is None:
+        return is_wrapped and OTHER_PARTS.match(name) is not None
+    return name.startswith(tuple(f"{part}." for part in removed))
 
 
 def _without_other_parts(whole: type["PreTrainedModel"]) -> type["PreTrainedModel"]:

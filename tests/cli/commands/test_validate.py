@@ -200,6 +200,43 @@ class TestFixOut:
         assert "fixed: C28" in outcome.out
         assert " fixed: C10 warning" in outcome.out
 
+    def test_causality_that_is_not_stated_stays_unstated(self, tmp_path: Path) -> None:
+        """Only the trainer knows it. A copy for readers that would take another causality is refused."""
+        shape = support.Shape(windows=(16, 16))
+        draft = support.make_native(tmp_path / "draft", shape, is_causal=support.REMOVED, tie_word_embeddings=True)
+        out, command = tmp_path / "out", ("validate", draft, "--json", "--fix-out")
+        repaired = json.loads(support.invoke(*command, out).out)["repaired"]
+        assert (repaired["fixed"], [item["id"] for item in repaired["left"]]) == (["C28"], ["C19"])
+        written = json.loads((out / "config.json").read_text())
+        assert "is_causal" not in written
+        assert "causal" not in written["dflash_config"]
+        spec = support.make_speculators(
+            tmp_path / "spec", shape, sliding_window_non_causal=support.REMOVED, num_target_layers=4
+        )
+        outcome = support.invoke("validate", spec, "-e", "sglang", "--fix-out", tmp_path / "native")
+        assert (outcome.code, outcome.error_id, outcome.field) == (5, "causality-not-stated", "causal")
+        assert not (tmp_path / "native").exists()
+
+    def test_an_id_map_that_contradicts_its_mask_stays(self, tmp_path: Path) -> None:
+        shape = support.REDUCED
+        extra = support.reduced_arrays(shape, support.target_arrays(shape))
+        extra["t2d"] = ~extra["t2d"]
+        draft = support.make_speculators(tmp_path / "draft", shape, extra=extra, model_type="qwen3")
+        out = tmp_path / "out"
+        outcome = support.invoke("validate", draft, "--level", "weights", "-e", "vllm", "--fix-out", out, "--json")
+        repaired = json.loads(outcome.out)["repaired"]
+        assert repaired["fixed"] == ["C30"]
+        assert "M06" in {item["id"] for item in repaired["left"]}
+        support.assert_same_tensors(draft, out)
+
+    def test_nothing_is_written_if_nothing_can_be_fixed(self, tmp_path: Path) -> None:
+        nested = {"mask_token_id": 31, "target_layer_ids": [0, 3]}
+        draft, out = support.make_native(tmp_path / "draft", dflash_config=nested), tmp_path / "out"
+        outcome = support.invoke("validate", draft, "--fix-out", out)
+        assert f"{out}: not written" in outcome.out
+        assert "not fixed: C10 warning" in outcome.out
+        assert not out.exists()
+
     def test_a_draft_that_cannot_be_read_is_refused(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", block_size=support.REMOVED)
         outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")

@@ -188,9 +188,25 @@ class TestReducedHead:
         support.assert_same_tensors(pair[0], tmp_path / "out")
         assert open_draft(tmp_path / "out").config == open_draft(pair[0]).config
 
+    @pytest.mark.parametrize("to", ["native", "sglang", "mlx"])
+    def test_dropped_only_on_demand(self, pair: tuple[Path, Path], tmp_path: Path, to: str) -> None:
+        """Without the map the draft proposes other tokens, even if the head equals the target's rows."""
+        draft, target = pair
+        args = ("convert", draft, tmp_path / "out", "--to", to, "--target", target)
+        refused = support.invoke(*args)
+        assert (refused.code, refused.error_id, refused.field) == (5, "reduced-vocabulary", "draft_vocab_size")
+        assert refused.error is not None
+        assert "--allow-lossy" in str(refused.error.hint)
+        assert not (tmp_path / "out").exists()
+        if to == "sglang":
+            assert support.invoke("validate", draft, "-t", target, "-e", to, "--fix-out", tmp_path / "out").code == 5
+        assert not (tmp_path / "out").exists()
+        assert support.invoke(*args, "--allow-lossy").code == 0
+
     def test_dropped_if_it_equals_the_targets_rows(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         draft, target = pair
-        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target)
+        args = ("convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--allow-lossy")
+        outcome = support.invoke(*args)
         assert (outcome.code, outcome.notices) == (0, ("reduced-head-dropped",))
         assert outcome.out == f"{tmp_path / 'out'}\n"
         config = open_draft(tmp_path / "out").config
@@ -203,7 +219,7 @@ class TestReducedHead:
         arrays = {k: v.astype(np.float64) if k == "model.embed_tokens.weight" else v for k, v in load(target).items()}
         arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.float64)
         support.write_checkpoint(target, support.target_config(support.REDUCED), arrays)
-        support.convert(draft, tmp_path / "out", "native", target=target)
+        support.convert(draft, tmp_path / "out", "native", target=target, allow_lossy=True)
 
     def test_tied_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         draft, target = pair
@@ -211,7 +227,7 @@ class TestReducedHead:
         arrays["model.embed_tokens.weight"] = arrays.pop("lm_head.weight")
         config = support.target_config(support.REDUCED, tie_word_embeddings=True)
         support.write_checkpoint(target, config, arrays)
-        support.convert(draft, tmp_path / "out", "native", target=target)
+        support.convert(draft, tmp_path / "out", "native", target=target, allow_lossy=True)
 
     @pytest.mark.parametrize("allow_lossy", [False, True])
     def test_refused_if_one_bit_differs(self, pair: tuple[Path, Path], tmp_path: Path, allow_lossy: bool) -> None:
@@ -365,7 +381,27 @@ class TestRefusals:
 
 
 def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:
-    for name, to in (("tiny", "speculators"), ("tiny:reduced", "native")):
+    for name, to, *options in (("tiny", "speculators"), ("tiny:reduced", "native", "--allow-lossy")):
         destination = tmp_path / to
-        assert support.invoke("convert", name, destination, "--to", to).code == 0
+        assert support.invoke("convert", name, destination, "--to", to, *options).code == 0
         assert support.invoke("validate", destination, "--engine", "vllm", "--strict").code == 0
+
+
+def test_an_interrupted_conversion_does_not_read_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that hash end with the block that they read."""
+    from dflash_runtime.checkpoint import digests
+
+    monkeypatch.setattr(digests, "HASH_BYTES", 64)
+    source = support.make_native(tmp_path / "source")
+    counts: list[int] = []
+
+    def interrupt(stage: str, count: int, total: int) -> None:
+        if stage == "hash":
+            counts.append(count)
+            raise KeyboardInterrupt
+
+    plan = plan_conversion(open_draft(source), ConversionSpec(to="native"))
+    with pytest.raises(KeyboardInterrupt):
+        convert_draft(plan, tmp_path / "out", progress=interrupt)
+    assert len(counts) <= 2
+    assert list(tmp_path.iterdir()) == [source]

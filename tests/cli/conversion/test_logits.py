@@ -116,8 +116,9 @@ class TestVerifyLogits:
         draft = support.make_speculators(tmp_path / "draft", support.REDUCED)
         target = support.make_target(tmp_path / "target", support.REDUCED)
         outcome = support.invoke(
-            "convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--verify", "logits", "--json"
-        )
+            "convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--verify", "logits", "--json",
+            "--allow-lossy",
+        )  # fmt: skip
         assert outcome.code == 0, outcome.err
         manifest = json.loads(outcome.out)
         assert manifest["verified"] == "logits"

@@ -213,3 +213,21 @@ class TestWriting:
     def test_the_target_is_named(self) -> None:
         with refuses(UsageError, "verifier-unknown", field="verifier"):
             self.write(verifier=None)
+
+
+@pytest.mark.parametrize(
+    ("proposals", "named"),
+    [
+        ([{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 2}], "verifier_accept_k 2"),
+        ([{"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.5}], "accept_tolerance 0.5"),
+        ([{"proposal_type": "greedy", "speculative_tokens": 3}] * 2, "1 further proposal_methods"),
+        ([{"proposal_type": "greedy", "speculative_tokens": 3}], ""),
+    ],
+)
+def test_ignored_settings_of_proposals_are_named(proposals: list[dict[str, Any]], named: str) -> None:
+    config = support.speculators_config()
+    config["speculators_config"]["proposal_methods"] = proposals
+    notes = DIALECT.read_config(config, PATH).notes
+    found = [note for note in notes if note.id == "proposal-settings-ignored"]
+    assert bool(found) == bool(named)
+    assert all(named in note for note in found)

@@ -198,11 +198,11 @@ def reduced_arrays(shape: Shape, target: Arrays) -> Arrays:
     }
 
 
-def write_checkpoint(path: Path, config: Json, arrays: Arrays) -> Path:
+def write_checkpoint(path: Path, config: Json, arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -> Path:
     """A directory with one safetensors file."""
     path.mkdir(parents=True, exist_ok=True)
     write_config(path, config)
-    save_file(arrays, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(arrays, path / "model.safetensors", metadata={"format": "pt", **(metadata or {})})
     return path
 
 

@@ -22,6 +22,7 @@ WRAPPERS: Mapping[str, Json] = {
     "inkling_mm_model": OWN_CACHE["inkling_text"],
     "internvl": {"model_type": "qwen2"},
     "kimi_k25": OWN_CACHE["deepseek_v3"],
+    "llama4": {**OWN_CACHE["llama4_text"], "model_type": "llama4_text"},
     "llava": {"model_type": "llama"},
     "minimax_m3_vl": {},
     "muse_glimmer": MIXED,
@@ -42,7 +43,9 @@ WRAPPERS: Mapping[str, Json] = {
 }
 """Multimodal model type -> the keys of its decoder's config beyond `BODY`. By default tests run the first two."""
 
-WITH_OWN_CACHE = frozenset({"inkling2", "inkling_mm_model", "kimi_k25", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"})
+WITH_OWN_CACHE = frozenset(
+    {"inkling2", "inkling_mm_model", "kimi_k25", "llama4", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"}
+)
 """Multimodal model types with decoders that keep transformers' own cache."""
 
 VISION: Json = {

@@ -36,13 +36,15 @@ def quantise(path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[
 
 
 def pack_blocks(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Pack into eight bits with a scale per block, as DeepSeek and Qwen publish weights."""
-    rows, columns = (size // BLOCK for size in matrix.shape)
-    blocks = matrix.view(rows, BLOCK, columns, BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)) / 448
-    packed = (blocks / scales[:, None, :, None]).view_as(matrix).to(torch.float8_e4m3fn)
-    meant = (packed.float().view_as(blocks) * scales[:, None, :, None]).view_as(matrix)
-    return meant, {"weight": packed, "weight_scale_inv": scales}
+    """Pack into eight bits with a scale per block, as DeepSeek and Qwen publish weights. The last block may be cut."""
+    height, width = matrix.shape
+    rows, columns = -(-height // BLOCK), -(-width // BLOCK)
+    whole = matrix.new_zeros(rows * BLOCK, columns * BLOCK)
+    whole[:height, :width] = matrix
+    scales = whole.view(rows, BLOCK, columns, BLOCK).abs().amax(dim=(1, 3)) / 448
+    factors = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:height, :width]
+    packed = (matrix / factors).to(torch.float8_e4m3fn)
+    return packed.float() * factors, {"weight": packed, "weight_scale_inv": scales}
 
 
 FP8 = {

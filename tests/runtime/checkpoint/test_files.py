@@ -1,5 +1,6 @@
 """The reader of headers and JSON: each fault in a checkpoint's files has its own error."""
 
+import hashlib
 import json
 import re
 import struct
@@ -287,6 +288,23 @@ class TestDirectory:
             _ = Checkpoint(draft).tensors
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make_cache(home: Path) -> Path:
+    """Write a draft as the hub's client stores it, and return the repository's folder."""
+    repo = home / "models--acme--dflash-draft"
+    snapshot = support.make_native(repo / "snapshots" / COMMIT)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    for file in sorted(snapshot.iterdir()):
+        blob = repo / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        file.rename(blob)
+        file.symlink_to(f"../../blobs/{blob.name}")
+    return repo
+
+
 class TestLinks:
     @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
     def test_outside_is_refused(self, name: str, tmp_path: Path) -> None:
@@ -319,6 +337,53 @@ class TestLinks:
             (snapshot / name).rename(blobs / name)
             (snapshot / name).symlink_to(f"../../blobs/{name}")
         assert "fc.weight" in Checkpoint(snapshot).tensors
+
+    @pytest.mark.parametrize("via", ["blob", "snapshot"])
+    def test_a_directory_of_links_into_the_hub_cache_is_followed(self, via: str, tmp_path: Path) -> None:
+        repo, folder = make_cache(tmp_path), tmp_path / "plain"
+        (snapshot,) = (repo / "snapshots").iterdir()
+        folder.mkdir()
+        for file in snapshot.iterdir():
+            (folder / file.name).symlink_to(file.resolve() if via == "blob" else file)
+        assert "fc.weight" in Checkpoint(folder).tensors
+        assert support.invoke("inspect", folder).code == 0
+        outcome = support.invoke("convert", folder, tmp_path / "out", "--to", "mlx")
+        assert outcome.code == 0, outcome.err
+        assert not (tmp_path / "out" / "model.safetensors").is_symlink()
+
+    @pytest.mark.parametrize("repo", ["models--acme--draft", "datasets--acme--draft", "acme"])
+    @pytest.mark.parametrize("name", ["a" * 64, "secret"])
+    def test_other_links_into_a_folder_of_blobs_are_refused(self, repo: str, name: str, tmp_path: Path) -> None:
+        """Only blobs of a model are followed: the folder, its snapshots, and a name that is a hash."""
+        draft, blob = support.make_native(tmp_path / "draft"), tmp_path / repo / "blobs" / name
+        (tmp_path / repo / "snapshots").mkdir(parents=True)
+        blob.parent.mkdir()
+        (draft / "config.json").rename(blob)
+        (draft / "config.json").symlink_to(blob)
+        if repo.startswith("models--") and name != "secret":
+            assert Checkpoint(draft).config
+            return
+        with refuses(CheckpointError, "link-outside", path=draft / "config.json"):
+            _ = Checkpoint(draft).tensors
+
+    def test_the_hubs_own_cache_is_found_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The layout is the client's: blobs by hash, a reference to a commit, and a snapshot of links."""
+        from huggingface_hub import constants
+
+        make_cache(tmp_path)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        for reference in ("acme/dflash-draft", "acme/dflash-draft@main"):
+            outcome = support.invoke("inspect", reference, "--json")
+            assert outcome.code == 0, outcome.err
+            assert "snapshots" in json.loads(outcome.out)["path"]
+        outcome = support.invoke("convert", "acme/dflash-draft", tmp_path / "out", "--to", "mlx", "--json")
+        assert outcome.code == 0, outcome.err
+        assert json.loads(outcome.out)["source"] == {
+            "name": "acme/dflash-draft",
+            "repo": "acme/dflash-draft",
+            "commit": COMMIT,
+        }
 
     def test_a_checkpoint_that_is_itself_a_link(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")

@@ -43,7 +43,7 @@ LAYERS = pair("dflash.target_layers", ARRAY, struct.pack("<IQ3I", U32, 3, 2, 10,
         ([architecture("gemma4-dflash-draft")], "gemma4-dflash-draft", DRAFTS["gemma4-dflash-draft"]),
         ([architecture("dspark")], "dspark", DRAFTS["dspark"]),
         ([architecture("dflash"), pair("dflash.conv_kernel_size", U32, b"\x02\0\0\0")], "dflash", "DFlash 2"),
-        ([architecture("llama")], "llama", ""),
+        ([architecture("llama")], "llama", "such as a target"),
         ([LAYERS], None, ""),
     ],
 )

@@ -14,12 +14,13 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint import hosted_config
+from dflash_runtime.checkpoint.hosted_config import NUM_STREAMS
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models import hosted, hosted_config, hosted_loading
+from dflash_runtime.models import hosted, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
-from dflash_runtime.models.hosted_config import NUM_STREAMS
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (
@@ -262,6 +263,21 @@ class TestTensors:
         with refuses(UnsupportedError, "tensors-not-applied") as refused:
             host(folder)
         assert "model.layers.2.mlp.up_proj.scale" in refused.value.message
+
+    @pytest.mark.parametrize("layer", [4, 61])
+    def test_a_layer_that_predicts_further_tokens_is_left_out(self, folder: Path, layer: int) -> None:
+        """Its number may be any, as in a target with fewer layers than it was trained with."""
+        part = {f"model.layers.{layer}.{name}": np.ones(3, dtype=np.float32) for name in ("eh_proj.weight", "x")}
+        self.edit(folder, **part, **{"model.mtp.0.weight": np.ones(3, dtype=np.float32)})
+        assert host(folder).config.num_layers == 4
+
+    def test_a_further_layer_of_another_kind_is_named(self, folder: Path) -> None:
+        self.edit(folder, **{"model.layers.4.mlp.up_proj.weight": np.ones(3, dtype=np.float32)})
+        with refuses(UnsupportedError, "tensors-not-applied"):
+            host(folder)
+        self.edit(folder, **{"model.layers.2.eh_proj.weight": np.ones(3, dtype=np.float32)})
+        with refuses(UnsupportedError, "tensors-not-applied"):
+            host(folder)
 
     def test_a_misshapen_tensor_is_named(self, folder: Path) -> None:
         self.edit(folder, **{"model.norm.weight": np.ones(3, dtype=np.float32)})

@@ -12,6 +12,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint import target_quantization
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -26,6 +27,7 @@ from dflash_testing.pairs import placement, random_prompts, random_target
 from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
 from dflash_testing.refusals import refuses
 
+FLOAT = torch.float32
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
@@ -58,6 +60,30 @@ def test_a_dequantised_target_computes_scale_times_weight(
     assert pair.target_quantization == label
     assert any(label.partition(",")[0] in text for text in pair.warnings)
     assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
+
+
+@needs_accelerate
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_cut_blocks_are_unpacked(stored: torch.dtype, tmp_path: Path) -> None:
+    """24 rows of latent attention are a block of 16 and a cut one, and other weights may be narrower than the run."""
+    model = quantise(tmp_path, "deepseek_v3", pack_blocks, FP8)
+    plain = {name: item for name, item in load_file(tmp_path / "model.safetensors").items() if item.dtype == FLOAT}
+    kept = {name: item for name, item in plain.items() if not name.endswith("_scale_inv")}
+    edit(tmp_path, **{name: item.to(stored) for name, item in kept.items()})
+    target = load_target(open_target(tmp_path), placement(), "auto")
+    loaded = dict(target._decoder.named_parameters())  # type: ignore[attr-defined]
+    for name, wanted in model.get_decoder().named_parameters():
+        is_stored = f"model.{name}" in kept
+        assert torch.equal(loaded[name], wanted.to(stored).to(FLOAT) if is_stored else wanted), name
+
+
+def test_halves_of_cut_blocks_are_not_taken_for_blocks() -> None:
+    """48 rows in blocks of 32 have two scales, which transformers would read as scales of blocks of 24."""
+    assert target_quantization.has_cut_blocks((48, 32), (2, 2), [32, 16])
+    factors = hosted_quantization._multiply(torch.ones(48, 32), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), [32, 16])
+    assert factors[31, 0] == 2
+    assert factors[32, 0] == 5
+    assert factors[47, 31] == 7
 
 
 @pytest.mark.gpu
@@ -174,8 +200,8 @@ class TestScales:
             find_target_runtime(open_target(folder), "auto")
         assert f"{LAYER}.weight" in refused.value.message
 
-    def test_a_shorter_last_block(self, folder: Path) -> None:
-        """48 rows in blocks of 32 have two scales. transformers would read them as scales of blocks of 24."""
+    def test_scales_of_other_blocks(self, folder: Path) -> None:
+        """48 rows in blocks of 32 have two scales, but the file has three."""
         settings = json.loads((folder / "config.json").read_text())
         settings["quantization_config"]["weight_block_size"] = [32, 16]
         (folder / "config.json").write_text(json.dumps(settings))
@@ -187,7 +213,11 @@ class TestScales:
         ("shape", "grid", "block", "is_right"),
         [
             ((48, 32), (3, 2), [16, 16], True),
-            ((48, 32), (2, 2), [32, 16], False),
+            ((48, 32), (2, 2), [32, 16], True),
+            ((48, 32), (1, 2), [32, 16], False),
+            ((576, 7168), (5, 56), [128, 128], True),
+            ((576, 7168), (4, 56), [128, 128], False),
+            ((48, 32), (3, 2), [16, 0], False),
             ((48, 32), (1, 2), [64, 16], True),
             ((48, 32), (), [16, 16], True),
             ((48, 32), (1,), None, True),
@@ -198,7 +228,7 @@ class TestScales:
         ],
     )
     def test_blocks(self, shape: Any, grid: Any, block: Any, is_right: bool) -> None:
-        assert hosted_quantization._divides(shape, grid, block) is is_right
+        assert target_quantization._divides(shape, grid, block) is is_right
 
 
 UNKNOWN, FETCHES, NEEDS = "quantization-unknown", "quantization-fetches-code", "quantization-needs-package"
@@ -218,7 +248,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_an_unsupported_method_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: None)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: None)
     make_model(tmp_path, "llama", quantization_config={"quant_method": method})
     id, named = REFUSED[method]
     with refuses(UnsupportedError, id, path=tmp_path, field="quant_method", found=method) as refused:
@@ -230,7 +260,7 @@ def test_an_unsupported_method_is_named(method: str, tmp_path: Path, monkeypatch
 
 
 def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: name)
     make_model(tmp_path, "llama", quantization_config={"quant_method": "gptq"})
     with refuses(UnsupportedError, FETCHES, found="gptq") as refused:
         find_target_runtime(open_target(tmp_path), "auto")
@@ -238,7 +268,7 @@ def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_layers_with_different_quantization_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    monkeypatch.setattr(target_quantization, "find_spec", lambda name: name)
     groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
     make_model(tmp_path, "llama", quantization_config={**COMPRESSED, "config_groups": groups})
     with refuses(UnsupportedError, "quantization-mixed", found="compressed-tensors"):
@@ -273,3 +303,18 @@ def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     host(tmp_path)
     hub_kernels.lazy_load_kernel("deep-gemm", {})
     assert not fetched
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_a_target_packed_by_mlx_is_named(key: str, tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    edit(tmp_path, **{f"{LAYER}.scales": torch.ones(3), f"{LAYER}.biases": torch.ones(3)})
+    for stated in ({}, {key: {"group_size": 64, "bits": 4}}):
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, **stated}))
+        with refuses(UnsupportedError, "quantised-weights") as refused:
+            find_target_runtime(open_target(tmp_path), "auto")
+        assert refused.value.found.startswith("MLX")
+    assert open_target(tmp_path).facts.quantization == "MLX (4 bits)"
+    outcome = support.invoke("inspect", tmp_path)
+    assert "MLX (4 bits)" in outcome.out

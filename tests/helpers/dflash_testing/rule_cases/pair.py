@@ -79,15 +79,16 @@ CASES = [
         config=outer(verifier={"name_or_path": "acme/target", "architectures": ["LlamaForCausalLM"]}),
     ),
     Case(
-        rule="P17", at="target config.json", names=("num_experts",), severity="info",
+        rule="P17", at="target config.json:model_type", names=("over our pages",), severity="info",
         target=top(num_experts=8),
     ),
     Case(
-        rule="P17", at="target config.json", names=("quantization_config",), severity="warning",
-        target=top(quantization_config={"quant_method": "fp8"}),
+        rule="P17", at="target config.json:model_type", names=("refused", "modelopt"), severity="info",
+        target=top(quantization_config={"quant_method": "modelopt"}),
     ),
     Case(
-        rule="P17", at="target config.json", names=("model.layers.0.mlp.up_proj.weight_scale",), severity="warning",
+        rule="P17", at="target config.json:model_type", names=("model.layers.0.mlp.up_proj.weight_scale",),
+        severity="info",
         target=nothing,
         target_tensors=add("model.layers.0.mlp.up_proj.weight_scale", 1),
     ),

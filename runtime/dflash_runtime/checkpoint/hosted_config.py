@@ -5,18 +5,25 @@ object. It refuses every model that our attention or pages cannot serve, as far 
 `models.hosted` checks the model itself.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, not_run, read_token_ids
+from dflash_runtime.checkpoint.layer_kinds import LISTS
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import OwnCache, RopeConfig, TargetConfig
 from dflash_runtime.errors import CheckpointError, naming_file
-from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.json_values import as_object, is_int, is_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    DecoderConfig: TypeAlias = "PretrainedConfig | RecordedConfig"
 
 REFUSED_KEYS = {
     "latent attention, with one KV vector for all heads": ("kv_lora_rank",),
@@ -58,6 +65,15 @@ STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 WITHOUT_ONE_FREQUENCY = ("dynamic", "longrope")
 """Rope types with frequencies that depend on the longest text in a call."""
 
+COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+"""Numbers that a decoder over our pages must state once for all layers."""
+
+DECIDING_KEYS = (
+    *dict.fromkeys(key for keys in REFUSED_KEYS.values() for key in keys), *NUM_STREAMS, "is_encoder_decoder",
+    "v_head_dim", "head_dim",
+)  # fmt: skip
+"""Attributes by which a decoder is refused, beside its kinds of layers and its ropes."""
+
 NORM_KEYS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
@@ -71,8 +87,7 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    if reasons := _differing(text) or tuple(_refusals(text)) or tuple(_odd_values(text)):
-        raise not_run(text.model_type, *reasons, path=path)
+    refuse_pages(text, path)
     with naming_file(path):
         return _to_target_config(source, whole, text)
 
@@ -87,10 +102,7 @@ def read_own_cache_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
-    reasons += _streams(text)
-    if reasons:
-        raise not_run(text.model_type, *reasons, path=path)
+    refuse_cache(text, path)
     with naming_file(path):
         config = _to_target_config(source, whole, text)
     facts = source.facts  # transformers may count two attentions of one layer as two layers
@@ -103,6 +115,116 @@ def read_own_cache_config(source: TargetSource) -> TargetConfig:
         layer_kinds=facts.layer_kinds,
         other_kv_shapes={},
     )
+
+
+def open_decoder(source: TargetSource) -> "PretrainedConfig":
+    """Read a target's decoder config with transformers; raises the errors of `read_own_cache_config`."""
+    return _open_config(source).get_text_config(decoder=True)
+
+
+def refuse_pages(text: "DecoderConfig", path: Path) -> None:
+    """Refuse a decoder that our attention or pages cannot serve, as far as its config tells.
+
+    Raises:
+        UnsupportedError: names each feature.
+    """
+    if reasons := _differing(text) or tuple(_refusals(text)) or tuple(_odd_values(text)):
+        raise not_run(text.model_type, *reasons, path=path)
+
+
+def refuse_cache(text: "DecoderConfig", path: Path) -> None:
+    """Refuse a decoder for which no cache can replace the earlier tokens.
+
+    Raises:
+        UnsupportedError: names each feature.
+    """
+    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
+    reasons += _streams(text)
+    if reasons:
+        raise not_run(text.model_type, *reasons, path=path)
+
+
+def refuse_type(source: TargetSource, known: Container[str], runnable: Container[str], release: str) -> None:
+    """Refuse a model type that a release of transformers does not run. `known` and `runnable` are its model types.
+
+    Raises:
+        UnsupportedError: the release does not know the type, or has no causal language model of it.
+    """
+    stated, path = source.checkpoint.config, source.checkpoint.config_path
+    kind = str(stated.get("model_type", ""))
+    if kind not in known:
+        why = _why_unknown(stated, release)
+        raise not_run(kind or source.facts.model_type, why, id="target-unknown-to-transformers", path=path)
+    if kind not in runnable:
+        why = "transformers does not have a causal language model of this type"
+        raise not_run(kind, why, id="target-without-causal-model", path=path)
+
+
+class RecordedConfig:
+    """A decoder's config as transformers would read it: stated keys, else the recorded defaults of its class.
+
+    It has the attributes that decide how a target runs.
+    """
+
+    def __init__(self, model_type: str, stated: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.model_type = model_type
+        self._stated = stated
+        self._defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._stated:
+            return self._stated[name]
+        is_count = name in COUNTS and name not in self._defaults.get("lacks", ())
+        return 1 if is_count else self._defaults.get(name)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kinds of layers, stated or of the class."""
+        stated = next((self._stated[key] for key in LISTS if isinstance(self._stated.get(key), list)), None)
+        return list(self._defaults.get("layer_types", ()) if stated is None else stated)
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """The rope in the spelling of transformers 5."""
+        stated = as_object(self._stated.get("rope_parameters")) or as_object(self._stated.get("rope_scaling"))
+        if not stated:
+            return {"rope_type": next(iter(self._defaults.get("rope_kinds", ())), "default")}
+        return {"rope_type": stated.get("type"), **stated}
+
+    @property
+    def per_layer_attributes(self) -> set[str]:
+        """Attributes that differ between layers."""
+        layers = as_object(self._stated.get("per_layer_config")).values()
+        return {key for layer in layers for key in as_object(layer)} | {*self._defaults.get("per_layer_attributes", ())}
+
+
+@cache
+def recorded_types() -> Mapping[str, Any]:
+    """Return the table of `scripts/transformers_types.py`."""
+    found: dict[str, Any] = json.loads((Path(__file__).with_name("transformers_types.json")).read_text("utf-8"))
+    return found
+
+
+def read_recorded(source: TargetSource) -> RecordedConfig:
+    """Return a target's decoder config from the recorded defaults of transformers. Imports neither it nor torch.
+
+    Raises:
+        UnsupportedError: the recorded release does not run the model type.
+        InvalidConfig: the key of the decoder's config does not hold an object.
+    """
+    types, checkpoint = recorded_types(), source.checkpoint
+    decoders: Mapping[str, str] = types["decoders"]
+    refuse_type(source, types["known"], decoders, types["transformers"])
+    text, _ = decoder_config(checkpoint.config, checkpoint.config_path)
+    usual = decoders[str(checkpoint.config["model_type"])]
+    kind = str(text.get("model_type") or usual) if text is not checkpoint.config else usual
+    texts: Mapping[str, Any] = types["texts"]
+    return RecordedConfig(kind, text, texts.get(kind) or texts.get(usual) or {})
+
+
+def rope_kinds(text: "DecoderConfig") -> set[str]:
+    """Return the rope types of a decoder whose frequencies depend on the longest text in a call."""
+    return {rope["rope_type"] for rope in _ropes(text) if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY}
 
 
 def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
@@ -143,21 +265,15 @@ def _kv_shapes(text: "PretrainedConfig", heads: int) -> list[tuple[int, int]]:
 
 def _open_config(source: TargetSource) -> "PretrainedConfig":
     """Read a target's config with transformers, without running code of the checkpoint."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    stated, path = source.checkpoint.config, source.checkpoint.config_path
-    kind = str(stated.get("model_type", ""))
-    if kind not in CONFIG_MAPPING:
-        why = _why_unknown(stated)
-        raise not_run(kind or source.facts.model_type, why, id="target-unknown-to-transformers", path=path)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        why = "transformers does not have a causal language model of this type"
-        raise not_run(kind, why, id="target-without-causal-model", path=path)
+    runnable = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    refuse_type(source, CONFIG_MAPPING, runnable, __version__)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source.checkpoint.path, trust_remote_code=False, local_files_only=True
@@ -166,7 +282,7 @@ def _open_config(source: TargetSource) -> "PretrainedConfig":
         raise CheckpointError(
             f"transformers does not accept this config: {in_one_line(error)}",
             id="config-refused-by-transformers",
-            path=path,
+            path=source.checkpoint.config_path,
             found=in_one_line(error),
             hint="correct config.json, or download the checkpoint again",
         ) from error
@@ -179,10 +295,8 @@ def in_one_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _why_unknown(stated: Mapping[str, Any]) -> str:
-    from transformers import __version__
-
-    known = f"transformers {__version__} does not know this type"
+def _why_unknown(stated: Mapping[str, Any], release: str) -> str:
+    known = f"transformers {release} does not know this type"
     if stated.get("auto_map"):
         known += (
             ", and dflash never runs code from a checkpoint (auto_map): trust_remote_code would let it do anything "
@@ -191,16 +305,15 @@ def _why_unknown(stated: Mapping[str, Any]) -> str:
     return f"{known}; it needs a newer release of transformers, or {A_FAMILY}"
 
 
-def _differing(text: "PretrainedConfig") -> tuple[str, ...]:
+def _differing(text: "DecoderConfig") -> tuple[str, ...]:
     """Name the attributes that differ between layers and that our pages need alike."""
     found = set(getattr(text, "per_layer_attributes", None) or ()) - MAY_DIFFER
     return (f"layers that differ in {', '.join(sorted(found))}",) if found else ()
 
 
-def _refusals(text: "PretrainedConfig") -> Iterator[str]:
+def _refusals(text: "DecoderConfig") -> Iterator[str]:
     """Name each feature that the config states and that our attention or pages do not support."""
-    missing = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-               if not is_int(getattr(text, name, None))]  # fmt: skip
+    missing = [name for name in COUNTS if not is_int(getattr(text, name, None))]
     if missing:
         yield f"its config does not state one value for {' and '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
@@ -221,14 +334,14 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
             yield f"rope type {rope['rope_type']}, with frequencies that change with the length of the text"
 
 
-def _odd_values(text: "PretrainedConfig") -> Iterator[str]:
+def _odd_values(text: "DecoderConfig") -> Iterator[str]:
     """Name values of another size than keys, in a model with equal layers."""
     width = getattr(text, "v_head_dim", None)
     if width is not None and width != getattr(text, "head_dim", None):
         yield "values of another size than keys (v_head_dim)"
 
 
-def _count(text: "PretrainedConfig", name: str, otherwise: int) -> int:
+def _count(text: "DecoderConfig", name: str, otherwise: int) -> int:
     """Return a positive number that is the same for all layers, or else `otherwise`."""
     try:
         value: Any = getattr(text, name, None)
@@ -251,7 +364,7 @@ def _is_stated(value: Any) -> bool:
     return value is not None and value is not False and value not in (0, ONLY_IMAGES)
 
 
-def _ropes(text: "PretrainedConfig") -> tuple[Mapping[str, Any], ...]:
+def _ropes(text: "DecoderConfig") -> tuple[Mapping[str, Any], ...]:
     """Return the rope of each kind of layer, with full attention first."""
     rope = getattr(text, "rope_parameters", None) or {}
     nested = sorted((kind != FULL, kind) for kind, item in rope.items() if isinstance(item, dict))
@@ -266,7 +379,7 @@ def _rope(text: "PretrainedConfig") -> RopeConfig:
     return RopeConfig(theta=float(theta) if is_number(theta) else 10_000.0, kind=kind, params=stated)
 
 
-def _streams(text: "PretrainedConfig") -> Iterator[str]:
+def _streams(text: "DecoderConfig") -> Iterator[str]:
     """Name several residual streams if the config states them."""
     for key in NUM_STREAMS:
         if _count(text, key, 1) > 1:

@@ -1,0 +1,207 @@
+"""Whether a target runs here, and how: one answer for every command. Needs no torch.
+
+Commands that run a target pass the readers that load it. Other commands read the config by what is recorded about
+native families and about transformers' config classes, so that they import neither torch nor transformers.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.hf_config import not_run
+from dflash_runtime.checkpoint.hosted_config import (
+    A_FAMILY,
+    read_recorded,
+    recorded_types,
+    refuse_cache,
+    refuse_pages,
+)
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.notices import Notice
+
+if TYPE_CHECKING:
+    from dflash_runtime.checkpoint.hosted_config import DecoderConfig
+
+TargetRuntime = Literal["native", "transformers", "transformers-cache"]
+"""The code that runs a target: a family of dflash_runtime/models, or transformers, over our pages or with its own
+cache."""
+
+WORDS: dict[TargetRuntime, str] = {
+    "native": "natively",
+    "transformers": "slowly, by transformers over our pages",
+    "transformers-cache": "very slowly, by transformers with its own cache",
+}
+
+FAMILIES = "dflash_runtime.models"
+"""The package of native families. Importing it imports no family."""
+
+ADAPTER = "adapter_config.json"
+"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsHere:
+    """The answer for one target.
+
+    runtime        the code that runs it; None if it is refused
+    quantization   how its packed weights are read; None for plain weights
+    refusal        why nothing here runs it; None if something does
+    """
+
+    runtime: TargetRuntime | None
+    quantization: Quantization | None = None
+    refusal: UnsupportedError | CheckpointError | None = None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether native code runs it."""
+        return self.runtime == "native"
+
+    @property
+    def words(self) -> str:
+        """The answer in words, such as `slowly, by transformers over our pages; weights fp8, dequantised`."""
+        if self.runtime is None:
+            return f"refused: {self.reason}"
+        packed = "" if self.quantization is None else f"; weights {self.quantization.label}"
+        return WORDS[self.runtime] + packed
+
+    @property
+    def reason(self) -> str:
+        """The reason of a refusal, without the file and the model type; empty if the target runs."""
+        if self.refusal is None:
+            return ""
+        text = self.refusal.message.removeprefix(f"{self.refusal.path}: ")
+        return re.sub(r"^this runtime does not run \S+ targets: |, which this runtime does not run", "", text)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsHereEntry:
+    """How a target runs here."""
+
+    runtime: Annotated[TargetRuntime | None, "null if it is refused"]
+    words: str
+    refused_by: Annotated[str | None, "id of the refusal"]
+
+    @classmethod
+    def of(cls, answer: RunsHere) -> "RunsHereEntry":
+        """The answer as a part of documents."""
+        return cls(answer.runtime, answer.words, None if answer.refusal is None else answer.refusal.id)
+
+
+def how_it_runs(
+    source: TargetSource,
+    wanted: str = "auto",
+    *,
+    refuse_native: Callable[[TargetSource], object] | None = None,
+    read_decoder: "Callable[[TargetSource], DecoderConfig]" = read_recorded,
+) -> RunsHere:
+    """Return how a target runs, from its config and headers, with the code that is `wanted`.
+
+    `auto` chooses native code for every target of a native family, and `transformers` chooses our pages if they can
+    serve the target. `refuse_native` raises if native code does not run it, and `read_decoder` reads its decoder's
+    config as transformers does. A config that transformers does not accept, and a trial after loading, may still refuse
+    the target.
+    """
+    has_headers = _has_headers(source)
+    try:
+        if wanted in ("auto", "native"):
+            try:
+                (refuse_native or partial(_refuse_native, has_headers=has_headers))(source)
+                return RunsHere("native")
+            except UnsupportedError as error:
+                if wanted == "native":
+                    error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
+                    raise
+        text, path = read_decoder(source), source.checkpoint.config_path
+        runtime: TargetRuntime = "transformers-cache"
+        if wanted != "transformers-cache" and _fits_pages(text, path):
+            runtime = "transformers"
+        else:
+            refuse_cache(text, path)
+        _refuse_adapter(source)
+        return RunsHere(runtime, read_quantization(source, has_headers=has_headers))
+    except (UnsupportedError, CheckpointError) as error:
+        return RunsHere(None, refusal=error)
+
+
+def without_native_family(source: TargetSource, families: frozenset[str]) -> UnsupportedError:
+    """Return the refusal of a model type for which there is no native family."""
+    not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
+    reason = f"it runs {', '.join(sorted(families))}{not_known}"
+    kind, path = source.facts.model_type, source.checkpoint.config_path
+    return not_run(kind, reason, id="target-without-native-family", path=path)
+
+
+def native_families() -> dict[str, bool]:
+    """Return the model types of native families, and whether a family reads configs itself.
+
+    Their files are searched instead of imported, because they import torch.
+    """
+    found: dict[str, bool] = {}
+    for file in (file for folder in import_module(FAMILIES).__path__ for file in Path(folder).glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        names = re.findall(r'^@TARGETS\.register\("([^"]+)"\)', text, re.MULTILINE)
+        found |= dict.fromkeys(names, "def read_config(" in text)
+    return found
+
+
+def release_note() -> Notice | None:
+    """Return a note if the installed release of transformers is another than the recorded one."""
+    recorded = recorded_types()["transformers"]
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return None
+    if installed == recorded:
+        return None
+    text = f"how targets run is recorded for transformers {recorded}, and {installed} is installed"
+    return Notice(text, id="other-transformers")
+
+
+def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
+    families = native_families()
+    kind = source.facts.model_type
+    if kind not in families:
+        raise without_native_family(source, frozenset(families))
+    if not families[kind]:
+        _ = source.config
+    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint, has_headers=has_headers))
+
+
+def _fits_pages(text: "DecoderConfig", path: Path) -> bool:
+    try:
+        refuse_pages(text, path)
+    except UnsupportedError as error:
+        logger.info("not over pages: %s", error.message)
+        return False
+    return True
+
+
+def _refuse_adapter(source: TargetSource) -> None:
+    """Refuse an adapter, which names another model.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    if ADAPTER in source.checkpoint.file_names:
+        why, path = f"an adapter ({ADAPTER}) beside the weights", source.checkpoint.config_path
+        raise not_run(source.facts.model_type, why, id="target-adapter", path=path)
+
+
+def _has_headers(source: TargetSource) -> bool:
+    """Whether a target's headers can be read. It may be a config alone."""
+    try:
+        return bool(source.checkpoint.tensors)
+    except CheckpointError:
+        return False

@@ -1,0 +1,79 @@
+"""Print runtime/dflash_runtime/checkpoint/transformers_types.json: what transformers' config classes state by default.
+
+python scripts/transformers_types.py > runtime/dflash_runtime/checkpoint/transformers_types.json
+
+Commands that read only headers must not import transformers. They say from this file how a target runs.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
+
+from dflash_runtime.checkpoint.hosted_config import COUNTS, DECIDING_KEYS, rope_kinds
+
+
+def value_of(text: Any, key: str) -> Any:
+    """An attribute; None if it is absent or differs between layers."""
+    try:
+        return getattr(text, key, None)
+    except RuntimeError:
+        return None
+
+
+def traits(text: Any) -> dict[str, Any]:
+    """The attributes of a decoder's config by which a target is refused."""
+    stated = {key: value_of(text, key) for key in DECIDING_KEYS}
+    found = {key: value for key, value in stated.items() if value not in (None, False, 0) and not callable(value)}
+    kinds = getattr(text, "layer_types", None)
+    differing = getattr(text, "per_layer_attributes", None)
+    return {
+        **{key: value if isinstance(value, bool | int | float | str) else True for key, value in found.items()},
+        **({"lacks": lacks} if (lacks := [key for key in COUNTS if not isinstance(value_of(text, key), int)]) else {}),
+        **({"layer_types": sorted(set(kinds))} if kinds else {}),
+        **({"rope_kinds": kinds} if (kinds := sorted(rope_kinds(text))) else {}),
+        **({"per_layer_attributes": sorted(differing)} if differing else {}),
+    }
+
+
+def record() -> dict[str, Any]:
+    """The whole table: model type -> the type of its decoder, and type of a decoder -> its traits."""
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    logging.disable(logging.WARNING)
+    runnable = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    decoders: dict[str, str] = {}
+    texts: dict[str, Any] = {}
+    for kind in sorted(runnable & set(CONFIG_MAPPING)):
+        try:
+            text = CONFIG_MAPPING[kind]().get_text_config(decoder=True)
+        except Exception:  # a class without defaults
+            decoders[kind] = kind
+            continue
+        decoders[kind] = text.model_type
+        if text.model_type not in texts or kind == text.model_type:
+            texts[text.model_type] = traits(text)
+    return {"transformers": __version__, "known": sorted(set(CONFIG_MAPPING)), "decoders": decoders, "texts": texts}
+
+
+def render() -> str:
+    """The file: one line per type."""
+    found = record()
+    parts = [f'"transformers": {json.dumps(found["transformers"])}', f'"known": {json.dumps(found["known"])}']
+    for name in ("decoders", "texts"):
+        rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(found[name].items()))
+        parts.append(f'"{name}": {{\n{rows}\n}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
