@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal
 
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
@@ -123,12 +125,35 @@ class ServingEngine:
         """The outcome if this release serves a draft with the habit."""
         return self.habits.get(habit, "serves")
 
+    def read_config(self, subject: Subject) -> EngineReading | EngineStops | None:
+        """The values that the engine serves the draft with, or the key at which it stops.
+
+        None if it does not read the dialect, or if its code is not modelled for such a config.
+        """
+        if not isinstance(subject.format, self.reads):
+            return None
+        if "reading" not in subject.known.setdefault(str(self), {}):
+            try:
+                subject.known[str(self)]["reading"] = self.read_native(subject)
+            except EngineStops as stops:
+                subject.known[str(self)]["reading"] = stops
+        return subject.known[str(self)]["reading"]
+
+    def read_native(self, subject: Subject) -> EngineReading | None:
+        """`read_config` for a dialect that the engine reads.
+
+        Raises:
+            EngineStops: the key at which it stops.
+        """
+        return None
+
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None if the engine does not read the dialect."""
-        return self.causality(subject) if isinstance(subject.format, self.reads) else None
+        """Causality of each layer as the engine serves it; None if the engine does not serve the draft."""
+        reading = self.read_config(subject)
+        return reading.causal if isinstance(reading, EngineReading) else self.causality(subject)
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """`served_causality` for a dialect that the engine reads; None if it is not known for the release."""
+        """`served_causality` of a config that `read_config` does not judge."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:

@@ -204,7 +204,7 @@ def start_vllm() -> Load:
             "windows": [layer.sliding_window for layer in layers],
             "causal": [bool(layer.causal) for layer in layers],
             "rope": plain_rope(drafted),
-            "neox": bool(rotary.is_neox_style),
+            "neox": getattr(rotary, "is_neox_style", True),
             "eps": layers[0].q_norm.variance_epsilon,
             "value_scale": layers[0].v_scale,
             "sinks": layers[0].attention_sink_bias is not None,
@@ -271,6 +271,7 @@ def start_sglang() -> Load:
     dflash.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
     dflash.QKVParallelLinear, dflash.MergedColumnParallelLinear, dflash.RowParallelLinear = QKV, Merged, Row
     dflash.RadixAttention = Attention
+    dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
 
     def load(draft: Path, target: Path) -> Reading:
         parsed_model = ModelConfig(model_path=str(draft), is_draft_model=True, speculative_algorithm="DFLASH", dtype="float32")
@@ -300,7 +301,7 @@ def start_sglang() -> Load:
             "windows": [None if (left := layer.attn.given["sliding_window_size"]) < 0 else left + 1 for layer in layers],
             "causal": [layer.attn.given["attn_type"].value == "decoder" for layer in layers],
             "rope": plain_rope(config),
-            "neox": bool(rotary.is_neox_style),
+            "neox": getattr(rotary, "is_neox_style", True),
             "eps": layers[0].q_norm.variance_epsilon,
             "gemma_norms": layers[0].use_gemma_norm,
             "value_scale": layers[0].v_scale,
@@ -320,7 +321,7 @@ def weights_of(draft: Path) -> Iterator[tuple[str, Any]]:
 
 def plain_rope(config: Any) -> Reading:
     """The rope parameters that the engine builds its rotary embedding from."""
-    return dict(config.rope_parameters)
+    return {key: value for key, value in config.rope_parameters.items() if key != "type"}
 
 
 def main() -> None:
