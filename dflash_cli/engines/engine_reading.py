@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.engines.config_class import CLASSES, EngineStops
+from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.layout import body_shapes, compare_tensors
-from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.json_values import is_number
 
 TORCH_TYPES = frozenset(
     {"bfloat16", "float16", "float32", "float64", "half", "float", "double", "int8", "uint8", "float8_e4m3fn"}
@@ -53,17 +54,29 @@ class EngineReading:
     final_logit_softcapping: float | None = None
 
 
-def resolve(config: Mapping[str, Any], model_type: object) -> dict[str, Any] | None:
-    """The config as transformers' class fills it in, None for a class that is not modelled.
+def resolve_auto(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config as transformers' AutoConfig fills it in, None for a class that is not modelled.
 
     Raises:
         EngineStops: transformers does not know the model type, or the class refuses the config.
     """
+    model_type = config.get("model_type")
+    if "auto_map" in config and config["auto_map"] is None:
+        raise EngineStops("auto_map", "null, expected an object or no such key")
     if not isinstance(model_type, str) or not is_known(model_type):
         raise EngineStops("model_type", f"found {model_type!r}, expected a type that transformers knows")
-    if model_type not in CLASSES:
-        return None
-    found = CLASSES[model_type].resolve(config)
+    return resolve(config, model_type) if model_type in CLASSES else None
+
+
+def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The config as one of transformers' classes fills it in.
+
+    Raises:
+        EngineStops: the class refuses the config.
+    """
+    found, packing = CLASSES[model_type].resolve(config), config.get("quantization_config")
+    if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
+        raise EngineStops("quantization_config.quant_method", "missing")
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype is not None and dtype not in TORCH_TYPES:
         raise EngineStops("dtype", f"found {dtype!r}, expected a type of torch")
@@ -81,6 +94,16 @@ def is_known(model_type: str) -> bool:
 
 def _models(place: str) -> Sequence[Path]:
     return [path for path in (Path(place) / "models").iterdir() if path.is_dir()]
+
+
+def check_architecture(config: Mapping[str, Any], expected: str | None) -> None:
+    """Require the name by which an engine finds its model.
+
+    Raises:
+        EngineStops: `architectures` does not list it.
+    """
+    if expected not in named_architectures(config) or not isinstance(config["architectures"], list):
+        raise EngineStops("architectures", f"found {config.get('architectures')!r}, expected [{expected!r}]")
 
 
 def whole(key: str, value: Any, least: int | None = None) -> int:
@@ -149,16 +172,17 @@ def causal_of(stated: Any, found: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in kinds) if stated is None else (bool(stated),) * len(kinds)
 
 
-def check_captured(taps: Sequence[Any], subject: Subject) -> None:
-    """Require layers of the target.
+def check_captured(taps: Sequence[int], width: int, subject: Subject) -> None:
+    """Require layers of the target, and its width.
 
     Raises:
-        EngineStops: the given target has no such layer.
+        EngineStops: the given target has no such layer, or another width than the draft reads.
     """
-    depth = subject.target.num_layers if subject.target is not None else None
-    beyond = next((tap for tap in taps if depth is not None and is_int(tap) and tap >= depth), None)
-    if beyond is not None:
-        raise EngineStops("target_layer_ids", f"lists layer {beyond}, the target has {depth} layers")
+    target = subject.target
+    if target is not None and max(taps) >= target.num_layers:
+        raise EngineStops("target_layer_ids", f"lists layer {max(taps)}, the target has {target.num_layers} layers")
+    if target is not None and width != target.hidden_size:
+        raise EngineStops("hidden_size", f"reads features of width {width}, the target's are {target.hidden_size} wide")
 
 
 def check_mask(mask: Any, subject: Subject) -> None:

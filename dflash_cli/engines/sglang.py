@@ -9,12 +9,13 @@ from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import (
     EngineReading,
     causal_of,
+    check_architecture,
     check_captured,
     check_mask,
     check_rope,
     check_shapes,
     real,
-    resolve,
+    resolve_auto,
     whole,
     windows_of,
 )
@@ -98,9 +99,9 @@ class SglangEngine(ServingEngine):
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
         config = subject.config
         nested = as_object(config.get("dflash_config"))
-        if "auto_map" in config and config["auto_map"] is None:
-            raise EngineStops("auto_map", "null")
-        found = resolve(config, config.get("model_type"))
+        if config.get("architectures") != Native.architecture:
+            check_architecture(config, Native.architecture)
+        found = resolve_auto(config)
         if found is None or _has_own_embedding(config):
             return None
         stated = {**config, **nested}
@@ -183,7 +184,7 @@ def _taps(stated: Mapping[str, Any], depth: int | None, found: Mapping[str, Any]
         limit = depth or max(taps) + 1
         if any(not 0 <= tap < limit for tap in taps):
             raise EngineStops("target_layer_ids", f"lists layers outside 0..{limit - 1}")
-    check_captured(taps, subject)
+    check_captured(taps, found["hidden_size"], subject)
     is_lost = subject.target is not None and subject.target.model_type in NO_LAST_LAYER and runtime == max(taps) + 1
     if len(set(taps)) < len(taps) or is_lost:
         raise EngineStops("target_layer_ids", f"{taps}: SGLang captures fewer layers than the draft reads")

@@ -77,26 +77,22 @@ class Transformers(ServingEngine):
         """The values of z-lab's loader and loop, which read every draft as Qwen3. Source: dflash 0.1.0 model.py."""
         config, nested = subject.config, subject.config.get("dflash_config", {})
         found = resolve(config, "qwen3")
-        assert found is not None
         if not isinstance(nested, dict):
             raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
         if not isinstance(config.get("num_target_layers"), int | float):
             raise EngineStops("num_target_layers", "expected a number at the top level, from which taps are guessed")
-        packing = config.get("quantization_config")
-        if isinstance(packing, dict) and "quant_method" not in packing:
-            raise EngineStops("quantization_config.quant_method", "missing")
         if found["hidden_act"] not in ACTIVATIONS:
             raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, which transformers does not know")
         stated = {**config, **nested}
         guess = guess_taps(int(config["num_target_layers"]), found["num_hidden_layers"])
         taps, mask = stated.get("target_layer_ids", guess), stated.get("mask_token_id")
-        if not isinstance(taps, list) or not all(map(is_int, taps)):
+        if not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
             raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers")
         if not isinstance(mask, int | float):
             raise EngineStops("mask_token_id", f"found {mask!r}, expected a number")
         check_shapes(found, len(taps), subject)
         check_rope(found["rope_parameters"])
-        check_captured(taps, subject)
+        check_captured(taps, found["hidden_size"], subject)
         check_mask(mask, subject)
         softcap = stated.get("final_logit_softcapping")
         for scale in ("input_embedding_scale", "output_multiplier"):

@@ -190,7 +190,7 @@ def start_vllm() -> Load:
             raise ValueError("dflash/speculator.py: sample_from_anchor")
         mask = get_parallel_drafting_token_id(drafted)
         aux = get_eagle3_aux_layers_from_config(speculative) or ()
-        captured = [layer - 1 for layer in sorted({layer for layer in aux if 0 <= layer <= config.hf_config.num_hidden_layers})]
+        captured = [at - 1 for at in range(config.hf_config.num_hidden_layers + 1) if at in aux]
         width = len(captured) * config_cases.SHAPE.hidden
         if model.model.use_aux_hidden_state and model.model.fc.input_size != width:
             raise ValueError(f"combine_hidden_states: {model.model.fc.input_size} features, {width} captured")
@@ -337,20 +337,26 @@ def main() -> None:
     load = with_stand_ins(start, own)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    found = with_stand_ins(lambda: load_all(load, arguments.only), own)
+    if not arguments.only:
+        record(arguments.output, f"vllm {arguments.code.name.partition('-')[2]}" if name == "vllm" else name, found)
+
+
+def load_all(load: Load, only: str) -> dict[str, Reading]:
+    """Name of a case -> its reading."""
     found: dict[str, Reading] = {}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "target"
         target.mkdir()
         support.write_config(target, config_cases.TARGET)
         for index, (case_name, case) in enumerate(config_cases.all_cases().items()):
-            if arguments.only in case_name:
+            if only in case_name:
                 draft = Path(folder) / f"draft-{index}"
                 support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
                 found[case_name] = attempt(load, draft, target, folder)
-                if arguments.only:
+                if only:
                     print(case_name, json.dumps(found[case_name]))
-    if not arguments.only:
-        record(arguments.output, name, found)
+    return found
 
 
 def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
@@ -358,6 +364,8 @@ def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return load(draft, target)
+    except ModuleNotFoundError:
+        raise
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).replace(folder, "").split())
         return {"stops": f"{type(error).__name__}: {text[:150]}"}
@@ -387,7 +395,7 @@ def _lines(entry: Reading) -> str:
 
 
 STARTS: dict[str, tuple[str, Callable[[], Load], str]] = {
-    "vllm": ("vllm", start_vllm, "vllm 0.33.0"),
+    "vllm": ("vllm", start_vllm, "vllm"),
     "sglang": ("sglang", start_sglang, "sglang 0.5.23"),
     "zlab": ("dflash", start_zlab, "z-lab 0.1.0"),
 }
