@@ -13,6 +13,7 @@ from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.layout import body_shapes, compare_tensors
+from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import is_number
 
 TORCH_TYPES = frozenset(
@@ -52,6 +53,20 @@ class EngineReading:
     logit_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+
+    def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:
+        """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
+        meant = config.rope.to_parameters()
+        rope = {key: self.rope.get(key) for key in meant}
+        pairs = {
+            "windows": (self.windows, config.windows),
+            "target_layer_ids": (self.taps, config.target_layer_ids),
+            "mask_token_id": (self.mask_token_id, config.mask_token_id),
+            "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
+            "rope_theta": (rope, meant),
+            "rms_norm_eps": (self.eps, config.rms_norm_eps),
+        }
+        return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
 
 
 def resolve_auto(config: Mapping[str, Any]) -> dict[str, Any] | None:

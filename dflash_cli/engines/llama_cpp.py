@@ -44,6 +44,7 @@ class LlamaCpp(ServingEngine):
     finds_by_architecture: ClassVar[bool] = True
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
+        "extra-tensors": "stops",
         "other-prefix": "stops",
         "encoder-names": "stops",
         "fused-projections": "stops",

@@ -27,7 +27,7 @@ Release = tuple[int, ...]
 Habit = Literal[
     "model-prefix", "other-prefix", "encoder-names", "fused-projections", "interleaved-rope",
     "interleaved-rope-by-its-name", "gemma-norms", "nested-style",
-    "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
+    "unsorted-taps", "repeated-taps", "extra-tensors", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
 """Habits of exporters that engines treat differently. The rule that reports a habit explains it."""
 
@@ -146,6 +146,15 @@ class ServingEngine:
             EngineStops: the key at which it stops.
         """
         return None
+
+    def loads_config(self, subject: Subject) -> bool | None:
+        """Whether the engine accepts the config; None if `read_config` does not judge it."""
+        reading = self.read_config(subject)
+        return None if reading is None else isinstance(reading, EngineReading)
+
+    def ignores_extra_tensors(self) -> bool:
+        """Whether it loads a file with tensors that its model does not have."""
+        return self.outcome_of("extra-tensors") == "serves"
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """Causality of each layer as the engine serves it; None if the engine does not serve the draft."""

@@ -92,6 +92,7 @@ class VllmEngine(ServingEngine):
     finds_by_architecture: ClassVar[bool] = True
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
+        "extra-tensors": "stops",
         "other-prefix": "stops",
         "interleaved-rope-by-its-name": "drops",
         "gemma-norms": "drops",

@@ -49,6 +49,12 @@ class NamedEngine(Protocol):
     def served_causality(self, subject: "Subject") -> tuple[bool, ...] | None:
         """Causality of each layer as the engine serves it; None if it is not known."""
 
+    def loads_config(self, subject: "Subject") -> bool | None:
+        """Whether the engine's own code accepts the config; None if that code is not modelled for it."""
+
+    def ignores_extra_tensors(self) -> bool:
+        """Whether the engine loads a file with tensors that its model does not have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPlan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.rules.rule import Finding
-from dflash_cli.rules.subject import NamedEngine, Subject
+from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_runtime.documents import HIDDEN, computed_key
 
 
@@ -61,6 +61,8 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
     identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
     if identity:
         return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
+    if engine.loads_config(subject):  # its own code decides whether it stops at the config, not the rules for all engines
+        about = [item for item in about if item.outcome != "stops" or not item.location.startswith(CONFIG_FILE)]
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     return Verdict(
         engine=str(engine),
