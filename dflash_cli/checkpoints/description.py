@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.json_values import finite
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -107,7 +108,7 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
         dialect=found.dialect,
         evidence=found.evidence,
         config=config,
-        carried=found.carried,
+        carried=finite(dict(found.carried)),
         num_parameters=found.num_parameters,
         num_bytes=found.num_bytes,
         dtypes=found.dtypes,

@@ -124,7 +124,7 @@ class RemoteCheckpoint(Checkpoint):
         data, size = self.repo.fetch(name, 0, MAX_JSON_BYTES)
         if size > MAX_JSON_BYTES:
             raise too_large_json(size, path)
-        return parse_json(data, path)
+        return parse_json(data, path, is_config=name == self.config_path.name)
 
     def _read_header(self, name: str) -> dict[str, TensorInfo]:
         """Parse the header of one file. A second request fetches the rest of a long header."""

@@ -56,14 +56,15 @@ class EngineReading:
 
     def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:
         """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
-        meant = config.rope.to_parameters()
-        rope = {key: self.rope.get(key) for key in meant}
+        meant = {"rope_type": "default", **config.rope.to_parameters()}
+        theta, rope = meant.pop("rope_theta"), {key: self.rope.get(key) for key in meant if key != "rope_theta"}
         pairs = {
             "windows": (self.windows, config.windows),
             "target_layer_ids": (self.taps, config.target_layer_ids),
             "mask_token_id": (self.mask_token_id, config.mask_token_id),
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
-            "rope_theta": (rope, meant),
+            "rope_theta": (self.rope["rope_theta"], theta),
+            "rope": (rope, meant),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
@@ -93,7 +94,7 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
         raise EngineStops("quantization_config.quant_method", "missing")
     dtype = found.get("dtype") or found.get("torch_dtype")
-    if dtype is not None and dtype not in TORCH_TYPES:
+    if dtype is not None and str(dtype) not in TORCH_TYPES:
         raise EngineStops("dtype", f"found {dtype!r}, expected a type of torch")
     return found
 

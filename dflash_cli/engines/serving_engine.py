@@ -240,11 +240,12 @@ def _by_outcome(habit: Habit, subject: Subject, problem: Problem, effects: Mappi
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
     """The problem if an engine serves a draft with another causality than its config states, else None.
 
-    It is a warning if the config states no causality, because then the causality of training is not known.
+    It is a warning if the config states no causality, because then the causality of training is not known. S33 reports
+    layers whose kind no key states.
     """
     engine, trained = subject.engine(name), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
-    if engine is None or served is None or trained is None or served == trained:
+    if engine is None or served is None or trained is None or served == trained or not subject.stated.states_kinds:
         return None
     message = f"{engine} serves {sum(served)} of {len(served)} layers causally, {subject.causality_in_words(trained)}"
     return Problem(

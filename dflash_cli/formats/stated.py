@@ -95,6 +95,11 @@ class StatedConfig:
         return list(usual_layer_types(self.body, count if is_int(count) and 0 < count < MAX_LAYERS else 1))
 
     @property
+    def states_kinds(self) -> bool:
+        """Whether readers agree on the kinds of layers: they are stated, or the draft is read as Qwen3 by all."""
+        return self.body.get("layer_types") is not None or self.body.get("model_type", "qwen3") == "qwen3"
+
+    @property
     def window_keys(self) -> list[str]:
         """The keys that give every layer a window although `layer_types` names only full layers."""
         if SLIDING in self.layer_types:

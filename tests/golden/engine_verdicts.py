@@ -153,7 +153,8 @@ def start_zlab() -> Load:
 def start_vllm() -> Load:
     """vLLM: its speculative config, its model of the draft, its weight loader, and its V2 runner's checks."""
     import torch
-    import vllm.model_executor.models.qwen3_dflash as dflash
+    import vllm.config.vllm
+    import vllm.model_executor.models.qwen3_dflash
     import vllm.model_executor.models.registry as registry
     import vllm.platforms as platforms
     from vllm.config import DeviceConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -163,6 +164,7 @@ def start_vllm() -> Load:
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
     from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+    vllm.config.vllm.HAS_TRITON = True  # releases before 0.33 refuse the V2 runner without a GPU's Triton
     registry._run_in_subprocess = lambda function: function()
     platforms._current_platform = CpuPlatform()
     rendezvous = tempfile.mkdtemp()

@@ -90,7 +90,7 @@ class Checkpoint:
                 expected="a checkpoint directory with config.json",
             )
         refuse_escape(self.path, self.config_path)
-        self.config = read_json(self.config_path)
+        self.config = read_json(self.config_path, is_config=True)
         self._tensors: dict[str, TensorInfo] | None = None
 
     @property

@@ -28,6 +28,7 @@ OTHER_MEANINGS = {
     "terminal/environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
     "generation/run_facts.py": "names of Python packages",
+    "engines/engine_reading.py": "names of Python packages",
     "main.py": "names of Python packages",
     "terminal/options.py": "names of the code that runs a target",
     "commands/tune.py": "engines with settings that are printed by default",
