@@ -157,7 +157,7 @@ CASES = [
         shape=replace(support.SMALL, taps=(2, 18, 34), target_layers=36, layers=3, windows=(None,) * 3),
     ),
     Case(rule="S18", at="config.json", names=("'a'",), spoil=text("config.json", '{"a": 1, "a": 2}')),
-    Case(rule="S18", at="config.json", names=("99999",), spoil=text("config.json", '{"a": ' + "9" * 30 + "}")),
+    Case(rule="S18", at="config.json", names=("large",), spoil=text("config.json", '{"a": ' + "9" * 30 + "}")),
     Case(rule="S19", at="config.json", names=("not found",), spoil=lambda path: (path / "config.json").unlink()),
     Case(
         rule="S19", at="model.safetensors", names=("*.safetensors",),
