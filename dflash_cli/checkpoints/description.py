@@ -127,8 +127,24 @@ def describe(location: "Location") -> Description:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
     """
     checkpoint = open_checkpoint(location)
-    detection = find_dialect(checkpoint.config, frozenset(checkpoint.tensors))
+    detection = find_dialect(checkpoint.config, _tensor_names(checkpoint))
     return _describe_target(checkpoint) if detection is None else _describe_draft(checkpoint, detection)
+
+
+def _tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """The names of the tensors. Without weights, a draft of another kind is refused by its name first.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+        UnknownFormat: the config is of another kind of draft.
+    """
+    try:
+        return frozenset(checkpoint.tensors)
+    except CheckpointError:
+        detection = find_dialect(checkpoint.config, frozenset())
+        if detection is not None and detection.format.difference:
+            detection.format.read_config(checkpoint.config, checkpoint.config_path)
+        raise
 
 
 def describe_layers(config: DraftConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_cli.engines.config_class import CLASSES, EngineStops
 from dflash_cli.formats.dialect import named_architectures
+from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
@@ -90,6 +91,8 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     Raises:
         EngineStops: the class refuses the config.
     """
+    if asks_for_latent_attention(config):
+        raise EngineStops("dflash_config.attention_mode", "latent attention, for which the engine has no draft model")
     found, packing = CLASSES[model_type].resolve(config), config.get("quantization_config")
     if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
         raise EngineStops("quantization_config.quant_method", "missing")

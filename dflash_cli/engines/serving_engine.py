@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Literal
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
-from dflash_cli.formats.dialect import COMMON, Format
+from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
+from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -59,17 +60,19 @@ class ServedPair:
 
     draft: str
     target: str
-    config: DraftConfig
+    max_position_embeddings: int | None
     target_facts: TargetFacts
     num_draft_tokens: int
     flags: frozenset[str]
     schedule: tuple[tuple[int, int, int], ...] = ()
+    architecture: str = "DFlashDraftModel"
+    method: Literal["dflash", "dspark"] = "dflash"
 
     @property
     def context_limit(self) -> int | None:
         """The draft's number of positions if the target has more, else None."""
-        limit, reach = self.config.max_position_embeddings, self.target_facts.max_position_embeddings
-        return limit if reach is not None and limit < reach else None
+        limit, reach = self.max_position_embeddings, self.target_facts.max_position_embeddings
+        return limit if reach is not None and limit is not None and limit < reach else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class ServingEngine:
     finds_by_architecture  it finds its model by a name in `architectures`
     takes_other_widths     it serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in its own file reports dialects that it does not read
+    models                 architecture of a draft of another kind -> the first release with a model for it
+    kinds                  names of kinds of drafts of any architecture that it serves with other commands
     """
 
     name: ClassVar[str]
@@ -99,6 +104,8 @@ class ServingEngine:
     finds_by_architecture: ClassVar[bool] = False
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
+    models: ClassVar[Mapping[str, Release]] = {}
+    kinds: ClassVar[frozenset[str]] = frozenset()
 
     release: Release = ()
 
@@ -147,6 +154,13 @@ class ServingEngine:
         """
         return None
 
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Whether this release has a model for a draft of another kind. dflash need not run such a draft."""
+        if dialect.name in self.kinds:
+            return True
+        first = next((self.models[name] for name in named_architectures(config) if name in self.models), None)
+        return first is not None and self.release >= first and not asks_for_latent_attention(config)
+
     def loads_config(self, subject: Subject) -> bool | None:
         """Whether the engine accepts the config; None if `read_config` does not judge it."""
         reading = self.read_config(subject)
@@ -178,6 +192,13 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
     """Every engine, by name."""
     ENGINES.discover("dflash_cli.engines")
     return tuple(sorted(ENGINES.values(), key=lambda engine: engine.name))
+
+
+@SERVERS.register("engines")
+def newest_servers(dialect: Format, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines, each at its newest release, that serve a draft of another kind."""
+    newest = (engine(engine.ends()[-1]) for engine in all_engines())
+    return tuple(str(engine) for engine in newest if engine.serves_kind(dialect, config))
 
 
 @dataclass(frozen=True, slots=True)

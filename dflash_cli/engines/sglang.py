@@ -31,7 +31,7 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.native import Native
@@ -85,6 +85,16 @@ class SglangEngine(ServingEngine):
     strictness: ClassVar[int] = 2
     finds_by_architecture: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    models: ClassVar[Mapping[str, Release]] = dict.fromkeys(
+        (
+            "DFlash2BeamDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DSparkDraftModel",
+            "DSparkMiniMaxDraftModel", "Lfm2DSparkDraftModel", "LiLiCorrDraftModel", "LingDSparkModel",
+            "MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "Qwen3DSparkModel",
+        ),
+        RELEASES[0],
+    )  # fmt: skip
+    """Source: EntryClass of 0.5.23 models/dflash.py, dspark.py, dspark_minimax.py, lfm2_dspark.py and lilicorr.py."""
+    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "mtp"})
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "other-prefix": "drops",
         "unsorted-taps": "drops",
@@ -94,6 +104,14 @@ class SglangEngine(ServingEngine):
         "nested-style": "drops",
     }
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
+
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """A projector names Domino under DFlash's architecture. DSpark needs its Markov head."""
+        nested = as_object(config.get("dflash_config"))
+        if nested.get("projector_type", config.get("projector_type")) == "domino":
+            return Native.architecture in named_architectures(config)
+        rank = nested.get("markov_rank", config.get("markov_rank"))
+        return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
 
     def read_native(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
@@ -142,10 +160,10 @@ class SglangEngine(ServingEngine):
         options = {
             "--model-path": target,
             "--revision": target_revision,
-            "--speculative-algorithm": "DFLASH",
+            "--speculative-algorithm": pair.method.upper(),
             "--speculative-draft-model-path": draft,
             "--speculative-draft-model-revision": revision,
-            "--speculative-num-draft-tokens": pair.num_draft_tokens + 1,
+            "--speculative-num-draft-tokens": pair.method == "dflash" and pair.num_draft_tokens + 1,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",

@@ -59,6 +59,7 @@ class Transformers(ServingEngine):
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    models: ClassVar[Mapping[str, Release]] = {"DFlash2DraftModel": (5, 23)}
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "other-prefix": "drops",
         "encoder-names": "drops",
@@ -113,11 +114,11 @@ class Transformers(ServingEngine):
         """A program. It does not call the script of z-lab's package, which is also named dflash."""
         lines = (
             "# pip install 'dflash[local]' in a new environment: this is z-lab's package",
-            "from dflash.model import DFlashDraftModel, dflash_generate",
+            f"from dflash.model import {pair.architecture}, dflash_generate",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"target = AutoModelForCausalLM.from_pretrained({pair.target!r}, dtype='auto', device_map='auto')",
             f"tokenizer = AutoTokenizer.from_pretrained({pair.target!r})",
-            f"draft = DFlashDraftModel.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
+            f"draft = {pair.architecture}.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
             "ids = tokenizer('def fibonacci(n):', return_tensors='pt').input_ids.to(target.device)",
             "stops = [tokenizer.eos_token_id]",
             f"output = dflash_generate(draft, target, ids, 256, stops, block_size={pair.num_draft_tokens + 1})",

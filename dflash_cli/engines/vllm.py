@@ -41,6 +41,7 @@ from dflash_cli.formats.fields import AUX_KEY, SCALES
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
+from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
@@ -103,6 +104,24 @@ class VllmEngine(ServingEngine):
     }
     """Source: 0.33.0 qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 
+    models: ClassVar[Mapping[str, Release]] = {
+        "DFlashLagunaForCausalLM": (0, 25),
+        "Qwen3DSparkModel": (0, 25),
+        "Gemma4DSparkModel": (0, 26),
+        "K3DSparkModel": (0, 27),
+        "DFlash2DraftModel": (0, 28),
+        "MuseGlimmerAssistantModel": (0, 28),
+        "Qwen3OmniDSparkModel": (0, 29),
+        "LiLiCorrDraftModel": (0, 31),
+        "DFlash2BeamDraftModel": (0, 33),
+        "Qwen3XPressModel": (0, 33),
+        "MuseSparkDSparkModel": (0, 33),
+    }
+    """Source: model_executor/models/registry.py of each release. DSparkDraftModel names a part of a target there."""
+    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "peagle", "mtp"})
+    speculators_types: ClassVar[Mapping[str, Release]] = {"dspark": (0, 25), "dflash2": (0, 29)}
+    """speculators_model_type -> the first release that reads it. Source: configs/speculators/algos.py of each."""
+
     learnt: ClassVar[Mapping[Habit, tuple[Release, Outcome]]] = {
         "encoder-names": (READS_IS_CAUSAL, "stops"),
         "interleaved-rope": (READS_ROPE_STYLE, "drops"),
@@ -114,6 +133,14 @@ class VllmEngine(ServingEngine):
         """The outcome if this release serves a draft with the habit. Earlier releases know fewer names and keys."""
         first, before = self.learnt.get(habit, ((), "serves"))
         return before if self.release < first else self.habits.get(habit, "serves")
+
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """A speculators config names its kind; vLLM replaces its architectures."""
+        kind = config.get("speculators_model_type")
+        if not isinstance(kind, str) or dialect.name in self.kinds:
+            return super().serves_kind(dialect, config)
+        first = self.speculators_types.get(kind)
+        return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
     def read_native(self, subject: Subject) -> EngineReading | None:
         """The values of vLLM's config and model. Source: 0.33.0 config/speculative.py, models/qwen3_dflash.py."""
@@ -165,7 +192,7 @@ class VllmEngine(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
-        speculative: Json = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        speculative: Json = {"method": pair.method, "model": model, "num_speculative_tokens": pair.num_draft_tokens}
         if revision:
             speculative["revision"] = revision
         if pair.schedule and self.release >= READS_SCHEDULE:

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -265,6 +265,16 @@ NUMBER = re.compile(r"\d+")
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
+
+
+SERVERS: Registry[Callable[[Format, Mapping[str, Any]], tuple[str, ...]]] = Registry("servers")
+"""The function that names the engines with a model for a draft of another kind. The package of engines registers it."""
+
+
+def servers_of(dialect: Format, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines that serve a draft of another kind, whether or not dflash runs it."""
+    all_formats()
+    return tuple(name for serves in SERVERS.values() for name in serves(dialect, config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ class NamedEngine(Protocol):
     def loads_config(self, subject: "Subject") -> bool | None:
         """Whether the engine's own code accepts the config; None if that code is not modelled for it."""
 
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Whether the engine has a model for a draft of another kind."""
+
     def ignores_extra_tensors(self) -> bool:
         """Whether the engine loads a file with tensors that its model does not have."""
 
@@ -120,6 +123,11 @@ class Subject:
     def format(self) -> Format:
         """The dialect of the draft, which reads and locates its fields."""
         return self.detection.format if self.detection is not None else UNRECOGNISED
+
+    @property
+    def is_other_kind(self) -> bool:
+        """Whether the draft is of another kind than DFlash. Engines may serve it, although dflash does not run it."""
+        return bool(self.format.difference)
 
     @property
     def dialect(self) -> str | None:

@@ -68,6 +68,9 @@ def find_quantization(stored: Checkpoint) -> str | None:
     """Return the config key, file or tensor that shows that a checkpoint is quantised, or None if it is not."""
     bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", *NESTED))
     for config in (stored.config, *bodies):
+        mlx = as_object(config.get("quantization"))
+        if "bits" in mlx and "group_size" in mlx:
+            return f"quantization, MLX with {mlx['bits']} bits"
         for key in PACKING:
             if config.get(key):
                 return key

@@ -76,7 +76,7 @@ def _describe(keys: dict[str, Any]) -> str:
         return "a DFlash 2 draft for llama.cpp"
     if architecture in DRAFTS:
         return DRAFTS[architecture]
-    return "not a known kind of draft"
+    return "a model, or a kind of draft that is not known"
 
 
 def _take(reader: BinaryIO, count: int) -> bytes:

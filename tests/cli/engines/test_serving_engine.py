@@ -65,7 +65,7 @@ def test_each_engine_has_a_command() -> None:
     pair = ServedPair(
         draft="org/draft",
         target="org/target",
-        config=bundled_draft().config,
+        max_position_embeddings=bundled_draft().config.max_position_embeddings,
         target_facts=open_target(fetch_directory(TINY, Role.TARGET)).config,
         num_draft_tokens=7,
         flags=frozenset(),
