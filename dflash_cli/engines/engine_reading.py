@@ -92,7 +92,7 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         EngineStops: the class refuses the config.
     """
     if asks_for_latent_attention(config):
-        raise EngineStops("dflash_config.attention_mode", "latent attention, for which the engine has no draft model")
+        raise EngineStops("attention_mode", "latent attention, for which the engine has no draft model")
     found, packing = CLASSES[model_type].resolve(config), config.get("quantization_config")
     if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
         raise EngineStops("quantization_config.quant_method", "missing")
@@ -160,7 +160,9 @@ def check_rope(params: Mapping[str, Any], *needed: str) -> None:
     """
     kind = params["rope_type"]
     if not isinstance(kind, str) or kind not in ROPE_NUMBERS:
-        raise EngineStops("rope_scaling.rope_type", f"found {kind!r}, expected one of {', '.join(sorted(ROPE_NUMBERS))}")
+        raise EngineStops(
+            "rope_scaling.rope_type", f"found {kind!r}, expected one of {', '.join(sorted(ROPE_NUMBERS))}"
+        )
     if kind == "yarn" and params["rope_theta"] in (0, 1):
         raise EngineStops("rope_theta", f"found {params['rope_theta']}, whose logarithm YaRN divides by")
     for key in ("rope_theta", *ROPE_NUMBERS[kind], *needed):

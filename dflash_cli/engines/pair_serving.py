@@ -8,15 +8,13 @@ from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.formats.fields import look_up
-from dflash_cli.formats.native import Native
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.documents import INLINE
-from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 from dflash_runtime.json_values import is_int
 
 Refusal = UnsupportedError | CheckpointError
@@ -83,13 +81,9 @@ class JudgedPair:
             target_facts=subject.target,
             num_draft_tokens=most if asked is None else asked,
             flags=frozenset(flag for flag in flags if flag is not None),
-            architecture=named[0] if subject.is_other_kind and named else Native.architecture,
-            method="dspark" if self._samples_from_anchor() else "dflash",
+            method=subject.format.serve_method,
+            **({"architecture": named[0]} if subject.is_other_kind and named else {}),
         )
-
-    def _samples_from_anchor(self) -> bool:
-        """Whether the draft predicts at the anchor too, so that a block of B proposes B tokens."""
-        return self.subject.is_other_kind and bool(getattr(self.subject.format, "samples_from_anchor", False))
 
     def _most_draft_tokens(self) -> int:
         """The number of draft tokens that the draft was trained for.
@@ -99,15 +93,15 @@ class JudgedPair:
             CheckpointError, UnsupportedError: the config cannot be read, although no engine stops at it.
         """
         subject, asked = self.subject, self.subject.plan.num_speculative_tokens
-        block = subject.stated.block_size or look_up(subject.config, "dflash_config.block_size")
+        block = subject.stated.block_size
         if subject.parsed is not None:
             return subject.parsed.config.num_draft_tokens
-        if subject.is_other_kind and is_int(block):
-            return block if self._samples_from_anchor() else block - 1
-        if block in (None, MISSING) and asked is not None:
+        if subject.is_other_kind and block is not None:
+            return block if subject.format.samples_from_anchor else block - 1
+        if block is None and asked is not None:
             return asked
         assert subject.parse_error is not None
-        if block in (None, MISSING):
+        if block is None:
             raise UsageError(
                 "block_size is missing, so the number of draft tokens is not known",
                 id="block-size-unknown",
@@ -186,6 +180,8 @@ def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: S
         return None
     errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.name)]
     stopping = [item for item in errors if item.outcome == "stops" and item.id in verdict.reasons]
+    if isinstance(subject.parse_error, CheckpointError) and all(item.stage == "unexplained" for item in stopping):
+        return subject.parse_error
     about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
     first: Finding = (about_engine or stopping)[0]
     text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"

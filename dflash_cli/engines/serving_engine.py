@@ -66,7 +66,7 @@ class ServedPair:
     flags: frozenset[str]
     schedule: tuple[tuple[int, int, int], ...] = ()
     architecture: str = "DFlashDraftModel"
-    method: Literal["dflash", "dspark"] = "dflash"
+    method: str = "dflash"
 
     @property
     def context_limit(self) -> int | None:
@@ -173,7 +173,9 @@ class ServingEngine:
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """Causality of each layer as the engine serves it; None if the engine does not serve the draft."""
         reading = self.read_config(subject)
-        return reading.causal if isinstance(reading, EngineReading) else self.causality(subject)
+        if reading is not None:
+            return reading.causal if isinstance(reading, EngineReading) else None
+        return self.causality(subject) if isinstance(subject.format, self.reads) else None
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """`served_causality` of a config that `read_config` does not judge."""

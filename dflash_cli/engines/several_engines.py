@@ -279,7 +279,7 @@ def no_mask_embedding(subject: Subject) -> Iterator[HabitProblem]:
 @check(
     "S32",
     effect="the engine stops when it reads the config or builds the draft's modules",
-    fix="dflash validate {draft} --fix-out {out} # writes each key where the engine looks for it",
+    fix="correct the key in config.json, then check it: dflash validate {draft}",
     source=TABLES,
     engines=EVERY,
     stage="unexplained",
@@ -298,7 +298,7 @@ def engine_accepts_the_config(subject: Subject) -> Iterator[Problem]:
 @check(
     "S33",
     effect="the engine serves the draft with another value than its config states",
-    fix=FIX_TO_COMMON,
+    fix="state the value under the key that the engine reads, then check it: dflash validate {draft}",
     source=TABLES,
     engines=EVERY,
     outcome="drops",

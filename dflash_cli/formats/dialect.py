@@ -65,6 +65,8 @@ class Format(ABC):
     engine              the serving engine it is written for, None if it is written for all
     family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
+    serve_method        the name that engines give this way of drafting in their commands
+    samples_from_anchor whether it predicts at the anchor too, so that a block of B proposes B tokens
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
     keys                field -> the dotted keys that state it; readers prefer the first
@@ -99,6 +101,8 @@ class Format(ABC):
     engine: ClassVar[str | None] = None
     family: ClassVar[str] = "dflash"
     difference: ClassVar[str] = ""
+    serve_method: ClassVar[str] = "dflash"
+    samples_from_anchor: ClassVar[bool] = False
 
     keys: ClassVar[Keys] = {}
     added: ClassVar[Mapping[str, str]] = {}

@@ -23,6 +23,7 @@ class Relative(Format):
     """A kind of draft that is not DFlash 1. Subclasses are data: markers, and the difference from DFlash."""
 
     priority: ClassVar[int] = 10
+    settings: ClassVar[tuple[str, ...]] = ("dflash_config.", "")
 
     types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `speculators_model_type`."""
@@ -34,8 +35,6 @@ class Relative(Format):
     """Its values of `model_type`."""
     markers: ClassVar[frozenset[str]] = frozenset()
     """Config keys, at the top level or in `dflash_config`, that only this kind has."""
-    samples_from_anchor: ClassVar[bool] = False
-    """Whether it predicts at the anchor too, so that a block of B proposes B tokens."""
     tensors: ClassVar[str] = r"(?!)"
     """Matches the start of tensor names that only this kind has."""
 
@@ -85,7 +84,9 @@ class Relative(Format):
 def served_in_words(dialect: Format, config: Mapping[str, Any]) -> str:
     """The engines that serve a draft of another kind, in a sentence."""
     names = servers_of(dialect, config)
-    return f"{' and '.join(names)} {'serve' if len(names) > 1 else 'serves'} it" if names else "no known engine serves it"
+    return (
+        f"{' and '.join(names)} {'serve' if len(names) > 1 else 'serves'} it" if names else "no known engine serves it"
+    )
 
 
 DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transformer_layer_config")
@@ -110,6 +111,7 @@ class DSpark(Relative):
 
     title = "DSpark"
     samples_from_anchor = True
+    serve_method = "dspark"
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
@@ -202,7 +204,11 @@ class Eagle(Relative):
         is_head = "fc.weight" in tensor_names and not any("hidden_norm" in name for name in tensor_names)
         is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
         found = super().evidence(config, tensor_names)
-        return "it has the tensor fc.weight without hidden_norm.weight" if not found and is_head and not is_draft else found
+        return (
+            "it has the tensor fc.weight without hidden_norm.weight"
+            if not found and is_head and not is_draft
+            else found
+        )
 
 
 @FORMATS.register("peagle")

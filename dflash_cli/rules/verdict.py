@@ -72,7 +72,7 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
         )
     if identity:
         return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
-    if engine.loads_config(subject):  # its own code decides whether it stops at the config, not the rules for all engines
+    if engine.loads_config(subject):  # the engine's own code decides, not the rules on all engines
         about = [item for item in about if item.outcome != "stops" or not item.location.startswith(CONFIG_FILE)]
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     return Verdict(

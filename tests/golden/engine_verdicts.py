@@ -276,7 +276,9 @@ def start_sglang() -> Load:
     dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
 
     def load(draft: Path, target: Path) -> Reading:
-        parsed_model = ModelConfig(model_path=str(draft), is_draft_model=True, speculative_algorithm="DFLASH", dtype="float32")
+        parsed_model = ModelConfig(
+            model_path=str(draft), is_draft_model=True, speculative_algorithm="DFLASH", dtype="float32"
+        )
         config = parsed_model.hf_config
         parsed = parse_dflash_draft_config(draft_hf_config=config)
         depth = config_cases.SHAPE.target_layers
@@ -300,7 +302,9 @@ def start_sglang() -> Load:
             "taps": captured,
             "block_size": parsed.block_size,
             "mask_token_id": parsed.mask_token_id,
-            "windows": [None if (left := layer.attn.given["sliding_window_size"]) < 0 else left + 1 for layer in layers],
+            "windows": [
+                None if (left := layer.attn.given["sliding_window_size"]) < 0 else left + 1 for layer in layers
+            ],
             "causal": [layer.attn.given["attn_type"].value == "decoder" for layer in layers],
             "rope": plain_rope(config),
             "neox": getattr(rotary, "is_neox_style", True),

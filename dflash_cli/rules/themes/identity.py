@@ -66,7 +66,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="engines ignore the head that belongs to this projector, and do not warn",
-    fix="serve the draft with the engine that its head was made for",
+    fix="dflash inspect {draft} --tensors # lists the head; serve the draft with the engine that it was made for",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )

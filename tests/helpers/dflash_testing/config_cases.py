@@ -12,7 +12,9 @@ from typing import Any
 from dflash_testing import checkpoints as support
 
 ABSENT: Any = "<absent>"
-SHAPE = support.Shape(hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=64, draft_vocab=64, mask=63)
+SHAPE = support.Shape(
+    hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=64, draft_vocab=64, mask=63
+)
 TARGET = {
     **support.body_config(SHAPE), "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4,
     "layer_types": ["full_attention"] * 4, "bos_token_id": 1, "eos_token_id": 2,
