@@ -1,7 +1,7 @@
 """What transformers' config classes make of a draft's config: types, defaults, kinds of layers, rope.
 
-Engines read drafts through these classes. A key of a wrong type stops them, and an absent key takes a value that belongs
-to another model. Source: transformers 5.19.0 and 5.23.0 models/qwen3, models/gpt_oss, configuration_utils.py and
+Engines read drafts through these classes. A key of a wrong type stops them. An absent key takes a value that belongs to
+another model. Source: transformers 5.19.0 and 5.23.0 models/qwen3, models/gpt_oss, configuration_utils.py and
 modeling_rope_utils.py; run on the configs of tests/golden/engine_verdicts.json.
 """
 

@@ -82,7 +82,7 @@ class JudgedPair:
             num_draft_tokens=most if asked is None else asked,
             flags=frozenset(flag for flag in flags if flag is not None),
             method=subject.format.serve_method,
-            **({"architecture": named[0]} if subject.is_other_kind and named else {}),
+            architecture=named[0] if subject.is_other_kind and named else None,
         )
 
     def _most_draft_tokens(self) -> int:
@@ -172,7 +172,7 @@ def find_serve_commands(
 
 
 def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
-    """The reason for no command: the engine does not support the draft, or the draft is faulty; None if there is one."""
+    """The reason why there is no command: the engine does not support the draft, or the draft is faulty; else None."""
     if verdict.outcome == "unknown" or (verdict.outcome == "serves" and subject.format.name in engine.kinds):
         text = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
         return UnsupportedError(text, id="no-serve-command", found=subject.format.name)

@@ -65,7 +65,7 @@ class ServedPair:
     num_draft_tokens: int
     flags: frozenset[str]
     schedule: tuple[tuple[int, int, int], ...] = ()
-    architecture: str = "DFlashDraftModel"
+    architecture: str | None = None
     method: str = "dflash"
 
     @property
@@ -139,12 +139,13 @@ class ServingEngine:
         """
         if not isinstance(subject.format, self.reads):
             return None
-        if "reading" not in subject.known.setdefault(str(self), {}):
+        if str(self) not in subject.known:
             try:
-                subject.known[str(self)]["reading"] = self.read_native(subject)
+                subject.known[str(self)] = self.read_native(subject)
             except EngineStops as stops:
-                subject.known[str(self)]["reading"] = stops
-        return subject.known[str(self)]["reading"]
+                subject.known[str(self)] = stops
+        found: EngineReading | EngineStops | None = subject.known[str(self)]
+        return found
 
     def read_native(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.

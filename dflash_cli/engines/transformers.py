@@ -112,13 +112,14 @@ class Transformers(ServingEngine):
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """A program. It does not call the script of z-lab's package, which is also named dflash."""
+        model = pair.architecture or Native.architecture
         lines = (
             "# pip install 'dflash[local]' in a new environment: this is z-lab's package",
-            f"from dflash.model import {pair.architecture}, dflash_generate",
+            f"from dflash.model import {model}, dflash_generate",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"target = AutoModelForCausalLM.from_pretrained({pair.target!r}, dtype='auto', device_map='auto')",
             f"tokenizer = AutoTokenizer.from_pretrained({pair.target!r})",
-            f"draft = {pair.architecture}.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
+            f"draft = {model}.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
             "ids = tokenizer('def fibonacci(n):', return_tensors='pt').input_ids.to(target.device)",
             "stops = [tokenizer.eos_token_id]",
             f"output = dflash_generate(draft, target, ids, 256, stops, block_size={pair.num_draft_tokens + 1})",

@@ -12,7 +12,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value is a finite number and not a bool."""
-    return isinstance(value, float) and math.isfinite(value) or is_int(value)
+    return (isinstance(value, float) and math.isfinite(value)) or is_int(value)
 
 
 def as_object(value: object) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def article(noun: str) -> str:
-    """`a DSpark`, `an EAGLE-3`: the noun with the indefinite article. Initials such as XPress and MTP begin with a vowel."""
+    """`a DSpark`, `an EAGLE-3`, `an MTP`: the noun with its indefinite article."""
     return f"{'an' if noun[0] in 'AEIOU' or noun.startswith(('MTP', 'XPress')) else 'a'} {noun}"
 
 

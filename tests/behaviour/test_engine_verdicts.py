@@ -1,4 +1,4 @@
-"""Our verdicts equal what the engines' own code makes of configs with keys stated, absent, null, mistyped, contradictory.
+"""Our verdicts equal what the engines' own code makes of configs with absent, null, mistyped and contradictory keys.
 
 tests/golden/engine_verdicts.py recorded what each engine loads, or the error by which it stops. For a release of vLLM
 before 0.33 only the cases are recorded in which it differs from 0.33.

@@ -1,4 +1,6 @@
-"""Record what engines' own code makes of each config of `dflash_testing.config_cases`, for tests/behaviour/test_engine_verdicts.py.
+"""Record what engines' own code makes of configs, for tests/behaviour/test_engine_verdicts.py.
+
+The configs are the cases of `dflash_testing.config_cases`.
 
 Each engine loads each draft with its own, unchanged code on a CPU: the config, the modules, the weights. Third-party
 modules without a CPU wheel are empty stand-ins. Run the script once for each engine. It replaces the engine's entry in
@@ -7,10 +9,11 @@ tests/golden/engine_verdicts.json.
     python -m venv env
     env/bin/pip install torch==2.13.0 transformers==5.19.0 numpy safetensors regex pydantic msgspec cloudpickle cbor2 \
         psutil prometheus_client pyzmq einops pillow jinja2 pyyaml requests aiohttp openai partial-json-parser blake3 \
-        cachetools setproctitle tiktoken sentencepiece protobuf fastapi pybase64 python-json-logger depyf diskcache lark \
-        openai_harmony uvloop py-cpuinfo triton orjson tqdm
+        cachetools setproctitle tiktoken sentencepiece protobuf fastapi pybase64 python-json-logger depyf diskcache \
+        lark openai_harmony uvloop py-cpuinfo triton orjson tqdm
     env/bin/pip install --no-deps dflash==0.1.0
-    pip download --no-deps vllm==0.33.0     # and sglang==0.5.23; unpack each wheel into engines/vllm-0.33.0, engines/sglang
+    pip download --no-deps vllm==0.33.0     # and sglang==0.5.23
+    unpack them into engines/vllm-0.33.0 and engines/sglang
     export PYTHONPATH=.:runtime:kernels:tests/helpers
     env/bin/python tests/golden/engine_verdicts.py vllm engines/vllm-0.33.0 tests/golden/engine_verdicts.json
     env/bin/python tests/golden/engine_verdicts.py sglang engines/sglang tests/golden/engine_verdicts.json
@@ -81,7 +84,6 @@ class StandIn(metaclass=_Anything):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +104,9 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> types.ModuleType:
-        return _Module(spec.name)
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -115,10 +119,11 @@ def with_stand_ins(start: Callable[[], Any], own: str) -> Any:
     try:
         return start()
     except ModuleNotFoundError as error:
-        assert error.name is not None
-        root = error.name.partition(".")[0]
-        name = error.name if root == own else root
-        assert name not in finder.names, error
+        absent = error.name or ""
+        root = absent.partition(".")[0]
+        name = absent if root == own else root
+        if name in finder.names:
+            raise
         os.environ[STAND_INS] = ",".join(sorted({*finder.names, name}))
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
@@ -157,8 +162,14 @@ def start_vllm() -> Load:
     import vllm.model_executor.models.qwen3_dflash
     import vllm.model_executor.models.registry as registry
     import vllm.platforms as platforms
-    from vllm.config import DeviceConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
-    from vllm.config import set_current_vllm_config
+    from vllm.config import (
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
@@ -244,7 +255,7 @@ def start_sglang() -> Load:
             self.weight = torch.nn.Parameter(torch.empty(sum(parts.values()), width))
             self.bias = torch.nn.Parameter(torch.empty(sum(parts.values()))) if bias else None
             for parameter in self.parameters():
-                parameter.weight_loader = self.load
+                parameter.weight_loader = self.load  # type: ignore[attr-defined]
 
         def load(self, parameter: Any, loaded: Any, part: Any = None) -> None:
             rows = sum(self.parts.values()) if part is None else self.parts[part]

@@ -27,7 +27,7 @@ def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
     A strict file is UTF-8 and has no repeated key, and no integer beyond 64 bits. Most parsers keep the last of several
-    equal keys and do not warn. Python writes and reads NaN and Infinity, so a key that dflash does not use may hold them.
+    equal keys and do not warn. A key that dflash does not use may hold NaN and Infinity, which Python writes and reads.
     """
     if CONFIG_FILE in subject.files:
         yield from _of_error(subject.config_error, CONFIG_FILE)

@@ -283,7 +283,7 @@ def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
 
 
 def extra_tensor(subject: Subject, problem: Problem) -> Iterator[Problem]:
-    """The problem with a tensor that the model lacks: an error about named engines that stop, a warning about others."""
+    """The problem with a tensor that the model lacks: an error about named engines that stop, else a warning."""
     ignoring, stopping = _names_of(subject, ignoring=True), _names_of(subject, ignoring=False)
     if stopping or not ignoring:
         yield replace(problem, engines=stopping or None)

@@ -6,7 +6,7 @@ dotted key -> value, in which ABSENT removes a key.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_testing import checkpoints as support
@@ -155,17 +155,17 @@ ELSEWHERE: tuple[Mapping[str, Any], ...] = (
 )  # fmt: skip
 """Changes of several keys, on `full`."""
 
+ROPE_PARAMETERS: tuple[Any, ...] = (
+    None, {}, [], FULL_ROPE, {"rope_theta": 1000000.0}, {"rope_type": "default"}, {**YARN, **FULL_ROPE},
+    {"rope_theta": 1000000.0, **YARN}, {"rope_theta": 1000000.0, "rope_type": "linear"},
+    {"rope_theta": 1000000.0, "rope_type": "llama3"}, {"rope_theta": None, "rope_type": "default"},
+    {"rope_theta": "1000000", "rope_type": "default"}, {FULL: FULL_ROPE}, {FULL: FULL_ROPE, SLIDING: FULL_ROPE},
+    {FULL: FULL_ROPE, SLIDING: {**FULL_ROPE, "rope_theta": 10000.0}},
+)  # fmt: skip
+"""Values of rope_parameters on `full`, in place of the other rope keys."""
+
 PARAMETERS: tuple[Mapping[str, Any], ...] = (
-    *(
-        {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": value}
-        for value in (
-            None, {}, [], FULL_ROPE, {"rope_theta": 1000000.0}, {"rope_type": "default"}, {**YARN, **FULL_ROPE},
-            {"rope_theta": 1000000.0, **YARN}, {"rope_theta": 1000000.0, "rope_type": "linear"},
-            {"rope_theta": 1000000.0, "rope_type": "llama3"}, {"rope_theta": None, "rope_type": "default"},
-            {"rope_theta": "1000000", "rope_type": "default"}, {FULL: FULL_ROPE}, {FULL: FULL_ROPE, SLIDING: FULL_ROPE},
-            {FULL: FULL_ROPE, SLIDING: {**FULL_ROPE, "rope_theta": 10000.0}},
-        )
-    ),
+    *({"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": value} for value in ROPE_PARAMETERS),
     {"rope_parameters": FULL_ROPE}, {"rope_parameters": {**FULL_ROPE, "rope_theta": 10000.0}},
     {"rope_parameters": {"rope_type": "default"}}, {"rope_parameters": None}, {"rope_parameters": {}},
     {"rope_parameters": FULL_ROPE, "rope_scaling": YARN}, {"rope_parameters": {"rope_theta": 1.0, **YARN}},
@@ -216,7 +216,7 @@ class ConfigCase:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name of a tensor -> its shape."""
-        shapes = support.body_shapes(support.replace(SHAPE, bias=self.base == "gpt_oss"))
+        shapes = support.body_shapes(replace(SHAPE, bias=self.base == "gpt_oss"))
         if self.tensor:
             shape = TENSORS[self.tensor]
             shapes = {**shapes, self.tensor: shape or ()}
