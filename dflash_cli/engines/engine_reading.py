@@ -93,9 +93,7 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """
     if asks_for_latent_attention(config):
         raise EngineStops("attention_mode", "latent attention, for which the engine has no draft model")
-    found, packing = CLASSES[model_type].resolve(config), config.get("quantization_config")
-    if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
-        raise EngineStops("quantization_config.quant_method", "missing")
+    found = CLASSES[model_type].resolve(config)
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype is not None and str(dtype) not in TORCH_TYPES:
         raise EngineStops("dtype", f"found {dtype!r}, expected a type of torch")
@@ -123,6 +121,17 @@ def check_architecture(config: Mapping[str, Any], expected: str | None) -> None:
     """
     if expected not in named_architectures(config) or not isinstance(config["architectures"], list):
         raise EngineStops("architectures", f"found {config.get('architectures')!r}, expected [{expected!r}]")
+
+
+def check_packing(config: Mapping[str, Any]) -> None:
+    """Require a quantization method if the config states a quantization.
+
+    Raises:
+        EngineStops: it names none.
+    """
+    packing = config.get("quantization_config")
+    if isinstance(packing, dict) and "quant_method" not in packing and "quant_algo" not in packing:
+        raise EngineStops("quantization_config.quant_method", "missing")
 
 
 def whole(key: str, value: Any, least: int | None = None) -> int:

@@ -12,6 +12,7 @@ from dflash_cli.engines.engine_reading import (
     check_architecture,
     check_captured,
     check_mask,
+    check_packing,
     check_rope,
     check_shapes,
     real,
@@ -120,6 +121,7 @@ class SglangEngine(ServingEngine):
         if config.get("architectures") != Native.architecture:
             check_architecture(config, Native.architecture)
         found = resolve_auto(config)
+        check_packing(config)
         if found is None or _has_own_embedding(config):
             return None
         stated = {**config, **nested}

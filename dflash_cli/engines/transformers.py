@@ -13,6 +13,7 @@ from dflash_cli.engines.engine_reading import (
     causal_of,
     check_captured,
     check_mask,
+    check_packing,
     check_rope,
     check_shapes,
     real,
@@ -78,6 +79,7 @@ class Transformers(ServingEngine):
         """The values of z-lab's loader and loop, which read every draft as Qwen3. Source: dflash 0.1.0 model.py."""
         config, nested = subject.config, subject.config.get("dflash_config", {})
         found = resolve(config, "qwen3")
+        check_packing(config)
         if not isinstance(nested, dict):
             raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
         if not isinstance(config.get("num_target_layers"), int | float):
