@@ -26,6 +26,7 @@ class Description(Shown):
 
     owned       tensors that a reader loads
     borrowed    tensors that a reader skips, because it takes them from the target
+    metadata    metadata of the headers other than the format
     unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     """
 
@@ -38,6 +39,7 @@ class Description(Shown):
     title: str = "target"
     evidence: str = ""
     carried: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,6 +89,7 @@ class InspectDocument:
     evidence: str
     config: Mapping[str, Any]
     carried: Annotated[Mapping[str, Any], "keys of the config without a canonical field"]
+    metadata: Annotated[Mapping[str, str], "metadata of the headers other than the format"]
     num_parameters: int
     num_bytes: int
     dtypes: Annotated[Mapping[str, int], "number of tensors by element type"]
@@ -109,6 +112,7 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
         evidence=found.evidence,
         config=config,
         carried=finite(dict(found.carried)),
+        metadata=found.metadata,
         num_parameters=found.num_parameters,
         num_bytes=found.num_bytes,
         dtypes=found.dtypes,
@@ -177,7 +181,8 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         dialect=detection.format.name,
         title=detection.format.title,
         evidence=detection.evidence,
-        carried=draft.parsed.carried,
+        carried={**draft.parsed.carried, **draft.format.unread(checkpoint.config)},
+        metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
         notes=draft.parsed.notes,
         unserved=draft.parsed.unserved,
     )

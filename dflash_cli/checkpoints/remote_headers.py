@@ -90,6 +90,7 @@ class RemoteCheckpoint(Checkpoint):
             )
         self.config = self._read_json("config.json")
         self._tensors: dict[str, TensorInfo] | None = None
+        self._metadata: dict[str, str] = {}
 
     @property
     def file_names(self) -> frozenset[str]:
@@ -139,7 +140,7 @@ class RemoteCheckpoint(Checkpoint):
                 data += self.repo.fetch(name, len(data), position)[0]
             return data[begin:position]
 
-        return parse_header(read, size, self.path / name)
+        return parse_header(read, size, self.path / name, self._metadata)
 
 
 def list_repo(reference: str) -> RemoteRepo:

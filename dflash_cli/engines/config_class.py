@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_cli.rules.themes.rope import NEEDED_BY_ROPE
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.json_values import is_number
 
@@ -93,7 +94,8 @@ class ConfigClass:
         kind = params["rope_type"]
         if kind in STRETCHED:
             params.setdefault("original_max_position_embeddings", found["max_position_embeddings"])
-        missing = sorted(key for key in NEEDED_BY_ROPE.get(kind, ()) if key not in params) if _is_text(kind) else []
+        needed = NEEDED_BY_ROPE.get(kind, ()) if isinstance(kind, str) else ()
+        missing = [key for key in needed if key not in params]
         if missing:
             raise EngineStops(f"rope_scaling.{missing[0]}", f"missing for rope type {kind}")
         if kind == "yarn" and not is_number(params["original_max_position_embeddings"]):
@@ -105,15 +107,6 @@ LEGACY_KINDS = {"attention": FULL}
 LAYER_KINDS = (FULL, SLIDING, "linear_attention", "chunked_attention")
 """Kinds of layers that transformers knows; it knows more, of which no draft is made."""
 STRETCHED = ("llama3", "yarn", "longrope")
-NEEDED_BY_ROPE: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-"""Rope type -> the keys without which the class stops."""
-
 _COMMON: dict[str, tuple[tuple[type, ...], Any]] = {
     "num_attention_heads": ((int,), 32),
     "hidden_act": ((str,), "silu"),
@@ -163,7 +156,3 @@ CLASSES: Mapping[str, ConfigClass] = {
     ),
 }  # fmt: skip
 """model_type -> its config class. Other types are not modelled."""
-
-
-def _is_text(kind: object) -> bool:
-    return isinstance(kind, str)

@@ -190,6 +190,18 @@ class Format(ABC):
         """Key -> what it asks for that DFlash does not compute."""
         return {}
 
+    def stored_key(self, carried: str) -> str:
+        """The dotted key of the config under which a carried key is stored."""
+        return carried
+
+    def unread(self, config: Mapping[str, Any]) -> Json:
+        """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""
+        return {}
+
+    def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
+        """The keys that are neither fields of a draft nor usual keys of Hugging Face's configs."""
+        return sorted(key for key in {**carried, **self.unread(config)} if key not in USUAL_KEYS)
+
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""
         return config, dict(carried)
@@ -262,6 +274,16 @@ class Unrecognised(Format):
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         raise UnsupportedError(f"{self.title} cannot be written")
 
+
+USUAL_KEYS = frozenset(
+    {
+        "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+        "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers", "output_attentions",
+        "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "torch_dtype", "transformers_version",
+        "use_cache",
+    }
+)  # fmt: skip
+"""Keys of every config that transformers writes, which change nothing about a draft."""
 
 NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""

@@ -1,5 +1,6 @@
 """Checks of JSON values. In Python a bool is an int, but in JSON true and false are not numbers."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -26,4 +27,4 @@ def finite(value: Any) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,6 +7,7 @@ from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.formats.unserved import MODE_KEYS, PLAIN_PROJECTORS
 from dflash_cli.rules.rule import FIX_COPY, Outcome, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import article
 
@@ -98,6 +99,26 @@ def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
         if key not in ("projector_type", "sample_from_anchor"):
             outcome: Outcome = "serves" if key in READ_BY_ENGINES else "stops" if key in MODE_KEYS else "drops"
             yield Problem(subject.at(key), text, outcome=outcome)
+
+
+@check(
+    "C49",
+    "info",
+    effect="dflash does not apply the key; an engine that knows it may",
+    fix="dflash inspect {draft} --json # shows the value",
+    source="sgl-project/sglang#34171",
+)
+def every_key_is_known(subject: Subject) -> Iterator[Problem]:
+    """Every key of the config and of the headers' metadata is known.
+
+    A trainer may write settings of a newer kind of draft, such as the length head of AdaFlash.
+    """
+    if subject.parsed is not None:
+        for key in subject.format.unknown_keys(subject.config, subject.parsed.carried):
+            yield Problem(subject.location(subject.format.stored_key(key)), f"{key} is not known")
+    metadata = subject.checkpoint.metadata if subject.checkpoint is not None and subject.tensors else {}
+    for key in sorted(metadata.keys() - {"format"}):
+        yield Problem(f"{WEIGHTS}:__metadata__.{key}", f"the header's metadata {key} is not known")
 
 
 @check(
