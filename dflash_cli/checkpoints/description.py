@@ -15,6 +15,7 @@ from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.json_values import finite
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -26,6 +27,7 @@ class Description(Shown):
 
     owned       tensors that a reader loads
     borrowed    tensors that a reader skips, because it takes them from the target
+    metadata    metadata of the headers other than the format
     unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     runs_here   how dflash runs a target; None for a draft
     """
@@ -39,6 +41,7 @@ class Description(Shown):
     title: str = "target"
     evidence: str = ""
     carried: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
     runs_here: RunsHere | None = None
@@ -89,6 +92,7 @@ class InspectDocument:
     evidence: str
     config: Mapping[str, Any]
     carried: Annotated[Mapping[str, Any], "keys of the config without a canonical field"]
+    metadata: Annotated[Mapping[str, str], "metadata of the headers other than the format"]
     num_parameters: int
     num_bytes: int
     dtypes: Annotated[Mapping[str, int], "number of tensors by element type"]
@@ -111,7 +115,8 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
         dialect=found.dialect,
         evidence=found.evidence,
         config=config,
-        carried=found.carried,
+        carried=finite(dict(found.carried)),
+        metadata=found.metadata,
         num_parameters=found.num_parameters,
         num_bytes=found.num_bytes,
         dtypes=found.dtypes,
@@ -131,8 +136,24 @@ def describe(location: "Location") -> Description:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
     """
     checkpoint = open_checkpoint(location)
-    detection = find_dialect(checkpoint.config, frozenset(checkpoint.tensors))
+    detection = find_dialect(checkpoint.config, _tensor_names(checkpoint))
     return _describe_target(checkpoint) if detection is None else _describe_draft(checkpoint, detection)
+
+
+def _tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """The names of the tensors. Without weights, a draft of another kind is refused by its name first.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+        UnknownFormat: the config is of another kind of draft.
+    """
+    try:
+        return frozenset(checkpoint.tensors)
+    except CheckpointError:
+        detection = find_dialect(checkpoint.config, frozenset())
+        if detection is not None and detection.format.difference:
+            detection.format.read_config(checkpoint.config, checkpoint.config_path)
+        raise
 
 
 def describe_layers(config: DraftConfig) -> str:
@@ -165,7 +186,8 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         dialect=detection.format.name,
         title=detection.format.title,
         evidence=detection.evidence,
-        carried=draft.parsed.carried,
+        carried={**draft.parsed.carried, **draft.format.unread(checkpoint.config)},
+        metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
         notes=draft.parsed.notes,
         unserved=draft.parsed.unserved,
     )

@@ -90,6 +90,7 @@ class RemoteCheckpoint(Checkpoint):
             )
         self.config = self._read_json("config.json")
         self._tensors: dict[str, TensorInfo] | None = None
+        self._metadata: dict[str, str] = {}
 
     @property
     def file_names(self) -> frozenset[str]:
@@ -124,7 +125,7 @@ class RemoteCheckpoint(Checkpoint):
         data, size = self.repo.fetch(name, 0, MAX_JSON_BYTES)
         if size > MAX_JSON_BYTES:
             raise too_large_json(size, path)
-        return parse_json(data, path)
+        return parse_json(data, path, is_config=name == self.config_path.name)
 
     def _read_header(self, name: str) -> dict[str, TensorInfo]:
         """Parse the header of one file. A second request fetches the rest of a long header."""
@@ -139,7 +140,7 @@ class RemoteCheckpoint(Checkpoint):
                 data += self.repo.fetch(name, len(data), position)[0]
             return data[begin:position]
 
-        return parse_header(read, size, self.path / name)
+        return parse_header(read, size, self.path / name, self._metadata)
 
 
 def list_repo(reference: str) -> RemoteRepo:

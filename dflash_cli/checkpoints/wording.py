@@ -48,7 +48,14 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
         text = "copies of the target's weights, or tensors that only training needs"
         rows.append(("not loaded", f"{', '.join(found.borrowed)}: {text}"))
     if found.carried:
-        rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not used here; dflash convert copies them"))
+        rows.append(
+            (
+                "other keys",
+                f"{', '.join(sorted(found.carried))}: not used here; dflash convert copies them where it can",
+            )
+        )
+    if found.metadata:
+        rows.append(("metadata", f"{', '.join(sorted(found.metadata))}: in the headers, not used"))
     for label, text in rows:
         yield f"{label:11} {text}"
     if with_tensors:

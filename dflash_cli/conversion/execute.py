@@ -122,12 +122,12 @@ def _write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
         if item.name == CARD:
             with (stage / CARD).open("a", encoding="utf-8") as card:
                 card.write(provenance(plan.draft, plan.format))
-    _write_json(stage / "config.json", plan.config_json)
+    _write_json(stage / "config.json", plan.config_json, is_config=True)
 
 
-def _write_json(path: Path, document: Any) -> None:
-    """Write a JSON document with indentation."""
-    text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=False)
+def _write_json(path: Path, document: Any, *, is_config: bool = False) -> None:
+    """Write a JSON document with indentation. A config may carry NaN and Infinity."""
+    text = json.dumps(to_json(document), indent=2, ensure_ascii=False, allow_nan=is_config)
     path.write_text(text + "\n", encoding="utf-8")
 
 

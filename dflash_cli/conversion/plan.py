@@ -58,7 +58,12 @@ class ConversionPlan:
     @property
     def key_changes(self) -> list[Change]:
         """The change of every config key."""
-        return key_changes(self.draft.checkpoint.config, self.draft.format, self.config_json, self.format)
+        source, dialect = self.draft.checkpoint.config, self.draft.format
+        lost = {key: f"{self.format.title} has no key for it" for key in dialect.unread(source)}
+        for key in sorted(self.draft.checkpoint.metadata.keys() - {"format"}):
+            lost[f"__metadata__.{key}"] = "metadata of the headers, which no reader uses"
+        dropped = [Change(key, None, "dropped", why) for key, why in lost.items()]
+        return [*key_changes(source, dialect, self.config_json, self.format), *dropped]
 
     @property
     def tensor_changes(self) -> list[Change]:

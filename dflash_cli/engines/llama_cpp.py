@@ -13,6 +13,7 @@ from typing import ClassVar
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
+    Release,
     ServeCommand,
     ServedPair,
     ServingEngine,
@@ -42,8 +43,11 @@ class LlamaCpp(ServingEngine):
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True
+    models: ClassVar[Mapping[str, Release]] = {"DFlash2DraftModel": ()}
+    """Source: conversion/qwen.py registers it beside DFlashDraftModel (ggml-org/llama.cpp#27342)."""
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
+        "extra-tensors": "stops",
         "other-prefix": "stops",
         "encoder-names": "stops",
         "fused-projections": "stops",

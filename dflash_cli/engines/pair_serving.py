@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair, served_name
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
+from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
@@ -14,6 +15,7 @@ from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.documents import INLINE
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
+from dflash_runtime.json_values import is_int
 
 Refusal = UnsupportedError | CheckpointError
 
@@ -59,20 +61,9 @@ class JudgedPair:
             CheckpointError, UnsupportedError: the config cannot be read, although no engine stops at it.
         """
         subject = self.subject
-        if subject.parsed is None and subject.parse_error is not None:
-            if subject.stated.block_size is None and subject.plan.num_speculative_tokens is None:
-                raise UsageError(
-                    "block_size is missing, so the number of draft tokens is not known",
-                    id="block-size-unknown",
-                    path=subject.path,
-                    field="block_size",
-                    hint="add -k with the number of draft tokens in training",
-                ) from subject.parse_error
-            raise subject.parse_error
-        assert subject.parsed is not None
         assert subject.target is not None
-        config, asked = subject.parsed.config, subject.plan.num_speculative_tokens
-        most = config.num_draft_tokens
+        most = self._most_draft_tokens()
+        asked = subject.plan.num_speculative_tokens
         if asked is not None and asked > most:
             raise UsageError(
                 f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
@@ -81,15 +72,44 @@ class JudgedPair:
                 found=asked,
                 expected=f"at most {most}",
             )
+        limit, named = subject.stated.body.get("max_position_embeddings"), named_architectures(subject.config)
         flags = (item.serve_flag for item in self.report.findings)
         return ServedPair(
             draft=subject.served_name,
             target=self.target_name,
-            config=config,
+            max_position_embeddings=limit if is_int(limit) else None,
             target_facts=subject.target,
             num_draft_tokens=most if asked is None else asked,
             flags=frozenset(flag for flag in flags if flag is not None),
+            method=subject.format.serve_method,
+            architecture=named[0] if subject.is_other_kind and named else None,
         )
+
+    def _most_draft_tokens(self) -> int:
+        """The number of draft tokens that the draft was trained for.
+
+        Raises:
+            UsageError: neither the config nor the user says it.
+            CheckpointError, UnsupportedError: the config cannot be read, although no engine stops at it.
+        """
+        subject, asked = self.subject, self.subject.plan.num_speculative_tokens
+        block = subject.stated.block_size
+        if subject.parsed is not None:
+            return subject.parsed.config.num_draft_tokens
+        if subject.is_other_kind and block is not None:
+            return block if subject.format.samples_from_anchor else block - 1
+        if block is None and asked is not None:
+            return asked
+        assert subject.parse_error is not None
+        if block is None:
+            raise UsageError(
+                "block_size is missing, so the number of draft tokens is not known",
+                id="block-size-unknown",
+                path=subject.path,
+                field="block_size",
+                hint="add -k with the number of draft tokens in training",
+            ) from subject.parse_error
+        raise subject.parse_error
 
 
 def judge_pair(
@@ -119,7 +139,10 @@ def judge_pair(
         report=report,
         target_name=served_name(pair.target, target_location),
         locations=(location, target_location),
-        refusals={verdict.name: _refusal(verdict, report) for verdict in report.verdicts},
+        refusals={
+            engine.name: _refusal(engine, verdict, report, subject)
+            for engine, verdict in zip(engines, report.verdicts, strict=True)
+        },
     )
 
 
@@ -148,12 +171,17 @@ def find_serve_commands(
     return {str(engine): engine.serve_command(served).text for engine in serving}, refusals
 
 
-def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
-    """The reason why the engine does not serve the pair: unsupported by the engine, or a faulty draft; else None."""
-    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.name)]
-    stopping = [item for item in errors if item.outcome == "stops"]
-    if not stopping:
+def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
+    """The reason why there is no command: the engine does not support the draft, or the draft is faulty; else None."""
+    if verdict.outcome == "unknown" or (verdict.outcome == "serves" and subject.format.name in engine.kinds):
+        text = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
+        return UnsupportedError(text, id="no-serve-command", found=subject.format.name)
+    if verdict.outcome != "stops":
         return None
+    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.name)]
+    stopping = [item for item in errors if item.outcome == "stops" and item.id in verdict.reasons]
+    if isinstance(subject.parse_error, CheckpointError) and all(item.stage == "unexplained" for item in stopping):
+        return subject.parse_error
     about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
     first: Finding = (about_engine or stopping)[0]
     text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal
 
-from dflash_cli.formats.dialect import COMMON, Format
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import EngineReading
+from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
+from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -25,7 +28,7 @@ Release = tuple[int, ...]
 Habit = Literal[
     "model-prefix", "other-prefix", "encoder-names", "fused-projections", "interleaved-rope",
     "interleaved-rope-by-its-name", "gemma-norms", "nested-style",
-    "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
+    "unsorted-taps", "repeated-taps", "extra-tensors", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
 """Habits of exporters that engines treat differently. The rule that reports a habit explains it."""
 
@@ -57,17 +60,19 @@ class ServedPair:
 
     draft: str
     target: str
-    config: DraftConfig
+    max_position_embeddings: int | None
     target_facts: TargetFacts
     num_draft_tokens: int
     flags: frozenset[str]
     schedule: tuple[tuple[int, int, int], ...] = ()
+    architecture: str | None = None
+    method: str = "dflash"
 
     @property
     def context_limit(self) -> int | None:
         """The draft's number of positions if the target has more, else None."""
-        limit, reach = self.config.max_position_embeddings, self.target_facts.max_position_embeddings
-        return limit if reach is not None and limit < reach else None
+        limit, reach = self.max_position_embeddings, self.target_facts.max_position_embeddings
+        return limit if reach is not None and limit is not None and limit < reach else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class ServingEngine:
     finds_by_architecture  it finds its model by a name in `architectures`
     takes_other_widths     it serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in its own file reports dialects that it does not read
+    models                 architecture of a draft of another kind -> the first release with a model for it
+    kinds                  names of kinds of drafts of any architecture that it serves with other commands
     """
 
     name: ClassVar[str]
@@ -97,6 +104,8 @@ class ServingEngine:
     finds_by_architecture: ClassVar[bool] = False
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
+    models: ClassVar[Mapping[str, Release]] = {}
+    kinds: ClassVar[frozenset[str]] = frozenset()
 
     release: Release = ()
 
@@ -123,12 +132,54 @@ class ServingEngine:
         """The outcome if this release serves a draft with the habit."""
         return self.habits.get(habit, "serves")
 
+    def read_config(self, subject: Subject) -> EngineReading | EngineStops | None:
+        """The values that the engine serves the draft with, or the key at which it stops.
+
+        None if it does not read the dialect, or if its code is not modelled for such a config.
+        """
+        if not isinstance(subject.format, self.reads):
+            return None
+        if str(self) not in subject.known:
+            try:
+                subject.known[str(self)] = self.read_native(subject)
+            except EngineStops as stops:
+                subject.known[str(self)] = stops
+        found: EngineReading | EngineStops | None = subject.known[str(self)]
+        return found
+
+    def read_native(self, subject: Subject) -> EngineReading | None:
+        """`read_config` for a dialect that the engine reads.
+
+        Raises:
+            EngineStops: the key at which it stops.
+        """
+        return None
+
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Whether this release has a model for a draft of another kind. dflash need not run such a draft."""
+        if dialect.name in self.kinds:
+            return True
+        first = next((self.models[name] for name in named_architectures(config) if name in self.models), None)
+        return first is not None and self.release >= first and not asks_for_latent_attention(config)
+
+    def loads_config(self, subject: Subject) -> bool | None:
+        """Whether the engine accepts the config; None if `read_config` does not judge it."""
+        reading = self.read_config(subject)
+        return None if reading is None else isinstance(reading, EngineReading)
+
+    def ignores_extra_tensors(self) -> bool:
+        """Whether it loads a file with tensors that its model does not have."""
+        return self.outcome_of("extra-tensors") == "serves"
+
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None if the engine does not read the dialect."""
+        """Causality of each layer as the engine serves it; None if the engine does not serve the draft."""
+        reading = self.read_config(subject)
+        if reading is not None:
+            return reading.causal if isinstance(reading, EngineReading) else None
         return self.causality(subject) if isinstance(subject.format, self.reads) else None
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """`served_causality` for a dialect that the engine reads; None if it is not known for the release."""
+        """`served_causality` of a config that `read_config` does not judge."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
@@ -144,6 +195,13 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
     """Every engine, by name."""
     ENGINES.discover("dflash_cli.engines")
     return tuple(sorted(ENGINES.values(), key=lambda engine: engine.name))
+
+
+@SERVERS.register("engines")
+def newest_servers(dialect: Format, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines, each at its newest release, that serve a draft of another kind."""
+    newest = (engine(engine.ends()[-1]) for engine in all_engines())
+    return tuple(str(engine) for engine in newest if engine.serves_kind(dialect, config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +264,12 @@ def _by_outcome(habit: Habit, subject: Subject, problem: Problem, effects: Mappi
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
     """The problem if an engine serves a draft with another causality than its config states, else None.
 
-    It is a warning if the config states no causality, because then the causality of training is not known.
+    It is a warning if the config states no causality, because then the causality of training is not known. S33 reports
+    layers whose kind no key states.
     """
     engine, trained = subject.engine(name), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
-    if engine is None or served is None or trained is None or served == trained:
+    if engine is None or served is None or trained is None or served == trained or not subject.stated.states_kinds:
         return None
     message = f"{engine} serves {sum(served)} of {len(served)} layers causally, {subject.causality_in_words(trained)}"
     return Problem(

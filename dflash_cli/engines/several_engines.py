@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.engines.serving_engine import (
     EnginesWhere,
     Habit,
@@ -27,6 +29,10 @@ FIX_ROPE_STYLE = (
 )
 NOT_FOUND = "the engine finds no tensor under these names, and leaves the weights at random values"
 IGNORES_FILE = "the engine ignores the file, and uses the mask token's own row"
+TABLES = "code of vLLM 0.33.0, SGLang 0.5.23 and z-lab 0.1.0, run on the configs of tests/golden/engine_verdicts.json"
+MAY_BE_UNSTATED = {"windows": ("layer_types",), "rope": ("rope_scaling", "rope_parameters")}
+"""Field -> decoder keys. If none is stated, the meaning of the config is not known."""
+EVERY = EnginesWhere(lambda engine: True)
 LIKE_THE_REFERENCE = EnginesWhere(lambda engine: engine.follows_reference)
 
 
@@ -268,6 +274,61 @@ def no_mask_embedding(subject: Subject) -> Iterator[HabitProblem]:
         effect = IGNORES_FILE if INDEX_FILE in subject.files else ""
         message = "a learned mask embedding that no engine reads"
         yield "mask-safetensors", Problem("mask_embedding.safetensors", message, effect, fix)
+
+
+@check(
+    "S32",
+    effect="the engine stops when it reads the config or builds the draft's modules",
+    fix="correct the key in config.json, then check it: dflash validate {draft}",
+    source=TABLES,
+    engines=EVERY,
+    stage="unexplained",
+)
+def engine_accepts_the_config(subject: Subject) -> Iterator[Problem]:
+    """The engine's own code accepts the config: every key has the type that the engine reads.
+
+    A key that is absent or null takes the default of the engine or of transformers' config class.
+    """
+    for engine, reading in _readings(subject):
+        if isinstance(reading, EngineStops):
+            location = reading.key if reading.key.startswith(WEIGHTS) else subject.location(reading.key)
+            yield Problem(location, f"{engine}: {reading.why}", engines=(engine.name,))
+
+
+@check(
+    "S33",
+    effect="the engine serves the draft with another value than its config states",
+    fix="state the value under the key that the engine reads, then check it: dflash validate {draft}",
+    source=TABLES,
+    engines=EVERY,
+    outcome="drops",
+    stage="unexplained",
+)
+def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
+    """The engine reads the windows, taps, mask token, block, rope and epsilon that the config states.
+
+    S07, S11, S24 and S25 compare the causality.
+    """
+    for engine, reading in _readings(subject):
+        if not isinstance(reading, EngineReading) or subject.parsed is None:
+            continue
+        for field, (found, meant) in reading.differences(subject.parsed.config).items():
+            keys = MAY_BE_UNSTATED.get(field)
+            is_stated = keys is None or any(map(subject.stated.body.get, keys)) or bool(subject.stated.window_keys)
+            yield Problem(
+                subject.at(field),
+                f"{engine} reads {found!r}, the config states {meant!r}" if is_stated else f"{engine} reads {found!r}",
+                engines=(engine.name,),
+                severity=None if is_stated else "warning",
+                outcome=None if is_stated else "serves",
+            )
+
+
+def _readings(subject: Subject) -> Iterator[tuple[ServingEngine, EngineReading | EngineStops | None]]:
+    """Each engine that the user named, with what it makes of the config."""
+    for engine in subject.plan.engines:
+        assert isinstance(engine, ServingEngine)
+        yield engine, engine.read_config(subject)
 
 
 def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator[Problem]:

@@ -7,6 +7,20 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import ClassVar
 
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import (
+    EngineReading,
+    causal_of,
+    check_captured,
+    check_mask,
+    check_packing,
+    check_rope,
+    check_shapes,
+    real,
+    resolve,
+    whole,
+    windows_of,
+)
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -15,16 +29,25 @@ from dflash_cli.engines.serving_engine import (
     ServedPair,
     ServingEngine,
     repairable_causality,
-    stated_once,
 )
 from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
+from dflash_runtime.json_values import is_int
 
 NAME = "transformers"
 check_transformers = partial(check, engines=(NAME,))
+ACTIVATIONS = frozenset(
+    {
+        "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+        "gelu_pytorch_tanh", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6",
+        "sigmoid", "silu", "swish", "tanh", "xielu",
+    }
+)  # fmt: skip
+"""Activations of transformers. Source: transformers 5.23.0 activations.py."""
 ZLAB = "z-lab/dflash model.py, 0.1.0 and April 2026"
 
 
@@ -37,6 +60,7 @@ class Transformers(ServingEngine):
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    models: ClassVar[Mapping[str, Release]] = {"DFlash2DraftModel": (5, 23)}
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "other-prefix": "drops",
         "encoder-names": "drops",
@@ -51,19 +75,53 @@ class Transformers(ServingEngine):
     }
     """Recorded from z-lab 0.1.0 in tests/golden/engine_habits.json."""
 
-    def causality(self, subject: Subject) -> tuple[bool, ...]:
-        """The top-level is_causal, else the layers' kinds. Source: z-lab/dflash 0.1.0 model.py."""
-        return stated_once(subject.config.get("is_causal"), subject)
+    def read_native(self, subject: Subject) -> EngineReading | None:
+        """The values of z-lab's loader and loop, which read every draft as Qwen3. Source: dflash 0.1.0 model.py."""
+        config, nested = subject.config, subject.config.get("dflash_config", {})
+        found = resolve(config, "qwen3")
+        check_packing(config)
+        if not isinstance(nested, dict):
+            raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
+        if not isinstance(config.get("num_target_layers"), int | float):
+            raise EngineStops("num_target_layers", "expected a number at the top level, from which taps are guessed")
+        if found["hidden_act"] not in ACTIVATIONS:
+            raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, which transformers does not know")
+        stated = {**config, **nested}
+        guess = guess_taps(int(config["num_target_layers"]), found["num_hidden_layers"])
+        taps, mask = stated.get("target_layer_ids", guess), stated.get("mask_token_id")
+        if not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
+            raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers")
+        if not isinstance(mask, int | float):
+            raise EngineStops("mask_token_id", f"found {mask!r}, expected a number")
+        check_shapes(found, len(taps), subject)
+        check_rope(found["rope_parameters"])
+        check_captured(taps, found["hidden_size"], subject)
+        check_mask(mask, subject)
+        softcap = stated.get("final_logit_softcapping")
+        for scale in ("input_embedding_scale", "output_multiplier"):
+            real(scale, stated.get(scale, 1.0))
+        return EngineReading(
+            windows=windows_of(found),
+            causal=causal_of(config.get("is_causal"), found),
+            taps=tuple(taps),
+            mask_token_id=mask,
+            rope=found["rope_parameters"],
+            eps=found["rms_norm_eps"],
+            block_size=whole("block_size", stated.get("block_size", 16)),
+            output_multiplier=real("output_multiplier", stated.get("output_multiplier", 1.0)),
+            final_logit_softcapping=None if softcap is None else real("final_logit_softcapping", softcap),
+        )
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """A program. It does not call the script of z-lab's package, which is also named dflash."""
+        model = pair.architecture or Native.architecture
         lines = (
             "# pip install 'dflash[local]' in a new environment: this is z-lab's package",
-            "from dflash.model import DFlashDraftModel, dflash_generate",
+            f"from dflash.model import {model}, dflash_generate",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"target = AutoModelForCausalLM.from_pretrained({pair.target!r}, dtype='auto', device_map='auto')",
             f"tokenizer = AutoTokenizer.from_pretrained({pair.target!r})",
-            f"draft = DFlashDraftModel.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
+            f"draft = {model}.from_pretrained({pair.draft!r}, dtype='auto').to(target.device)",
             "ids = tokenizer('def fibonacci(n):', return_tensors='pt').input_ids.to(target.device)",
             "stops = [tokenizer.eos_token_id]",
             f"output = dflash_generate(draft, target, ids, 256, stops, block_size={pair.num_draft_tokens + 1})",

@@ -10,6 +10,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import (
+    EngineReading,
+    causal_of,
+    check_architecture,
+    check_captured,
+    check_mask,
+    check_rope,
+    check_shapes,
+    resolve_auto,
+    whole,
+)
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -25,10 +37,11 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import ZLAB_SCALES
+from dflash_cli.formats.fields import AUX_KEY, SCALES, ZLAB_SCALES
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
+from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
@@ -37,7 +50,7 @@ from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_int, is_number
 from dflash_runtime.notices import Notice
 
 NAME = "vllm"
@@ -60,6 +73,7 @@ READS_ROPE_STYLE: Release = (0, 29)
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
 FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
 FIX_TO_VLLM = "dflash convert {draft} {out} --to vllm --target {target}"
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
@@ -79,6 +93,7 @@ class VllmEngine(ServingEngine):
     finds_by_architecture: ClassVar[bool] = True
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
+        "extra-tensors": "stops",
         "other-prefix": "stops",
         "interleaved-rope-by-its-name": "drops",
         "gemma-norms": "drops",
@@ -88,6 +103,24 @@ class VllmEngine(ServingEngine):
         "nested-style": "drops",
     }
     """Source: 0.33.0 qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
+
+    models: ClassVar[Mapping[str, Release]] = {
+        "DFlashLagunaForCausalLM": (0, 25),
+        "Qwen3DSparkModel": (0, 25),
+        "Gemma4DSparkModel": (0, 26),
+        "K3DSparkModel": (0, 27),
+        "DFlash2DraftModel": (0, 28),
+        "MuseGlimmerAssistantModel": (0, 28),
+        "Qwen3OmniDSparkModel": (0, 29),
+        "LiLiCorrDraftModel": (0, 31),
+        "DFlash2BeamDraftModel": (0, 33),
+        "Qwen3XPressModel": (0, 33),
+        "MuseSparkDSparkModel": (0, 33),
+    }
+    """Source: model_executor/models/registry.py of each release. DSparkDraftModel names a part of a target there."""
+    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "peagle", "mtp"})
+    speculators_types: ClassVar[Mapping[str, Release]] = {"dspark": (0, 25), "dflash2": (0, 29)}
+    """speculators_model_type -> the first release that reads it. Source: configs/speculators/algos.py of each."""
 
     learnt: ClassVar[Mapping[Habit, tuple[Release, Outcome]]] = {
         "encoder-names": (READS_IS_CAUSAL, "stops"),
@@ -100,6 +133,46 @@ class VllmEngine(ServingEngine):
         """The outcome if this release serves a draft with the habit. Earlier releases know fewer names and keys."""
         first, before = self.learnt.get(habit, ((), "serves"))
         return before if self.release < first else self.habits.get(habit, "serves")
+
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """A speculators config names its kind; vLLM replaces its architectures."""
+        kind = config.get("speculators_model_type")
+        if not isinstance(kind, str) or dialect.name in self.kinds:
+            return super().serves_kind(dialect, config)
+        first = self.speculators_types.get(kind)
+        return first is not None and self.release >= first and not asks_for_latent_attention(config)
+
+    def read_native(self, subject: Subject) -> EngineReading | None:
+        """The values of vLLM's config and model. Source: 0.33.0 config/speculative.py, models/qwen3_dflash.py."""
+        if isinstance(subject.format, SpeculatorsFormat) or self.release < READS_ROPE_STYLE:
+            return None
+        config, nested = subject.config, subject.config.get("dflash_config", {}) or {}
+        if not isinstance(nested, dict) or config.get("dflash_config", {}) is None:
+            raise EngineStops("dflash_config", f"found {config['dflash_config']!r}, expected an object")
+        check_architecture(config, Native.architecture)
+        found = resolve_auto(config)
+        if found is None:
+            return None
+        aux, mask = _captured(config, nested, subject), _mask(config, nested)
+        _check_model(config, found, nested)
+        width = found.get("target_hidden_size") or found["hidden_size"]
+        check_shapes(found, len(aux), subject, target_hidden_size=width)
+        check_captured([layer - 1 for layer in aux], width, subject)
+        check_mask(mask, subject)
+        stated = [value for value in (config.get("is_causal"), nested.get("causal")) if value is not None]
+        sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
+        return EngineReading(
+            windows=_windows(found, nested),
+            causal=causal_of(stated[0] if stated else None, found),
+            taps=tuple(sorted(layer - 1 for layer in aux)),
+            mask_token_id=mask,
+            rope=found["rope_parameters"],
+            eps=found["rms_norm_eps"],
+            neox=bool(config.get("is_neox_style", True)),
+            sinks=bool(sinks),
+            value_scale=nested.get("attention_value_scale"),
+            logit_scale=config.get("logit_scale", 1.0),
+        )
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """Causality of the keys that this release reads, else by kind of layer."""
@@ -119,7 +192,7 @@ class VllmEngine(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
-        speculative: Json = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        speculative: Json = {"method": pair.method, "model": model, "num_speculative_tokens": pair.num_draft_tokens}
         if revision:
             speculative["revision"] = revision
         if pair.schedule and self.release >= READS_SCHEDULE:
@@ -137,6 +210,64 @@ class VllmEngine(ServingEngine):
         words = ["vllm", "serve", target, *words_of(options)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
+
+
+def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject) -> list[int]:
+    """The layers that vLLM captures, counted from 1, in the order of the file."""
+    key, taps = AUX_KEY, config.get(AUX_KEY)
+    if not taps:
+        key, taps = "target_layer_ids", nested.get("target_layer_ids") or config.get("target_layer_ids")
+    offset = 0 if key == AUX_KEY else 1
+    if not isinstance(taps, list) or not taps or not all(is_number(tap) and tap == int(tap) for tap in taps):
+        raise EngineStops(key, f"found {taps!r}, expected a list of integers")
+    aux = [int(tap) + offset for tap in taps]
+    if min(aux) < 0 or len(set(aux)) < len(aux):
+        raise EngineStops(key, f"{taps}: vLLM captures fewer layers than fc.weight reads")
+    return aux
+
+
+def _mask(config: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
+    """The mask token's id, from the first key that vLLM finds."""
+    if "mask_token_id" in nested:
+        return whole("dflash_config.mask_token_id", nested["mask_token_id"])
+    named = {key: config[key] for key in MASK_KEYS if key in config}
+    if named.get("mask_token_id", 0) is None:
+        del named["mask_token_id"]
+    if not named:
+        raise EngineStops("mask_token_id", "missing")
+    return whole(*next(iter(named.items())))
+
+
+def _windows(found: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer. use_swa gives a window to every layer of a draft without sliding layers."""
+    kinds = found["layer_types"]
+    everywhere = bool(nested.get("use_swa", False)) and SLIDING not in kinds
+    window = nested.get("swa_window_size", found["sliding_window"] or None)
+    if window is None and (everywhere or SLIDING in kinds):
+        raise EngineStops("sliding_window", "missing or switched off, although a layer is sliding")
+    return tuple(window if everywhere or kind == SLIDING else None for kind in kinds)
+
+
+def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mapping[str, Any]) -> None:
+    """Require what vLLM builds the draft's modules from. The rope gets vLLM's names of its types."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
+        raise EngineStops("rope_scaling.type", f"{rope['type']!r}, but rope_type is {rope['rope_type']!r}")
+    if found["rope_parameters"]["rope_type"] == "mrope" and "mrope_section" in found["rope_parameters"]:
+        found["rope_parameters"] = {**found["rope_parameters"], "rope_type": "default"}
+    if found["rope_parameters"]["rope_type"] == "longrope":
+        raise EngineStops("rope_scaling.rope_type", "longrope, whose table of positions vLLM's DFlash model lacks")
+    check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
+    if nested.get("sample_from_anchor"):
+        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
+    if found["hidden_act"] != "silu":
+        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        if found.get(key) is not None and not is_int(found[key]):
+            raise EngineStops(key, f"found {found[key]!r}, expected an integer")
+    for key in ("max_position_embeddings", "vocab_size"):
+        if found[key] < (1 if key == "max_position_embeddings" else 0):
+            raise EngineStops(key, f"found {found[key]}")
 
 
 @check_vllm(

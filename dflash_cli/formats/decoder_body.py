@@ -102,7 +102,7 @@ def partial_rope_notes(config: Mapping[str, Any]) -> list[Notice]:
 
 def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str = "") -> Json:
     """The keys of an object that the reader does not consume, with the prefix of their container."""
-    skipped = {*consumed, *NEVER_CARRIED}
+    skipped = {*consumed, *(NEVER_CARRIED if prefix != NESTED else ())}
     return {prefix + key: value for key, value in config.items() if key not in skipped}
 
 

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,6 +65,8 @@ class Format(ABC):
     engine              the serving engine it is written for, None if it is written for all
     family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
+    serve_method        the name that engines give this way of drafting in their commands
+    samples_from_anchor whether it predicts at the anchor too, so that a block of B proposes B tokens
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
     keys                field -> the dotted keys that state it; readers prefer the first
@@ -100,6 +102,8 @@ class Format(ABC):
     engine: ClassVar[str | None] = None
     family: ClassVar[str] = "dflash"
     difference: ClassVar[str] = ""
+    serve_method: ClassVar[str] = "dflash"
+    samples_from_anchor: ClassVar[bool] = False
 
     keys: ClassVar[Keys] = {}
     added: ClassVar[Mapping[str, str]] = {}
@@ -188,6 +192,18 @@ class Format(ABC):
         """Key -> what it asks for that DFlash does not compute."""
         return {}
 
+    def stored_key(self, carried: str) -> str:
+        """The dotted key of the config under which a carried key is stored."""
+        return carried
+
+    def unread(self, config: Mapping[str, Any]) -> Json:
+        """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""
+        return {}
+
+    def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
+        """The keys that are neither fields of a draft nor usual keys of Hugging Face's configs."""
+        return sorted(key for key in {**carried, **self.unread(config)} if key not in USUAL_KEYS)
+
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""
         return config, dict(carried)
@@ -261,12 +277,32 @@ class Unrecognised(Format):
         raise UnsupportedError(f"{self.title} cannot be written")
 
 
+USUAL_KEYS = frozenset(
+    {
+        "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+        "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers", "output_attentions",
+        "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "torch_dtype", "transformers_version",
+        "use_cache",
+    }
+)  # fmt: skip
+"""Keys of every config that transformers writes, which change nothing about a draft."""
+
 NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
+
+
+SERVERS: Registry[Callable[[Format, Mapping[str, Any]], tuple[str, ...]]] = Registry("servers")
+"""The function that names the engines with a model for a draft of another kind. The package of engines registers it."""
+
+
+def servers_of(dialect: Format, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines that serve a draft of another kind, whether or not dflash runs it."""
+    all_formats()
+    return tuple(name for serves in SERVERS.values() for name in serves(dialect, config))
 
 
 @dataclass(frozen=True, slots=True)

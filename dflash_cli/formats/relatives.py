@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures, servers_of
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
@@ -23,6 +23,7 @@ class Relative(Format):
     """A kind of draft that is not DFlash 1. Subclasses are data: markers, and the difference from DFlash."""
 
     priority: ClassVar[int] = 10
+    settings: ClassVar[tuple[str, ...]] = ("dflash_config.", "")
 
     types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `speculators_model_type`."""
@@ -36,8 +37,6 @@ class Relative(Format):
     """Config keys, at the top level or in `dflash_config`, that only this kind has."""
     tensors: ClassVar[str] = r"(?!)"
     """Matches the start of tensor names that only this kind has."""
-    served_by: ClassVar[str]
-    """The engines that register its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         """The evidence of the most explicit marker. A stated speculators type overrules all but `model_type`."""
@@ -61,8 +60,8 @@ class Relative(Format):
             id="relative-of-dflash",
             path=path,
             found=self.name,
-            hint=f"it is served by {self.served_by}; dflash handles DFlash drafts only, and removing the extra parts "
-            f"would change the model",
+            hint=f"{served_in_words(self, config)}; dflash does not run it, and removing the extra parts would change "
+            f"the model",
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
@@ -82,6 +81,14 @@ class Relative(Format):
         return f"it has the tensor {found}" if found else None
 
 
+def served_in_words(dialect: Format, config: Mapping[str, Any]) -> str:
+    """The engines that serve a draft of another kind, in a sentence."""
+    names = servers_of(dialect, config)
+    return (
+        f"{' and '.join(names)} {'serve' if len(names) > 1 else 'serves'} it" if names else "no known engine serves it"
+    )
+
+
 DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transformer_layer_config")
 """Keys that drafts have and targets lack."""
 
@@ -91,12 +98,11 @@ class Domino(Relative):
     """Domino, also under the architecture name DFlashDraftModel."""
 
     title = "Domino"
-    projectors = frozenset({"domino"})
+    projectors = frozenset({"domino", "causal_v5"})
     architectures = r"Domino"
     markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
     tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
-    served_by = "SGLang 0.5.23"
 
 
 @FORMATS.register("dspark")
@@ -104,6 +110,8 @@ class DSpark(Relative):
     """DSpark, and files with markov_rank 0 that are published as DFlash."""
 
     title = "DSpark"
+    samples_from_anchor = True
+    serve_method = "dspark"
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
@@ -114,7 +122,6 @@ class DSpark(Relative):
     difference = (
         "it also predicts at the last committed token, so a block of B proposes B tokens, and a Markov head links them"
     )
-    served_by = "vLLM 0.33, and by SGLang unless markov_rank is 0"
 
 
 @FORMATS.register("dflash2")
@@ -129,7 +136,6 @@ class DFlash2(Relative):
     difference = (
         "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
     )
-    served_by = "vLLM 0.33, SGLang 0.5.23 and z-lab's dflash 0.1.0"
 
 
 @FORMATS.register("xpress")
@@ -141,7 +147,6 @@ class XPress(Relative):
     architectures = r".*XPress"
     markers = frozenset({"xpress_topc"})
     difference = "its layers and its way of drafting are different"
-    served_by = "vLLM 0.33"
 
 
 @FORMATS.register("lilicorr")
@@ -151,7 +156,6 @@ class LiLiCorr(Relative):
     title = "LiLiCorr"
     architectures = r"LiLiCorr"
     difference = "a correction step changes the tokens that the block proposes"
-    served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
 @FORMATS.register("laguna")
@@ -162,7 +166,6 @@ class Laguna(Relative):
     architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
     difference = "its attention is gated, and each tapped layer's output has its own norm"
-    served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
 @FORMATS.register("muse")
@@ -173,7 +176,6 @@ class Muse(Relative):
     model_types = frozenset({"muse_glimmer_assistant"})
     architectures = rf"MuseGlimmerAssistant|MuseSpark(?!{TARGET_CLASS})"
     difference = "its context encoder has other tensor names, and only transformers reads its settings"
-    served_by = "transformers 5.23 and vLLM 0.33"
 
 
 @FORMATS.register("eagle3")
@@ -181,11 +183,32 @@ class Eagle3(Relative):
     """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
 
     title = "EAGLE-3"
-    types = frozenset({"eagle", "eagle3"})
-    architectures = r".*Eagle"
+    types = frozenset({"eagle3"})
+    architectures = r".*Eagle3"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
     difference = "it drafts one token at a time, each from the previous token's hidden state"
-    served_by = "vLLM and SGLang"
+
+
+@FORMATS.register("eagle")
+class Eagle(Relative):
+    """EAGLE and EAGLE-2, whose head has a target's architecture name. Its fc.weight has no norm beside it."""
+
+    title = "EAGLE"
+    priority = 12
+    types = frozenset({"eagle"})
+    architectures = r".*Eagle"
+    difference = "it drafts one token at a time, each from the previous token's hidden state and embedding"
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        """A DFlash draft also has fc.weight, with hidden_norm.weight and the architecture of a draft."""
+        is_head = "fc.weight" in tensor_names and not any("hidden_norm" in name for name in tensor_names)
+        is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
+        found = super().evidence(config, tensor_names)
+        return (
+            "it has the tensor fc.weight without hidden_norm.weight"
+            if not found and is_head and not is_draft
+            else found
+        )
 
 
 @FORMATS.register("peagle")
@@ -199,7 +222,6 @@ class PEagle(Relative):
     markers = frozenset({"mask_hidden"})
     tensors = r"mask_hidden"
     difference = "it is an EAGLE head run in parallel over learned mask states"
-    served_by = "vLLM"
 
 
 @FORMATS.register("mtp")
@@ -210,7 +232,6 @@ class Mtp(Relative):
     types = frozenset({"mtp"})
     architectures = r".*MTP"
     difference = "it is a chain of prediction layers that belong to the target"
-    served_by = "vLLM and SGLang, with the target it belongs to"
 
 
 @FORMATS.register("hunyuan")
@@ -222,7 +243,6 @@ class HunYuan(Relative):
     model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
     tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."
     difference = "it applies rope to queries and keys before their norms, DFlash after them"
-    served_by = "no released engine (vllm-project/vllm#43397 proposed a model for it)"
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         """A HunYuan target has the same names, so only a config with a draft's keys counts."""

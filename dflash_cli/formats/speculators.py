@@ -70,6 +70,15 @@ TOP_KEYS = frozenset(
 )  # fmt: skip
 
 
+PROPOSAL_KEYS = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
+PROPOSAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "proposal_type": ("greedy",),
+    "verifier_accept_k": (1,),
+    "accept_tolerance": (0,),
+}
+"""Key of a proposal method -> the values that change nothing."""
+
+
 @FORMATS.register("speculators")
 class SpeculatorsFormat(Format):
     """speculators checkpoints."""
@@ -139,6 +148,25 @@ class SpeculatorsFormat(Format):
     def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
         body = as_object(config.get("transformer_layer_config"))
         return find_unserved(config, body, as_object(body.get("dflash_config")))
+
+    def stored_key(self, carried: str) -> str:
+        is_outer = carried.startswith((TOP, "speculators_config."))
+        return carried.removeprefix(TOP) if is_outer else BODY + carried
+
+    def unread(self, config: Mapping[str, Any]) -> Json:
+        """The keys of speculators_config beyond the ones that 0.9 writes, and settings of proposals with an effect."""
+        outer = as_object(config.get("speculators_config"))
+        methods = outer.get("proposal_methods")
+        found = {f"speculators_config.{key}": value for key, value in outer.items() if key not in PROPOSAL_KEYS}
+        for index, method in enumerate(methods if isinstance(methods, list) else ()):
+            for key, value in as_object(method).items():
+                is_plain = value is None or value in PROPOSAL_VALUES.get(key, ())
+                if key != "speculative_tokens" and not is_plain:
+                    found[f"speculators_config.proposal_methods[{index}].{key}"] = value
+        for key, value in as_object(outer.get("verifier")).items():
+            if key not in ("name_or_path", "architectures"):
+                found[f"speculators_config.verifier.{key}"] = value
+        return found
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the keys of speculators 0.9, with every default.

@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.fields import look_up, with_keys
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.hf_config import SLIDING, usual_layer_types
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import is_int
 
@@ -87,12 +87,17 @@ class StatedConfig:
 
     @property
     def layer_types(self) -> list[str]:
-        """The stated kind of each layer; full attention for every layer if none is stated."""
+        """The stated kind of each layer, or the kinds that transformers' config class gives the layers."""
         value = self.body.get("layer_types")
         if isinstance(value, list):
             return [item for item in value if isinstance(item, str)]
         count = self.body.get("num_hidden_layers")
-        return [FULL] * (count if is_int(count) and 0 < count < MAX_LAYERS else 1)
+        return list(usual_layer_types(self.body, count if is_int(count) and 0 < count < MAX_LAYERS else 1))
+
+    @property
+    def states_kinds(self) -> bool:
+        """Whether readers agree on the kinds of layers: they are stated, or the draft is read as Qwen3 by all."""
+        return self.body.get("layer_types") is not None or self.body.get("model_type", "qwen3") == "qwen3"
 
     @property
     def window_keys(self) -> list[str]:

@@ -84,6 +84,16 @@ def find_unserved(*objects: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for item in objects for key, text in _unserved(item, head_dim)}
 
 
+def asks_for_latent_attention(config: Mapping[str, Any]) -> bool:
+    """Whether a draft of any kind states latent attention, for which no engine has a model of a draft."""
+    objects = (config, as_object(config.get("dflash_config")), as_object(config.get("transformer_layer_config")))
+    return any("mla" in _modes(item.get(key)) for item in objects for key in MODE_KEYS)
+
+
+def _modes(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
 def _unserved(item: Mapping[str, Any], head_dim: object) -> Iterator[tuple[str, str]]:
     for key, (neutral, meaning) in UNSERVED.items():
         value = item.get(key)
@@ -94,7 +104,7 @@ def _unserved(item: Mapping[str, Any], head_dim: object) -> Iterator[tuple[str, 
             yield "rope_dim", f"{_shown(inner['rope_dim'])}: rope over a part of each head"
     for key in MODE_KEYS:
         mode = item.get(key)
-        if "mla" in (mode if isinstance(mode, list) else [mode]):
+        if "mla" in _modes(mode):
             yield key, f"{mode!r}: latent attention, for which no engine has a DFlash model"
 
 

@@ -49,6 +49,15 @@ class NamedEngine(Protocol):
     def served_causality(self, subject: "Subject") -> tuple[bool, ...] | None:
         """Causality of each layer as the engine serves it; None if it is not known."""
 
+    def loads_config(self, subject: "Subject") -> bool | None:
+        """Whether the engine's own code accepts the config; None if that code is not modelled for it."""
+
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Whether the engine has a model for a draft of another kind."""
+
+    def ignores_extra_tensors(self) -> bool:
+        """Whether the engine loads a file with tensors that its model does not have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPlan:
@@ -114,6 +123,11 @@ class Subject:
     def format(self) -> Format:
         """The dialect of the draft, which reads and locates its fields."""
         return self.detection.format if self.detection is not None else UNRECOGNISED
+
+    @property
+    def is_other_kind(self) -> bool:
+        """Whether the draft is of another kind than DFlash. Engines may serve it, although dflash does not run it."""
+        return bool(self.format.difference)
 
     @property
     def dialect(self) -> str | None:
@@ -256,26 +270,33 @@ def _parse(
 def _guess_sizes(stated: StatedConfig) -> DraftConfig | None:
     """The sizes that the config states, with stand-ins for fields that no tensor shape depends on."""
     body = stated.body
-    if not all(is_int(body.get(key)) and 0 < body[key] < 2**31 for key in BODY_SIZES):
+    if not all(is_int(body.get(key)) for key in BODY_SIZES):
         return None
-    if body["num_hidden_layers"] > MAX_LAYERS:
-        return None
-    fields = {name: body[key] for key, name in BODY_SIZES.items()}
     reduced = stated.value("draft_vocab_size")
+    return stand_in(
+        {name: body[key] for key, name in BODY_SIZES.items()},
+        len(stated.taps or (0,)),
+        attention_bias=body.get("attention_bias") is True,
+        has_sinks=stated.value("has_sinks") is True,
+        **({"draft_vocab_size": reduced} if is_int(reduced) else {}),
+    )
+
+
+def stand_in(sizes: Mapping[str, int], num_taps: int, **fields: Any) -> DraftConfig | None:
+    """A config with the sizes and stand-ins for fields that no tensor shape depends on; None if a size is wrong."""
+    if not all(0 < size < 2**31 for size in sizes.values()) or sizes["num_layers"] > MAX_LAYERS:
+        return None
     try:
         return DraftConfig(
-            **fields,
-            draft_vocab_size=reduced if is_int(reduced) else fields["vocab_size"],
+            **{"draft_vocab_size": sizes["vocab_size"], **sizes, **fields},
             rms_norm_eps=1e-6,
             max_position_embeddings=1,
             rope=RopeConfig(theta=1.0),
             block_size=2,
-            target_layer_ids=tuple(range(len(stated.taps or (0,)))),
+            target_layer_ids=tuple(range(num_taps)),
             mask_token_id=0,
-            causal=(False,) * fields["num_layers"],
-            windows=(None,) * fields["num_layers"],
-            attention_bias=body.get("attention_bias") is True,
-            has_sinks=stated.value("has_sinks") is True,
+            causal=(False,) * sizes["num_layers"],
+            windows=(None,) * sizes["num_layers"],
         )
     except InvalidConfig:
         return None

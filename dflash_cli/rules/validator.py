@@ -68,9 +68,17 @@ def apply_rules(rules: Sequence[Rule], subject: Subject) -> list[Finding]:
 
 
 def _drop_explained(findings: Sequence[Finding]) -> list[Finding]:
-    """Drop findings of stage `unexplained` if another rule reports an error in the config."""
-    is_explained = any(
-        item.severity == "error" and item.location.startswith(CONFIG_FILE) and item.stage != "unexplained"
+    """Drop findings of stage `unexplained` if another rule reports an error in the config.
+
+    If the finding is about an engine, the error must have the same outcome for that engine.
+    """
+    errors = [
+        item
         for item in findings
-    )
-    return [item for item in findings if item.stage != "unexplained" or not is_explained]
+        if item.severity == "error" and item.location.startswith(CONFIG_FILE) and item.stage != "unexplained"
+    ]
+    return [item for item in findings if item.stage != "unexplained" or not any(_explains(by, item) for by in errors)]
+
+
+def _explains(error: Finding, item: Finding) -> bool:
+    return not item.engines or (error.outcome == item.outcome and all(map(error.concerns, item.engines)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.rules.rule import Finding
-from dflash_cli.rules.subject import NamedEngine, Subject
+from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_runtime.documents import HIDDEN, computed_key
 
 
@@ -14,10 +14,12 @@ class Verdict:
     """How one engine serves the draft.
 
     engine      the engine with its release, such as `vllm 0.33`; `name` is the engine alone
-    outcome     the worst outcome of the findings; "unknown" for a draft of another kind, which the engine may serve
+    outcome     the worst outcome of the findings. For a draft of another kind: "serves" if the engine has a model for
+                it, else "stops"; "unknown" if the kind is not known
     reasons     the ids of the rules with that outcome
     trained     causality of each layer as the config is read; None if it cannot be read
     is_stated   whether the config states the causality
+    kind        the kind of the draft, if it is not DFlash
     """
 
     engine: str
@@ -27,6 +29,7 @@ class Verdict:
     name: Annotated[str, HIDDEN] = ""
     trained: Annotated[tuple[bool, ...] | None, HIDDEN] = None
     is_stated: Annotated[bool, HIDDEN] = True
+    kind: Annotated[str, HIDDEN] = ""
 
     @property
     @computed_key
@@ -35,6 +38,9 @@ class Verdict:
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
         if self.outcome == "unknown":
             return f"{self.engine}: not judged, since the draft is not a DFlash draft{because}"
+        if self.kind:
+            verb = "serves" if self.outcome == "serves" else "does not serve"
+            return f"{self.engine}: {verb} {self.kind} drafts of this architecture; dflash does not check or run them"
         if self.outcome == "stops":
             return f"{self.engine}: cannot serve the draft{because}"
         ending = f" -> acceptance drops{because}" if self.outcome == "drops" else ""
@@ -59,8 +65,15 @@ def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
 def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:
     about = [item for item in findings if item.severity == "error" and item.concerns(engine.name)]
     identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
+    if identity and subject.is_other_kind:
+        outcome = "serves" if engine.serves_kind(subject.format, subject.config) else "stops"
+        return Verdict(
+            engine=str(engine), name=engine.name, outcome=outcome, reasons=identity, kind=subject.format.title
+        )
     if identity:
         return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
+    if engine.loads_config(subject):  # the engine's own code decides, not the rules on all engines
+        about = [item for item in about if item.outcome != "stops" or not item.location.startswith(CONFIG_FILE)]
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     return Verdict(
         engine=str(engine),

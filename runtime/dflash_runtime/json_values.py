@@ -1,5 +1,7 @@
 """Checks of JSON values. In Python a bool is an int, but in JSON true and false are not numbers."""
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -10,10 +12,19 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is a number and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a finite number and not a bool."""
+    return (isinstance(value, float) and math.isfinite(value)) or is_int(value)
 
 
 def as_object(value: object) -> Mapping[str, Any]:
     """The value if it is a JSON object, otherwise an empty object."""
     return value if isinstance(value, dict) else {}
+
+
+def finite(value: Any) -> Any:
+    """A JSON value in which text replaces NaN and Infinity, so that a document can hold it."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def article(noun: str) -> str:
+    """`a DSpark`, `an EAGLE-3`, `an MTP`: the noun with its indefinite article."""
+    return f"{'an' if noun[0] in 'AEIOU' or noun.startswith(('MTP', 'XPress')) else 'a'} {noun}"
+
+
 def shorten(text: str, limit: int) -> str:
     """The text, cut to at most `limit` characters. A cut text ends in `…`."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -19,7 +19,7 @@ MOST_USED = (
     "z-lab/Qwen3-8B-DFlash-b16", "z-lab/Qwen3-Coder-30B-A3B-DFlash", "z-lab/Qwen3.6-27B-DFlash",
     "z-lab/Qwen3.6-35B-A3B-DFlash", "z-lab/gpt-oss-20b-DFlash",
 )  # fmt: skip
-BECAUSE_OF_TRAINING = {"C11", "C19", "C39", "S03", "S23"}
+BECAUSE_OF_TRAINING = {"C11", "C19", "C39", "S03", "S23", "S33"}
 """Warnings that ask for a missing setting, or tell how to start an engine."""
 
 

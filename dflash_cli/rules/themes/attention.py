@@ -48,9 +48,9 @@ def layer_types_fit(subject: Subject) -> Iterator[Problem]:
 )
 def windows_take_effect(subject: Subject) -> Iterator[Problem]:
     """If the draft has sliding layers, sliding_window is a positive integer and use_sliding_window is true."""
-    if SLIDING not in subject.stated.layer_types:
-        return
     body = subject.stated.body
+    if SLIDING not in subject.stated.layer_types or body.get("layer_types") is None:
+        return
     window = body.get("sliding_window")
     if not is_int(window) or window < 1:
         yield Problem(

@@ -20,14 +20,14 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
     "S18",
     effect="readers stop, or use another value of a repeated key than you see",
     fix="write the file as strict JSON, then check it: dflash validate {draft}",
-    source="RFC 8259; python json accepts NaN and repeated keys",
+    source="RFC 8259; python json accepts repeated keys",
     stage="files",
 )
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
-    A strict file is UTF-8 and has neither NaN nor Infinity, no repeated key, and no number beyond 64 bits. Most
-    parsers keep the last of several equal keys and do not warn.
+    A strict file is UTF-8 and has no repeated key, and no integer beyond 64 bits. Most parsers keep the last of several
+    equal keys and do not warn. A key that dflash does not use may hold NaN and Infinity, which Python writes and reads.
     """
     if CONFIG_FILE in subject.files:
         yield from _of_error(subject.config_error, CONFIG_FILE)

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.decoder_body import BODY_FIELDS
-from dflash_cli.formats.unserved import PLAIN_PROJECTORS
-from dflash_cli.rules.rule import FIX_COPY, Problem, Severity, check
+from dflash_cli.formats.relatives import served_in_words
+from dflash_cli.formats.unserved import MODE_KEYS, PLAIN_PROJECTORS
+from dflash_cli.rules.rule import FIX_COPY, Outcome, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.json_values import is_int
+from dflash_runtime.phrases import article
 
 BODY_REQUIRED = (
     "hidden_size",
@@ -52,7 +55,8 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
     if difference:
         yield Problem(
             subject.location("architectures"),
-            f"found a {detection.format.title} draft ({detection.evidence}), expected DFlash",
+            f"found {article(detection.format.title)} draft ({detection.evidence}), expected DFlash; "
+            f"{served_in_words(detection.format, subject.config)}",
             effect=f"an engine that takes it for a DFlash draft stops or proposes poor tokens: {difference}",
         )
     if kind is not None and subject.config.get(kind[0]) != kind[1]:
@@ -63,7 +67,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="engines ignore the head that belongs to this projector, and do not warn",
-    fix="serve it with an engine made for that head; if no head exists, delete the key: dflash validate {draft}",
+    fix="dflash inspect {draft} --tensors # lists the head; serve the draft with the engine that it was made for",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
@@ -93,7 +97,28 @@ def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
     """
     for key, text in subject.format.unserved(subject.config).items():
         if key not in ("projector_type", "sample_from_anchor"):
-            yield Problem(subject.at(key), text, outcome="serves" if key in READ_BY_ENGINES else "drops")
+            outcome: Outcome = "serves" if key in READ_BY_ENGINES else "stops" if key in MODE_KEYS else "drops"
+            yield Problem(subject.at(key), text, outcome=outcome)
+
+
+@check(
+    "C49",
+    "info",
+    effect="dflash does not apply the key; an engine that knows it may",
+    fix="dflash inspect {draft} --json # shows the value",
+    source="sgl-project/sglang#34171",
+)
+def every_key_is_known(subject: Subject) -> Iterator[Problem]:
+    """Every key of the config and of the headers' metadata is known.
+
+    A trainer may write settings of a newer kind of draft, such as the length head of AdaFlash.
+    """
+    if subject.parsed is not None:
+        for key in subject.format.unknown_keys(subject.config, subject.parsed.carried):
+            yield Problem(subject.location(subject.format.stored_key(key)), f"{key} is not known")
+    metadata = subject.checkpoint.metadata if subject.checkpoint is not None and subject.tensors else {}
+    for key in sorted(metadata.keys() - {"format"}):
+        yield Problem(f"{WEIGHTS}:__metadata__.{key}", f"the header's metadata {key} is not known")
 
 
 @check(

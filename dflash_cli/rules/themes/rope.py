@@ -1,6 +1,6 @@
 """Rules on rotary embeddings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
@@ -9,6 +9,15 @@ from dflash_cli.rules.shapes import different
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import rope_parameters
 from dflash_runtime.json_values import as_object, is_number
+
+NEEDED_BY_ROPE: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Rope type -> the parameters that it needs. For a missing original length readers take max_position_embeddings."""
 
 
 @check(
@@ -51,19 +60,19 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C24",
-    effect="readers stop, or assume the original length when they stretch positions",
+    effect="transformers' config class stops with a KeyError, or readers assume the original length",
     fix="write the value used in training, then check it: dflash validate {draft}",
-    source="Avarok/atlas#78",
+    source="transformers modeling_rope_utils.py; Avarok/atlas#78",
 )
-def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
-    """YaRN rope states its factor and its original length."""
+def rope_is_complete(subject: Subject) -> Iterator[Problem]:
+    """A rope type other than default states every parameter that it needs, as YaRN its factor and original length."""
     for key in ROPE_KEYS:
         rope = as_object(subject.stated.body.get(key))
-        if rope.get("rope_type", rope.get("type")) != "yarn":
-            continue
-        for field in ("factor", "original_max_position_embeddings"):
-            if not is_number(rope.get(field)):
-                yield Problem(subject.body_at(f"{key}.{field}"), "missing for rope type yarn")
+        kind = rope.get("rope_type", rope.get("type"))
+        for field in NEEDED_BY_ROPE.get(kind, ()) if isinstance(kind, str) else ():
+            value = rope.get(field)
+            if not is_number(value) and not (isinstance(value, list) and value):
+                yield Problem(subject.body_at(f"{key}.{field}"), f"missing for rope type {kind}")
 
 
 @check(

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
@@ -78,13 +79,17 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     if dims is None or common_prefix(subject) is not None:
         return
     _, unexpected, _ = compare_tensors(owned_shapes(dims), _shapes(subject))
+    stopping = _names_of(subject, ignoring=False)
+    for name in subject.tensors or ():
+        if name.startswith("verifier_") and stopping:
+            yield Problem(f"{WEIGHTS}:{name}", "unexpected: left over from training", engines=stopping)
     beyond = [name for name in unexpected if any(index >= dims.num_layers for index in layer_indices([name]))]
     biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
     for name in unexpected:
         if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
-        yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
+        yield from extra_tensor(subject, Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}"))
     if not subject.format.keeps_head and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
             if name in (subject.tensors or {}):
@@ -116,7 +121,10 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
         why = f" = {dims.num_taps} tapped layers x {dims.feature_size}" if name == "fc.weight" else ""
-        yield Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
+        problem = Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
+        loading = [engine.name for engine in subject.plan.engines if engine.loads_config(subject)]
+        others = tuple(engine.name for engine in subject.plan.engines if engine.name not in loading)
+        yield replace(problem, engines=others) if others else problem if not loading else _harmless(problem)
 
 
 @check(
@@ -153,7 +161,12 @@ def layers_are_counted(subject: Subject) -> Iterator[Problem]:
         return
     found = layer_indices(subject.tensors)
     if len(found) != 0 and (len(found) != count or found != list(range(len(found)))):
-        yield Problem(WEIGHTS, f"found the layers {_numbers(found)}, expected 0..{count - 1}")
+        problem = Problem(WEIGHTS, f"found the layers {_numbers(found)}, expected 0..{count - 1}")
+        stopping = _names_of(subject, ignoring=False) if max(found) >= count else ()
+        if stopping:
+            yield replace(problem, engines=stopping, outcome="stops", effect="the engine does not know the layers")
+        if not stopping or _names_of(subject, ignoring=True):
+            yield replace(problem, engines=_names_of(subject, ignoring=True) or None)
 
 
 @check(
@@ -267,6 +280,26 @@ def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
     """The draft's own tensors, without the id map and copies of the target's tensors."""
     skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
     return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
+
+
+def extra_tensor(subject: Subject, problem: Problem) -> Iterator[Problem]:
+    """The problem with a tensor that the model lacks: an error about named engines that stop, else a warning."""
+    ignoring, stopping = _names_of(subject, ignoring=True), _names_of(subject, ignoring=False)
+    if stopping or not ignoring:
+        yield replace(problem, engines=stopping or None)
+    if ignoring:
+        effect = "the engine ignores the tensor; if the draft was trained with it, acceptance drops"
+        yield replace(problem, engines=ignoring, severity="warning", outcome="serves", effect=effect)
+
+
+def _harmless(problem: Problem) -> Problem:
+    """The problem as a warning: the named engines take the sizes from other keys, and load the file."""
+    return replace(problem, severity="warning", outcome="serves", effect="readers that follow every key stop at it")
+
+
+def _names_of(subject: Subject, *, ignoring: bool) -> tuple[str, ...]:
+    """The named engines that ignore tensors that their model lacks, or those that stop at them."""
+    return tuple(item.name for item in subject.plan.engines if item.ignores_extra_tensors() is ignoring)
 
 
 def common_prefix(subject: Subject) -> str | None:

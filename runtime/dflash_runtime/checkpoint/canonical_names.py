@@ -34,6 +34,7 @@ class CanonicalCheckpoint(Checkpoint):
         self.path = stored.path
         self.config = stored.config
         self._config = config
+        self._metadata = {}
         self._tensors = None
         self._stored_rows: dict[str, StoredRows] = {}
 
@@ -49,6 +50,10 @@ class CanonicalCheckpoint(Checkpoint):
                 self._stored_rows = find_stored_rows(self._config, shapes, path=self.path)
             self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._stored_rows.items()}
         return self._tensors
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self.stored.metadata
 
     def stored_rows(self, name: str) -> StoredRows:
         return self._stored_rows[self.tensors[name].name]

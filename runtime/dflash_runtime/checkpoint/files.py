@@ -90,8 +90,9 @@ class Checkpoint:
                 expected="a checkpoint directory with config.json",
             )
         refuse_escape(self.path, self.config_path)
-        self.config = read_json(self.config_path)
+        self.config = read_json(self.config_path, is_config=True)
         self._tensors: dict[str, TensorInfo] | None = None
+        self._metadata: dict[str, str] = {}
 
     @property
     def config_path(self) -> Path:
@@ -105,6 +106,11 @@ class Checkpoint:
         return self._tensors
 
     @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the headers, which writers of safetensors may add."""
+        return self._metadata if self.tensors else {}
+
+    @property
     def file_names(self) -> frozenset[str]:
         """The names of the files beside `config.json`."""
         return frozenset(item.name for item in self.path.iterdir())
@@ -113,7 +119,7 @@ class Checkpoint:
         """Read the headers of the named weight files, in this order."""
         for name in names:
             refuse_escape(self.path, self.path / name)
-            yield read_header(self.path / name)
+            yield read_header(self.path / name, self._metadata)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -158,8 +164,8 @@ class Checkpoint:
         return read_json(path) if path.exists() else None
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file, and return its tensors by name.
+def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str, TensorInfo]:
+    """Read the header of one safetensors file, and return its tensors by name. Its metadata is added to `metadata`.
 
     Raises:
         CheckpointError: the file cannot be read; see also `parse_header`.
@@ -167,7 +173,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         size = regular_size(file)  # before the file is opened, because opening a pipe would wait
         with file.open("rb") as stream:
-            return parse_header(stream.read, size, file)
+            return parse_header(stream.read, size, file, metadata)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
 
@@ -180,11 +186,14 @@ def read_metadata(file: Path) -> dict[str, str]:
     return metadata
 
 
-def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[str, TensorInfo]:
+def parse_header(
+    read: Callable[[int], bytes], size: int, file: Path, metadata: dict[str, str] | None = None
+) -> dict[str, TensorInfo]:
     """Parse and check the header of a file of `size` bytes, and return its tensors by name.
 
-    `read` returns the next bytes of the file. The header fits the file. Every entry has a known dtype, and its shape
-    agrees with its offsets. The tensors cover the data without holes or overlaps.
+    `read` returns the next bytes of the file. The header's metadata is added to `metadata`. The header fits the file.
+    Every entry has a known dtype, and its shape agrees with its offsets. The tensors cover the data without holes or
+    overlaps.
 
     Raises:
         CheckpointError: the header breaks one of these rules; names the file and the tensor.
@@ -210,7 +219,10 @@ def parse_header(read: Callable[[int], bytes], size: int, file: Path) -> dict[st
         text, expected = f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", f"at most {MAX_TENSORS}"
         raise CheckpointError(text, id="too-many-tensors", path=file, expected=expected)
     header = parse_json(data, file)
-    _check_metadata(header.pop("__metadata__", None), file)
+    found = header.pop("__metadata__", None)
+    _check_metadata(found, file)
+    if metadata is not None:
+        metadata.update(found or {})
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
     return infos

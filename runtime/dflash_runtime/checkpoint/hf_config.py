@@ -34,6 +34,9 @@ SLIDE_TOGETHER = ("mistral", "qwen3_moe")
 SLIDE_LATER = ("qwen2", "qwen3")
 """Model types in which layers slide from `max_window_layers` on, unless `layer_types` is stated."""
 
+USUAL_WINDOW, USUAL_FIRST_WINDOW = 4096, 28
+"""Qwen3Config's defaults of `sliding_window` and `max_window_layers`."""
+
 NO_LAYER_TYPES = ("llama", *SLIDE_TOGETHER)
 """Model types for which transformers ignores `layer_types`, so a stated list must agree with the windows it uses."""
 
@@ -238,10 +241,10 @@ def rope_parameters(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
-    """Return `layer_types`, or full attention in every layer if the key is absent."""
+    """Return `layer_types`, or the kinds that transformers' config class gives the layers if the key is absent."""
     layer_types = config.get("layer_types")
     if layer_types is None:
-        return (FULL,) * num_layers
+        return usual_layer_types(config, num_layers)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         found = len(layer_types) if isinstance(layer_types, list) else layer_types
         raise InvalidConfig("layer_types", found, f"a list of {num_layers} entries", path=path)
@@ -249,6 +252,18 @@ def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> 
         if kind not in (FULL, SLIDING):
             raise InvalidConfig("layer_types", kind, f"{FULL} or {SLIDING}", path=path)
     return tuple(layer_types)
+
+
+def usual_layer_types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Return the kinds of layers that transformers' Qwen3Config gives a draft that states none.
+
+    Layers slide from `max_window_layers` on. z-lab's loader reads drafts of every model type with this class.
+    Source: transformers 5.23.0 models/qwen3/configuration_qwen3.py; z-lab 0.1.0, run.
+    """
+    is_on = config.get("use_sliding_window") is True and config.get("sliding_window", USUAL_WINDOW) is not None
+    first = config.get("max_window_layers", USUAL_FIRST_WINDOW)
+    slides = is_on and is_int(first)
+    return tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int | None, ...]:
@@ -260,7 +275,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tupl
     layer_types = read_layer_types(config, num_layers, path)
     if SLIDING not in layer_types:
         return (None,) * num_layers
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", USUAL_WINDOW if config.get("layer_types") is None else None)
     if not is_int(window) or window < 1:
         raise InvalidConfig("sliding_window", window, "a positive integer for the sliding layers", path=path)
     if config.get("use_sliding_window") is False:

@@ -29,8 +29,10 @@ class _BadValue(ValueError):
         self.id, self.found = id, found
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, is_config: bool = False) -> dict[str, Any]:
     """Read a JSON object strictly: UTF-8, no duplicate keys, no NaN or Infinity.
+
+    A config may hold NaN and Infinity, as Python writes them. Readers of a number refuse them.
 
     Raises:
         CheckpointError: the file is absent, too large, not JSON, or not an object.
@@ -50,10 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=path) from error
-    return parse_json(text, path)
+    return parse_json(text, path, is_config=is_config)
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def parse_json(text: bytes, path: Path, *, is_config: bool = False) -> dict[str, Any]:
     """Parse a JSON object as strictly as `read_json`. `path` names the file in errors.
 
     Raises:
@@ -72,8 +74,8 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
         value = json.loads(
             decoded,
             object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            parse_constant=float if is_config else _refuse_constant,
+            parse_float=float if is_config else _finite,
             parse_int=_small,
         )
         if ESCAPED_SURROGATE.search(decoded):  # a pair is a character; half a pair cannot be written to a file again

@@ -81,13 +81,13 @@ class TestCommand:
         assert [item["outcome"] for item in document["verdicts"]] == ["stops", "stops"]
         assert "C38" in [item["id"] for item in document["findings"]]
 
-    def test_a_relative_is_not_judged_for_engines(self, tmp_path: Path) -> None:
-        """SGLang serves Domino as Domino. The finding says only that the draft is not DFlash."""
-        draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
+    def test_an_engine_may_serve_a_relative(self, tmp_path: Path) -> None:
+        """The finding says only that the draft is not DFlash."""
+        draft = support.make_native(tmp_path / "draft", architectures=["DFlash2DraftModel"])
         outcome = support.invoke("validate", draft, "--engine", "sglang", "--json")
         assert outcome.code == 5
         (verdict,) = json.loads(outcome.out)["verdicts"]
-        assert (verdict["outcome"], verdict["reasons"]) == ("unknown", ["C01"])
+        assert (verdict["outcome"], verdict["reasons"]) == ("serves", ["C01"])
 
     def test_every_finding_has_effect_and_fix(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", block_size=1)

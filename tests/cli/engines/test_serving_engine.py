@@ -28,6 +28,7 @@ OTHER_MEANINGS = {
     "terminal/environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
     "generation/run_facts.py": "names of Python packages",
+    "engines/engine_reading.py": "names of Python packages",
     "main.py": "names of Python packages",
     "terminal/options.py": "names of the code that runs a target",
     "commands/tune.py": "engines with settings that are printed by default",
@@ -64,7 +65,7 @@ def test_each_engine_has_a_command() -> None:
     pair = ServedPair(
         draft="org/draft",
         target="org/target",
-        config=bundled_draft().config,
+        max_position_embeddings=bundled_draft().config.max_position_embeddings,
         target_facts=open_target(fetch_directory(TINY, Role.TARGET)).config,
         num_draft_tokens=7,
         flags=frozenset(),

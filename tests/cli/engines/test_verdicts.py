@@ -158,12 +158,12 @@ def test_faults_that_differ_only_in_location_are_one_finding(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [nested(conv_kernel_size=2), top(markov_rank=0), top(architectures=["DFlash2DraftModel"])]
+    "change", [nested(conv_kernel_size=2), top(markov_rank=0), top(architectures=["LiLiCorrDraftModel"])]
 )
 @pytest.mark.parametrize(
-    "command", [("validate",), ("inspect",), ("serve-command", "--engine", "vllm"), ("convert", "--to", "vllm")]
+    "command", [("validate",), ("inspect",), ("serve-command", "--engine", "llama.cpp"), ("convert", "--to", "vllm")]
 )
-def test_a_relative_is_unsupported_in_every_command(
+def test_a_relative_that_no_engine_serves_is_unsupported_in_every_command(
     change: Callable[[dict[str, Any]], object], command: tuple[str, ...], tmp_path: Path
 ) -> None:
     draft = build(Case(config=change), tmp_path / "draft")
@@ -172,6 +172,36 @@ def test_a_relative_is_unsupported_in_every_command(
     out = [tmp_path / "out"] if command[0] == "convert" else []
     outcome = support.invoke(command[0], draft, *out, *command[1:], *more)
     assert outcome.code == 5, outcome.err
+
+
+@pytest.mark.parametrize(
+    ("engine", "architecture", "outcome"),
+    [
+        ("vllm", "DFlash2DraftModel", "serves"),
+        ("vllm@0.27", "DFlash2DraftModel", "stops"),
+        ("sglang", "DFlash2DraftModel", "serves"),
+        ("transformers", "DFlash2DraftModel", "serves"),
+        ("llama.cpp", "DFlash2DraftModel", "serves"),
+        ("sglang", "Qwen3XPressModel", "stops"),
+        ("vllm", "Qwen3DSparkModel", "serves"),
+        ("vllm", "DominoDraftModel", "stops"),
+    ],
+)
+def test_a_kind_that_dflash_does_not_run_may_be_served(
+    engine: str, architecture: str, outcome: str, tmp_path: Path
+) -> None:
+    """`inspect`, `validate` and `serve-command` give one answer."""
+    draft = build(Case(config=top(architectures=[architecture])), tmp_path / "draft")
+    (verdict,) = report_on(draft, engine).verdicts
+    assert (verdict.outcome, verdict.reasons) == (outcome, ("C01",))
+    target = support.make_target(tmp_path / "target")
+    served = support.invoke("serve-command", draft, "--target", target, "--engine", engine)
+    assert served.code == (0 if outcome == "serves" else 5), served.err
+    assert ("dspark" in served.out) == (architecture == "Qwen3DSparkModel")
+    described = support.invoke("inspect", draft)
+    assert described.error is not None
+    if "@" not in engine:
+        assert (verdict.engine in str(described.error.hint)) == (outcome == "serves")
 
 
 def test_a_prefix_that_no_reader_knows_is_for_the_exporter(tmp_path: Path) -> None:

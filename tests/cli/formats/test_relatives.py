@@ -8,7 +8,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.formats.dialect import detect_from
-from dflash_cli.formats.relatives import Relative
+from dflash_cli.formats.relatives import Relative, served_in_words
 from dflash_runtime.errors import UnknownFormat
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
@@ -51,6 +51,8 @@ BY_CONFIG = {
     "muse": ("muse", native("MuseGlimmerAssistantModel")),
     "muse by its model type": ("muse", native(top={"model_type": "muse_glimmer_assistant"})),
     "eagle 3": ("eagle3", native("LlamaForCausalLMEagle3")),
+    "eagle": ("eagle", native("EagleLlamaForCausalLM")),
+    "domino, by its causal projector": ("domino", native(projector_type="causal_v5")),
     "eagle 3 in speculators": ("eagle3", support.speculators_config(speculators_model_type="eagle3")),
     "p-eagle in speculators": ("peagle", support.speculators_config(speculators_model_type="peagle")),
     "mtp in speculators": ("mtp", support.speculators_config(speculators_model_type="mtp")),
@@ -78,7 +80,7 @@ def test_by_config(name: str, config: dict[str, Any]) -> None:
     with refuses(UnknownFormat, "relative-of-dflash", found=name, path=PATH) as caught:
         found.format.read_config(config, PATH)
     assert found.format.title in caught.value.message
-    assert found.format.served_by in str(caught.value.hint)
+    assert served_in_words(found.format, config) in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("tensor", "name"), BY_TENSORS.items())

@@ -156,8 +156,20 @@ CASES = [
         severity="warning",
         shape=replace(support.SMALL, taps=(2, 18, 34), target_layers=36, layers=3, windows=(None,) * 3),
     ),
+    Case(
+        rule="C49", key="dflash_config.thresh_head_direct_len", names=("thresh_head_direct_len",), severity="info",
+        config=nested(thresh_head_direct_len=True),
+    ),
+    Case(
+        rule="C49", key="dflash_config.is_causal", names=("is_causal",), severity="info",
+        config=nested(is_causal=True),
+    ),
+    Case(
+        rule="C24", key="rope_scaling.factor", names=("linear",),
+        config=top(rope_scaling={"rope_type": "linear"}),
+    ),
     Case(rule="S18", at="config.json", names=("'a'",), spoil=text("config.json", '{"a": 1, "a": 2}')),
-    Case(rule="S18", at="config.json", names=("NaN",), spoil=text("config.json", '{"a": NaN}')),
+    Case(rule="S18", at="config.json", names=("large",), spoil=text("config.json", '{"a": ' + "9" * 30 + "}")),
     Case(rule="S19", at="config.json", names=("not found",), spoil=lambda path: (path / "config.json").unlink()),
     Case(
         rule="S19", at="model.safetensors", names=("*.safetensors",),

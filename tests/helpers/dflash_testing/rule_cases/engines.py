@@ -6,6 +6,15 @@ from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, Case, add, both, nested, nothing, top, without
 
 CASES = [
+    Case(
+        rule="S32", key="num_target_layers", names=("transformers",), engines="transformers",
+        config=without("num_target_layers"),
+    ),
+    Case(rule="S32", key="auto_map", names=("vllm 0.33",), engines="vllm", config=top(auto_map=None)),
+    Case(
+        rule="S33", key="rope_theta", names=("mrope", "default"), engines="vllm",
+        config=top(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
+    ),
     Case(rule="S09", key="speculators_config", names=("speculators", "native"), dialect=SPEC, engines="sglang"),
     Case(rule="S10", key="draft_vocab_size", names=("12", "32"), dialect=SPEC, shape=support.REDUCED, engines="sglang"),
     Case(rule="S01", at="config.json", names=("dflash",), severity="info", engines="vllm", name="draft"),

@@ -1,0 +1,421 @@
+"""Record what engines' own code makes of configs, for tests/behaviour/test_engine_verdicts.py.
+
+The configs are the cases of `dflash_testing.config_cases`.
+
+Each engine loads each draft with its own, unchanged code on a CPU: the config, the modules, the weights. Third-party
+modules without a CPU wheel are empty stand-ins. Run the script once for each engine. It replaces the engine's entry in
+tests/golden/engine_verdicts.json.
+
+    python -m venv env
+    env/bin/pip install torch==2.13.0 transformers==5.19.0 numpy safetensors regex pydantic msgspec cloudpickle cbor2 \
+        psutil prometheus_client pyzmq einops pillow jinja2 pyyaml requests aiohttp openai partial-json-parser blake3 \
+        cachetools setproctitle tiktoken sentencepiece protobuf fastapi pybase64 python-json-logger depyf diskcache \
+        lark openai_harmony uvloop py-cpuinfo triton orjson tqdm
+    env/bin/pip install --no-deps dflash==0.1.0
+    pip download --no-deps vllm==0.33.0     # and sglang==0.5.23
+    unpack them into engines/vllm-0.33.0 and engines/sglang
+    export PYTHONPATH=.:runtime:kernels:tests/helpers
+    env/bin/python tests/golden/engine_verdicts.py vllm engines/vllm-0.33.0 tests/golden/engine_verdicts.json
+    env/bin/python tests/golden/engine_verdicts.py sglang engines/sglang tests/golden/engine_verdicts.json
+    env/bin/python tests/golden/engine_verdicts.py zlab - tests/golden/engine_verdicts.json
+"""
+
+import argparse
+import contextlib
+import importlib.abc
+import importlib.machinery
+import io
+import json
+import logging
+import os
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1",
+               "VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # fmt: skip
+
+from dflash_testing import checkpoints as support
+from dflash_testing import config_cases
+
+Reading = dict[str, Any]
+Load = Callable[[Path, Path], Reading]
+STAND_INS = "STAND_INS"
+"""The environment variable that lists the modules to replace by empty stand-ins."""
+
+
+class _Anything(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn
+
+    def __or__(cls, other: object) -> Any:
+        return object
+
+    __ror__ = __or__
+
+
+class StandIn(metaclass=_Anything):
+    """A class, a function or an object of an absent module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else StandIn()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn()
+
+    def __class_getitem__(cls, key: object) -> Any:
+        return StandIn
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+class _Module(types.ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of STAND_INS."""
+
+    def __init__(self) -> None:
+        self.names = set(filter(None, os.environ.get(STAND_INS, "").split(",")))
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name in self.names or name.partition(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def with_stand_ins(start: Callable[[], Any], own: str) -> Any:
+    """Start an engine. If a module is absent, start this program again with a stand-in for it."""
+    finder = StandIns()
+    sys.meta_path.append(finder)
+    try:
+        return start()
+    except ModuleNotFoundError as error:
+        absent = error.name or ""
+        root = absent.partition(".")[0]
+        name = absent if root == own else root
+        if name in finder.names:
+            raise
+        os.environ[STAND_INS] = ",".join(sorted({*finder.names, name}))
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def start_zlab() -> Load:
+    """z-lab's loader on transformers."""
+    import torch
+    from dflash import model as zlab
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    whole = Qwen3ForCausalLM(Qwen3Config(**config_cases.TARGET)).eval()
+
+    def load(draft: Path, target: Path) -> Reading:
+        model, info = zlab.DFlashDraftModel.from_pretrained(draft, dtype=torch.float32, output_loading_info=True)
+        layers = [layer.self_attn for layer in model.layers]
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        zlab.dflash_generate(model, whole, ids, 4, None, block_size=config_cases.SHAPE.block)
+        return {
+            "missing": sorted(info["missing_keys"]),
+            "taps": list(map(int, model.target_layer_ids)),
+            "block_size": model.block_size,
+            "mask_token_id": model.mask_token_id,
+            "windows": [layer.sliding_window for layer in layers],
+            "causal": [bool(layer.is_causal) for layer in layers],
+            "rope": plain_rope(model.config),
+            "eps": model.norm.variance_epsilon,
+        }
+
+    return load
+
+
+def start_vllm() -> Load:
+    """vLLM: its speculative config, its model of the draft, its weight loader, and its V2 runner's checks."""
+    import torch
+    import vllm.config.vllm
+    import vllm.model_executor.models.qwen3_dflash
+    import vllm.model_executor.models.registry as registry
+    import vllm.platforms as platforms
+    from vllm.config import (
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+    from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+
+    vllm.config.vllm.HAS_TRITON = True  # releases before 0.33 refuse the V2 runner without a GPU's Triton
+    registry._run_in_subprocess = lambda function: function()
+    platforms._current_platform = CpuPlatform()
+    rendezvous = tempfile.mkdtemp()
+
+    def load(draft: Path, target: Path) -> Reading:
+        config = ModelConfig(model=str(target), tokenizer=str(target), max_model_len=128, dtype="float32")
+        speculative = SpeculativeConfig(
+            model=str(draft), method="dflash", num_speculative_tokens=3, target_model_config=config,
+            target_parallel_config=ParallelConfig(),
+        )  # fmt: skip
+        whole = VllmConfig(
+            model_config=config, speculative_config=speculative, device_config=DeviceConfig(device="cpu")
+        )
+        with set_current_vllm_config(whole):
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(1, 0, f"file://{rendezvous}/store", 0, "gloo")
+                initialize_model_parallel(1)
+            found, _ = registry.ModelRegistry.resolve_model_cls(
+                speculative.draft_model_config.hf_config.architectures, speculative.draft_model_config
+            )
+            model = found(vllm_config=whole)
+            model.load_weights(weights_of(draft))
+        drafted = speculative.draft_model_config.hf_config
+        if (getattr(drafted, "dflash_config", None) or {}).get("sample_from_anchor", False):
+            raise ValueError("dflash/speculator.py: sample_from_anchor")
+        mask = get_parallel_drafting_token_id(drafted)
+        aux = get_eagle3_aux_layers_from_config(speculative) or ()
+        captured = [at - 1 for at in range(config.hf_config.num_hidden_layers + 1) if at in aux]
+        width = len(captured) * config_cases.SHAPE.hidden
+        if model.model.use_aux_hidden_state and model.model.fc.input_size != width:
+            raise ValueError(f"combine_hidden_states: {model.model.fc.input_size} features, {width} captured")
+        torch.nn.functional.embedding(torch.tensor([mask]), torch.zeros(config_cases.SHAPE.vocab, 2))
+        layers = [layer.self_attn for layer in model.model.layers]
+        rotary = layers[0].rotary_emb
+        return {
+            "model": type(model).__name__,
+            "taps": captured,
+            "mask_token_id": mask,
+            "windows": [layer.sliding_window for layer in layers],
+            "causal": [bool(layer.causal) for layer in layers],
+            "rope": plain_rope(drafted),
+            "neox": getattr(rotary, "is_neox_style", True),
+            "eps": layers[0].q_norm.variance_epsilon,
+            "value_scale": layers[0].v_scale,
+            "sinks": layers[0].attention_sink_bias is not None,
+            "logit_scale": model.logits_processor.scale,
+            "draft_vocab_size": drafted.draft_vocab_size,
+            "maps_ids": model.draft_id_to_target_id is not None,
+        }
+
+    return load
+
+
+def start_sglang() -> Load:
+    """SGLang: its config of the draft, its parser, its model of the draft, and its weight loader.
+
+    Its parallel layers and its attention are stand-ins that check shapes and keep what they are given. The rest of its
+    worker's checks need a running server; the last lines of `load` repeat the two that depend on the draft's config.
+    """
+    import torch
+
+    kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
+    for folder in ("include", "csrc"):
+        (kernels / folder).mkdir(exist_ok=True)
+    import sglang.srt.models.dflash as dflash
+    import vllm  # noqa: F401 a stand-in, whose rotary kernel nobody calls
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    class Linear(torch.nn.Module):
+        """A fused layer. Each part of its weight is loaded alone."""
+
+        def __init__(self, width: int, parts: dict[Any, int], bias: bool) -> None:
+            super().__init__()
+            self.parts = parts
+            self.weight = torch.nn.Parameter(torch.empty(sum(parts.values()), width))
+            self.bias = torch.nn.Parameter(torch.empty(sum(parts.values()))) if bias else None
+            for parameter in self.parameters():
+                parameter.weight_loader = self.load  # type: ignore[attr-defined]
+
+        def load(self, parameter: Any, loaded: Any, part: Any = None) -> None:
+            rows = sum(self.parts.values()) if part is None else self.parts[part]
+            expected = (rows, *parameter.shape[1:])
+            assert tuple(loaded.shape) == expected, f"linear.py: {tuple(loaded.shape)} for {expected}"
+
+    class QKV(Linear):
+        def __init__(self, **given: Any) -> None:
+            heads, groups, size = given["total_num_heads"], given["total_num_kv_heads"], given["head_size"]
+            parts = {"q": heads * size, "k": groups * size, "v": groups * size}
+            super().__init__(given["hidden_size"], parts, given["bias"])
+
+    class Merged(Linear):
+        def __init__(self, width: int, sizes: list[int], bias: bool = False, **given: Any) -> None:
+            super().__init__(width, dict(enumerate(sizes)), bias)
+
+    class Row(Linear):
+        def __init__(self, width: int, rows: int, bias: bool = False, **given: Any) -> None:
+            super().__init__(width, {None: rows}, bias)
+
+    class Attention(torch.nn.Module):
+        def __init__(self, **given: Any) -> None:
+            super().__init__()
+            self.given = given
+
+    dflash.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
+    dflash.QKVParallelLinear, dflash.MergedColumnParallelLinear, dflash.RowParallelLinear = QKV, Merged, Row
+    dflash.RadixAttention = Attention
+    dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
+
+    def load(draft: Path, target: Path) -> Reading:
+        parsed_model = ModelConfig(
+            model_path=str(draft), is_draft_model=True, speculative_algorithm="DFLASH", dtype="float32"
+        )
+        config = parsed_model.hf_config
+        parsed = parse_dflash_draft_config(draft_hf_config=config)
+        depth = config_cases.SHAPE.target_layers
+        taps = parsed.resolve_target_layer_ids(target_num_layers=depth, draft_num_layers=parsed.require_num_layers())
+        found, _ = ModelRegistry.resolve_model_cls(config.architectures)
+        model = found(config)
+        model.load_weights(weights_of(draft))
+        model.set_block_size(config_cases.SHAPE.block)
+        captured = [layer for layer in range(depth) if layer in taps]
+        # models/qwen3.py captures before a layer, so never after the last one; project_target_hidden compares widths.
+        width = len([layer for layer in captured if layer + 1 < depth]) * config_cases.SHAPE.hidden
+        if model.fc.in_features != width:
+            raise ValueError(f"project_target_hidden: {model.fc.in_features} features, {width} captured")
+        # dflash_worker_v2.py _resolve_mask_token_id; without an id, the tokenizer decides
+        if parsed.mask_token_id is not None and parsed.mask_token_id >= config_cases.SHAPE.vocab:
+            raise ValueError("dflash_worker_v2.py: mask_token_id is outside the target's vocabulary")
+        layers = [layer.self_attn for layer in model.layers]
+        rotary = layers[0].rotary_emb
+        return {
+            "model": type(model).__name__,
+            "taps": captured,
+            "block_size": parsed.block_size,
+            "mask_token_id": parsed.mask_token_id,
+            "windows": [
+                None if (left := layer.attn.given["sliding_window_size"]) < 0 else left + 1 for layer in layers
+            ],
+            "causal": [layer.attn.given["attn_type"].value == "decoder" for layer in layers],
+            "rope": plain_rope(config),
+            "neox": getattr(rotary, "is_neox_style", True),
+            "eps": layers[0].q_norm.variance_epsilon,
+            "gemma_norms": layers[0].use_gemma_norm,
+            "value_scale": layers[0].v_scale,
+            "sinks": layers[0].attention_sink_bias is not None,
+            "output_multiplier": parsed.output_multiplier,
+            "final_logit_softcapping": parsed.final_logit_softcapping,
+        }
+
+    return load
+
+
+def weights_of(draft: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    yield from load_file(draft / "model.safetensors").items()
+
+
+def plain_rope(config: Any) -> Reading:
+    """The rope parameters that the engine builds its rotary embedding from."""
+    return {key: value for key, value in config.rope_parameters.items() if key != "type"}
+
+
+def main() -> None:
+    """Let one engine load every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=STARTS)
+    parser.add_argument("code", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--only", default="", help="record only cases whose name contains this text, and print them")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(arguments.code))
+    own, start, name = STARTS[arguments.engine]
+    load = with_stand_ins(start, own)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    found = with_stand_ins(lambda: load_all(load, arguments.only), own)
+    if not arguments.only:
+        record(arguments.output, f"vllm {arguments.code.name.partition('-')[2]}" if name == "vllm" else name, found)
+
+
+def load_all(load: Load, only: str) -> dict[str, Reading]:
+    """Name of a case -> its reading."""
+    found: dict[str, Reading] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "target"
+        target.mkdir()
+        support.write_config(target, config_cases.TARGET)
+        for index, (case_name, case) in enumerate(config_cases.all_cases().items()):
+            if only in case_name:
+                draft = Path(folder) / f"draft-{index}"
+                support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
+                found[case_name] = attempt(load, draft, target, folder)
+                if only:
+                    print(case_name, json.dumps(found[case_name]))
+    return found
+
+
+def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
+    """A reading, or the kind and the beginning of the error by which the engine stops."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return load(draft, target)
+    except ModuleNotFoundError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).replace(folder, "").split())
+        return {"stops": f"{type(error).__name__}: {text[:150]}"}
+
+
+def record(output: Path, engine: str, found: dict[str, Reading]) -> None:
+    """Replace the engine's entry. A reading states only its differences from the base `full`."""
+    plain = found["full: as it is"]
+    entry = {
+        "versions": {name: version(name) for name in ("transformers", "torch")},
+        "plain": plain,
+        "cases": {name: {key: value for key, value in reading.items() if "stops" in reading or value != plain[key]}
+                  for name, reading in found.items()},
+    }  # fmt: skip
+    document = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    document = dict(sorted({**document, engine: entry}.items()))
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
+    output.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    stops = sum("stops" in reading for reading in found.values())
+    print(f"{engine}: {len(found)} cases, {stops} stop, {sum(not item for item in entry['cases'].values())} as plain")
+
+
+def _lines(entry: Reading) -> str:
+    cases = ",\n".join(f"{json.dumps(name)}: {json.dumps(reading)}" for name, reading in entry["cases"].items())
+    head = ", ".join(f"{json.dumps(key)}: {json.dumps(entry[key])}" for key in entry if key != "cases")
+    return f'{{{head}, "cases": {{\n{cases}\n}}}}'
+
+
+STARTS: dict[str, tuple[str, Callable[[], Load], str]] = {
+    "vllm": ("vllm", start_vllm, "vllm"),
+    "sglang": ("sglang", start_sglang, "sglang 0.5.23"),
+    "zlab": ("dflash", start_zlab, "z-lab 0.1.0"),
+}
+
+if __name__ == "__main__":
+    main()
