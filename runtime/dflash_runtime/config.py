@@ -289,6 +289,7 @@ class EngineConfig:
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
     prefix_store             the folder that keeps prompts for later runs of the same pair
+    prefix_store_bytes       the size of that folder above which the pages used least recently are removed, 64 GiB
     seed                     seeds of requests without a seed are derived from it; with None it is random
     """
 
@@ -306,6 +307,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     prefix_store: str | None = None
+    prefix_store_bytes: int | None = None
     scheduling: str = "async"
     max_in_flight: int = 2
     graphs: bool = True
@@ -321,7 +323,8 @@ class EngineConfig:
         for name in ("max_num_requests", "page_size", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise UsageError(field=name, found=getattr(self, name), expected="at least 1")
-        for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes"):
+        for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes",
+                     "prefix_store_bytes"):  # fmt: skip
             value = getattr(self, name)
             minimum = 0 if name == "num_draft_tokens" else 1
             if value is not None and value < minimum:

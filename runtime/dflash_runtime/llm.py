@@ -8,6 +8,7 @@ The target's forward is six calls deep, and a test counts them:
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import overload
@@ -17,6 +18,7 @@ import torch
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.checkpoint.tokenizer import Tokenizer
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.pair_fingerprint import fingerprint
@@ -38,6 +40,9 @@ from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+STORE_BYTES = 64 * 2**30
+"""The limit of a prefix store, if the config does not state one."""
 
 Prompt = str | Sequence[int]
 """A prompt: text or token ids."""
@@ -76,18 +81,21 @@ class LLM:
         draft_config = pair.draft.config if pair.draft is not None else None
         num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
         pages = PagePool(num_pages, pair.config.page_size)
-        self.fingerprint = fingerprint(pair)
-        salt = bytes.fromhex(self.fingerprint.digest)
-        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
-        self._store, self._without_store = open_store(pair, self.fingerprint)
+        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
+        self._store, self._without_store = open_store(pair, lambda: self.fingerprint, runner.porter)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # identifies the running call
         self._decode = self.tokenizer.decode if self.tokenizer is not None else None
         self._lock = Lock()
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the pair. Waits for the digests of its weights, which are computed when first needed."""
+        return fingerprint(self.pair)
 
     @property
     def limits(self) -> Limits:
@@ -313,7 +321,9 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         return None
 
 
-def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore | None, Notice | None]:
+def open_store(
+    pair: LoadedPair, find_fingerprint: Callable[[], Fingerprint], porter: PagePorter
+) -> tuple[PrefixStore | None, Notice | None]:
     """The store that keeps prompts between runs, or None without one, and a warning if the prefix cache is off.
 
     Raises:
@@ -331,7 +341,8 @@ def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore 
         notice = Notice(f"prompts are not kept in {folder}: the prefix cache is off", id="no-prefix-store")
         logger.warning(notice)
         return None, notice
-    return PrefixStore(folder, fingerprint, pair.config.page_size), None
+    max_bytes = pair.config.prefix_store_bytes or STORE_BYTES
+    return PrefixStore(folder, find_fingerprint, pair.config.page_size, porter.page_specs(), max_bytes), None
 
 
 def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -14,15 +14,10 @@ from dflash_runtime.scheduling.request import Request
 
 
 class PrefixCache:
-    """Pages by digest. With `is_enabled` false it finds and publishes nothing.
+    """The pages of one pair by digest. With `is_enabled` false it finds and publishes nothing."""
 
-    `salt` stands for the digest before the first page of every text. It is the digest of the pair's fingerprint, so
-    pages of different pairs have different digests.
-    """
-
-    def __init__(self, pool: PagePool, *, is_enabled: bool = True, salt: bytes = b"") -> None:
+    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
         self.is_enabled = is_enabled
-        self.salt = salt
         self._pool = pool
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -90,18 +85,18 @@ class PrefixCache:
         return self.is_enabled and not request.is_private
 
     def _digest(self, request: Request, column: int) -> bytes:
-        return page_digests(request, column + 1, self._pool.page_size, self.salt)[column]
+        return page_digests(request, column + 1, self._pool.page_size)[column]
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)
         del self._pages[digest]
 
 
-def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) -> list[bytes]:
+def page_digests(request: Request, num_pages: int, page_size: int) -> list[bytes]:
     """Digests of a request's pages, at least of the first `num_pages`. A text only grows, so each is computed once."""
     digests = request.page_digests
     for start in range(len(digests) * page_size, num_pages * page_size, page_size):
-        digests.append(page_digest(digests[-1] if digests else salt, request.token_slice(start, start + page_size)))
+        digests.append(page_digest(digests[-1] if digests else b"", request.token_slice(start, start + page_size)))
     return digests
 
 
