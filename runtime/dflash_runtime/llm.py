@@ -7,6 +7,7 @@ The target's forward is six calls deep, and a test counts them:
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,16 +147,20 @@ class LLM:
         progress       gets the number of finished jobs, and of all jobs
 
         Raises:
-            UsageError: this LLM is busy.
+            UsageError: this LLM is busy, or was closed meanwhile.
             DFlashError: the device failed, which closes the LLM for good.
         """
         given = [params] if isinstance(params, SamplingParams) else list(params or [SamplingParams()])
         call = self._begin()
+
+        def observe(num_done: int, total: int) -> None:
+            self._check_call(call)
+            progress(num_done, total)
+
         try:
-            warm_up(self.engine, given, max_requests, progress)
+            warm_up(self.engine, given, max_requests, observe)
         finally:
-            if self._call is call:
-                self._call = None
+            self._end(call)
 
     def generate(
         self,
@@ -177,7 +182,7 @@ class LLM:
 
         Raises:
             UsageError: `prompts` is one string, there are neither one set of `params` nor one per prompt, or this LLM
-                is busy.
+                is busy or was closed meanwhile.
             DFlashError: the device failed in an earlier call, which closes the LLM for good.
         """
         finished = []
@@ -198,35 +203,56 @@ class LLM:
         Closing the generator drops unfinished requests. If an exception such as Ctrl-C ends it, it first yields the
         outputs of all ended requests.
         """
-        prompts = _listed(prompts)
-        if handoffs is None and self._store is not None:
-            handoffs = HandoffPlan.of_store(self._store, len(prompts))
-        requests, refused = self._requests(prompts, _params_of(prompts, params), handoffs)
         call = self._begin()
         try:
-            self.engine.open_transfers(handoffs, self.fingerprint)
+            requests, refused = self._prepare(call, prompts, params, handoffs)
             for refusal in refused:
                 yield Delta(refusal.index, (), refusal)
-            self._check_call(call)
-            for committed in self.engine.run(requests):
-                request = committed.request
-                ended = RequestOutput.read(request, self._decode) if request.is_finished else None
-                yield Delta(request.index, tuple(committed.token_ids), ended)
+            with closing(self.engine.run(requests, lambda: self._call is call)) as run:
+                for committed in run:
+                    request = committed.request
+                    ended = RequestOutput.read(request, self._decode) if request.is_finished else None
+                    yield Delta(request.index, tuple(committed.token_ids), ended)
+                    self._check_call(call)
+            if not all(request.is_finished for request in requests):
                 self._check_call(call)
         finally:
-            if self._call is call:
-                self.engine.close_transfers()
-                self._call = None
+            self._end(call)
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
         """Compare greedy outputs with plain decoding, token by token; see `lossless`."""
         return check_lossless(self.engine.runner, outputs, self.dtype)
 
     def close(self) -> None:
-        """Drop every request, and end an unfinished stream. The LLM can be used again."""
-        self._call = None
-        self.engine.close_transfers()
-        self.engine.abort()
+        """Drop every request. A call that has not ended ends in a UsageError. The LLM can be used again.
+
+        From another thread than the call's, this waits for the step that runs.
+        """
+        with self.engine.lock:
+            try:
+                self.engine.abort()
+                self.engine.close_transfers()
+            finally:
+                self._call = None
+
+    def _prepare(
+        self,
+        call: object,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        handoffs: HandoffPlan | None,
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """The requests of a call that has begun, and its refused prompts. Opens the call's hand-offs."""
+        prompts = _listed(prompts)
+        params = _params_of(prompts, params)
+        if handoffs is None and self._store is not None:
+            handoffs = HandoffPlan.of_store(self._store, len(prompts))
+        if handoffs is not None:
+            fingerprint = self.fingerprint
+            with self.engine.lock:
+                self._check_call(call)
+                self.engine.open_transfers(handoffs, fingerprint)
+        return self._requests(prompts, params, handoffs)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], handoffs: HandoffPlan | None
@@ -291,9 +317,18 @@ class LLM:
             self._call = call = object()
         return call
 
+    def _end(self, call: object) -> None:
+        """Give the engine back after a call, unless another thread has closed the call."""
+        with self.engine.lock:
+            if self._call is call:
+                try:
+                    self.engine.close_transfers()
+                finally:
+                    self._call = None
+
     def _check_call(self, call: object) -> None:
         if self._call is not call:
-            raise UsageError("this LLM was closed before its stream was read to the end", id="stream-closed")
+            raise UsageError("this LLM was closed before its call ended", id="stream-closed")
 
     def __repr__(self) -> str:
         runtime, placement = self.pair.target_runtime, self.pair.placement

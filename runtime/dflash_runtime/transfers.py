@@ -63,8 +63,7 @@ class HandoffPlan:
 
         It ends the lookups of earlier plans of the store.
         """
-        store.begin_call()
-        return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
+        return cls(connector=store, keys=store.begin_call(num_prompts), store=store)
 
     def apply(self, request: Request) -> Request:
         """The request with its keys and parameters for this plan."""

@@ -1,10 +1,12 @@
 """The prefix store: a later run loads the stored pages of its prompts, and gives the same outputs."""
 
+import _thread
 import json
 import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.payload_bytes import checksum
+from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digests
 from dflash_runtime.scheduling.request import Request, SamplingParams
@@ -29,6 +32,7 @@ from dflash_testing.pairs import (
     random_prompts,
     random_target,
 )
+from dflash_testing.refusals import refuses
 
 PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -105,6 +109,38 @@ def test_pages_not_copied_before_their_request_ends_are_not_stored(
     found = make_llm(tmp_path).generate([whole], PARAMS)
     assert found[0].num_loaded == 64
     assert traces(found) == traces(make_llm(None).generate([whole], PARAMS))
+
+
+def test_a_call_that_is_refused_does_not_disturb_the_running_one(tmp_path: Path) -> None:
+    """The refused call has other prompts in the same store."""
+    prompts = random_prompts((40, 55, 63), 97)
+    params = SamplingParams(max_new_tokens=4)
+    small_llm(tmp_path).generate(prompts, params)
+    llm = small_llm(tmp_path)
+    stream = llm.stream(prompts, params)
+    found = [next(stream)]
+    with refuses(UsageError, "llm-busy"):
+        llm.generate(prompts[::-1], params)
+    found += stream
+    outputs = sorted((delta.output for delta in found if delta.output is not None), key=lambda output: output.index)
+    assert traces(outputs) == traces(small_llm(None).generate(prompts, params))
+    assert [output.num_loaded for output in outputs] == [32, 48, 48]
+
+
+def test_an_interrupted_wait_for_the_disk_gives_the_engine_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts((40,), 97)
+    llm = small_llm(tmp_path)
+    right = traces(small_llm(None).generate(prompts, PARAMS))
+    is_free = Event()
+    monkeypatch.setattr(StoredPages, "write", lambda *_: is_free.wait(60))
+    interrupted = Timer(0.1, _thread.interrupt_main)
+    interrupted.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, PARAMS)
+    is_free.set()
+    assert traces(llm.generate(prompts, PARAMS)) == right
 
 
 def test_another_pair_finds_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -69,14 +70,16 @@ class PrefixStore(LoadingConnector):
         self._max_bytes = max_bytes
         self._page_bytes = sum(spec.num_bytes for spec in specs.values())
         self._found: dict[str, StoredPrefix] = {}
+        self._numbers = count()
         self._num_waiting = 0  # pages to be written
         self._lock = threading.Lock()
         self._tidying = threading.Lock()
 
-    def begin_call(self) -> None:
-        """Prepare lookups. The first time, this waits for the fingerprint and lists the folder."""
+    def begin_call(self, num_prompts: int) -> tuple[str, ...]:
+        """Prepare the lookups of a call -> its keys. The first call waits for the fingerprint and lists the folder."""
         self._found = {}
         self._pages.list_files()
+        return tuple(str(next(self._numbers)) for _ in range(num_prompts))
 
     def find(self, key: str, request: Request) -> int:
         """How many rows of a request's prompt are stored: whole pages, without the last token. `load` returns them."""

@@ -126,7 +126,7 @@ def test_pages_wait_for_a_slow_disk_up_to_a_limit(store: PrefixStore, monkeypatc
         writes(pages, digest, content)
 
     monkeypatch.setattr(stored_pages.StoredPages, "write", write_late)
-    store.begin_call()
+    store.begin_call(1)
     request = make_request(8)
     assert store.room(0) == 4  # a portion
     first = store.keep(request, 0, {"target": torch.zeros(4, *SHAPE)})
@@ -143,14 +143,14 @@ def test_pages_wait_for_a_slow_disk_up_to_a_limit(store: PrefixStore, monkeypatc
 
 def test_one_page_may_always_be_written(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_store, "UNDER_WAY_BYTES", 1)
-    store.begin_call()
+    store.begin_call(1)
     assert store.room(0) == 1
     assert store.room(1) == 0
 
 
 def test_a_call_forgets_the_lookups_of_earlier_calls(store: PrefixStore) -> None:
-    store.begin_call()
-    store.find("0", make_request(2))
-    store.begin_call()
+    (key,) = store.begin_call(1)
+    store.find(key, make_request(2))
+    assert store.begin_call(1) != (key,)
     with pytest.raises(KeyError):
-        store.load("0")
+        store.load(key)
