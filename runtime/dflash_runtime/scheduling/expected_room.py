@@ -25,7 +25,14 @@ class ExpectedRoom:
         self.limits = limits
         self.pages = pages
         self.share = FIRST_SHARE
+        self._slack = limits.num_lookahead_tokens + pages.page_size
         self._longest = 0  # tokens that the longest live request may reach
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what `has_room` has computed about running requests. Until the next call they only get more."""
+        self._num_counted = 0
+        self._growth = 0  # pages that the counted requests get if each reaches its limit
 
     def expect(self, request: Request, *, is_alone: bool) -> None:
         """Take a new request into account. `is_alone` means that no other request is live."""
@@ -45,6 +52,8 @@ class ExpectedRoom:
         longest = self._longest + self.limits.num_lookahead_tokens + size
         if (len(running) + 1) * longest <= (self.pages.num_pages - 1) * size:
             return True  # all fit at their longest: a quick answer with thousands of requests
+        if self._all_may_reach_their_limits(request, running):
+            return True
         alive = sorted((*running, request), key=self._expected_left, reverse=True)
         freed = sum(len(item.pages) * size - item.num_cached for item in alive)
         grown = fullest = 0  # tokens; the last page of a request is half full on average
@@ -54,6 +63,18 @@ class ExpectedRoom:
             grown += item.total_len + self.limits.num_lookahead_tokens - held
             fullest = max(fullest, grown + count * (self._expected_left(item) + size // 2) - freed)
         return fullest <= self.pages.num_available * size
+
+    def _all_may_reach_their_limits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether all requests fit even if each grows to its limit. Looks at each running request once per step."""
+        for item in running[self._num_counted :]:
+            self._growth += self._growth_of(item)
+        self._num_counted = len(running)
+        return self._growth + self._growth_of(request) <= self.pages.num_available
+
+    def _growth_of(self, request: Request) -> int:
+        """The most pages that a request may still get."""
+        longest = min(len(request.prompt_token_ids) + request.params.max_new_tokens, self.limits.max_model_len)
+        return self.pages.pages_for(longest + self._slack) - len(request.pages)
 
     def learn(self, request: Request) -> None:
         """Update the expected share with the share that an ended request has used."""
