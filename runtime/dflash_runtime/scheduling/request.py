@@ -168,9 +168,15 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A look at the pool that found too little room: how many pages were found, and `PagePool.num_freed` then."""
+    """A look at the pool that found too little room.
+
+    num_found   how many pages of the request the cache has
+    num_idle    how many of these no other request holds
+    num_freed   `PagePool.num_freed` at that time
+    """
 
     num_found: int
+    num_idle: int
     num_freed: int
 
 

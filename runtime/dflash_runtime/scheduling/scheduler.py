@@ -22,6 +22,7 @@ it had found those rows in the cache. A request that is handed off keeps its pag
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.admission import check_request
@@ -293,23 +294,25 @@ class Scheduler:
         return admitted
 
     def _find_room(self, request: Request) -> bool:
-        """Give a waiting request its cached pages if the pool has room for it. Looks again only if that may help."""
-        if not (self._running or self._sending):
-            self.cache.match(request)
-            return True
+        """Give a waiting request its cached pages if the pool has room for it.
+
+        After a refusal, its pages are looked up again only if there may be room.
+        """
+        is_alone = not (self._running or self._sending)
         last = request.refusal
-        if (
-            last is not None
-            and last.num_freed == self.pages.num_freed
-            and not self.cache.has_page(request, last.num_found)
-        ):
-            return False
+        if not is_alone and last is not None and not self.cache.has_page(request, last.num_found):
+            if last.num_freed != self.pages.num_freed:  # the idle pages may have changed: none is the best case
+                request.refusal = replace(last, num_idle=0, num_freed=self.pages.num_freed)
+            if not self.room.has_room(request, self._running):
+                return False
+        num_available = self.pages.num_available
+        request.refusal = None
         self.cache.match(request)
-        if self.room.has_room(request, self._running):
+        if is_alone or self.room.has_room(request, self._running):
             return True
-        num_found = request.num_shared
+        num_found, num_idle = request.num_shared, num_available - self.pages.num_available
         self._release_pages(request)
-        request.refusal = Refusal(num_found, self.pages.num_freed)
+        request.refusal = Refusal(num_found, num_idle, self.pages.num_freed)
         return False
 
     def _chunk(self, request: Request, num_rows: int) -> Chunk:
