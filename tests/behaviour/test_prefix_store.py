@@ -20,7 +20,7 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.payload_bytes import checksum
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.prefix_cache import page_digests
+from dflash_runtime.scheduling.prefix_cache import page_digest
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.handoffs import traces
 from dflash_testing.pairs import (
@@ -55,7 +55,7 @@ def small_llm(folder: Path | None, eps_of_target: float = 1e-6, eps_of_draft: fl
 def stored_page(folder: Path, prompt: Sequence[int], column: int) -> Path:
     (pair,) = folder.iterdir()
     request = Request(index=0, prompt_token_ids=tuple(prompt), params=PARAMS)
-    digest = page_digests(request, column + 1, 16)[column].hex()
+    digest = page_digest(request, column, 16).hex()
     return pair / f"{digest}.safetensors"
 
 

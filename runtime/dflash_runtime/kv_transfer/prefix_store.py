@@ -24,7 +24,7 @@ from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
-from dflash_runtime.scheduling.prefix_cache import page_digests
+from dflash_runtime.scheduling.prefix_cache import page_digest
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 NUM_THREADS = 4
@@ -126,7 +126,7 @@ class PrefixStore(LoadingConnector):
         return pages
 
     def _digest(self, request: Request, column: int) -> str:
-        return page_digests(request, column + 1, self._page_size)[column].hex()
+        return page_digest(request, column, self._page_size).hex()
 
     def _wait_for(self, num_pages: int) -> None:
         with self._lock:

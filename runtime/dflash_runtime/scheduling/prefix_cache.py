@@ -58,7 +58,7 @@ class PrefixCache:
         piece = 1
         while len(request.pages) < most:
             end = min(most, len(request.pages) + piece)
-            digests = page_digests(request, end, size)[len(request.pages) : end]
+            digests = page_digests(request, len(request.pages), end, size)
             found = list(map(self._pages.get, digests))
             request.pages += found[: found.index(None)] if None in found else found  # type: ignore[arg-type]
             if None in found:
@@ -161,29 +161,49 @@ class PrefixCache:
         return self.is_enabled and not request.is_private
 
     def _digest(self, request: Request, column: int) -> bytes:
-        return page_digests(request, column + 1, self._pool.page_size)[column]
+        return page_digest(request, column, self._pool.page_size)
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)
         del self._pages[digest]
 
 
-def page_digests(request: Request, num_pages: int, page_size: int) -> list[bytes]:
-    """Digests of a request's pages, at least of the first `num_pages`.
+def page_digest(request: Request, column: int, page_size: int) -> bytes:
+    """The digest of a request's full page, 16 bytes. It covers the page's tokens and the digest of the page before it.
 
-    A text only grows, so each digest is computed once, and digests of a relative are taken over. A digest has 16 bytes,
-    and covers the page's tokens and the digest of the page before it.
+    A text only grows, so each digest is computed once. Those of a relative are shared with it.
     """
-    digests = request.page_digests
-    num_common = min(num_pages, request.num_common)
-    if request.relative is not None and len(digests) < num_common:
-        request.page_digests = digests = page_digests(request.relative, num_common, page_size)[:num_common]
-    if len(digests) >= request.num_common:
-        request.relative = None
-    for start in range(len(digests) * page_size, num_pages * page_size, page_size):
-        tokens = _token_bytes(request, start, start + page_size)
-        digests.append(hashlib.blake2b(tokens, key=digests[-1] if digests else b"", digest_size=16).digest())
-    return digests
+    if request.relative is not None:
+        _share_digests(request, request.relative, page_size)
+    common, own = request.common_digests, request.page_digests
+    start = request.num_common if common else 0
+    if column < start:
+        return common[column]
+    for number in range(start + len(own), column + 1):
+        before = own[-1] if own else common[start - 1] if common else b""
+        tokens = _token_bytes(request, number * page_size, (number + 1) * page_size)
+        own.append(hashlib.blake2b(tokens, key=before, digest_size=16).digest())
+    return own[column - start]
+
+
+def page_digests(request: Request, begin: int, end: int, page_size: int) -> list[bytes]:
+    """The digests of the full pages `[begin, end)` of a request."""
+    if begin == end:
+        return []
+    page_digest(request, end - 1, page_size)
+    start = request.num_common if request.common_digests else 0
+    own = request.page_digests[max(0, begin - start) : max(0, end - start)]
+    return request.common_digests[begin : min(end, start)] + own if begin < start else own
+
+
+def _share_digests(request: Request, relative: Request, page_size: int) -> None:
+    """Let a request use its relative's list for the pages that both have in common."""
+    request.relative = None
+    page_digest(relative, request.num_common - 1, page_size)
+    if relative.common_digests:
+        relative.page_digests = relative.common_digests[: relative.num_common] + relative.page_digests
+        relative.common_digests = []
+    request.common_digests = relative.page_digests
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:

@@ -192,7 +192,8 @@ class Request:
     sent_params     the parameters that the receiver of that hand-off uses
     is_private      shares no pages with other requests
     relative        an earlier request whose prompt has its first `num_common` full pages in common with this prompt
-    page_digests    digests of its first full pages, computed when first needed
+    page_digests    digests of its full pages, computed when first needed; without the first `num_common` pages if
+                    `common_digests`, the list of its relative, has these
     num_shared      pages found in the prefix cache when it got its pages
     num_published   pages found in the prefix cache or entered in it
     awaited         pages that it waits for instead of computing them
@@ -226,7 +227,8 @@ class Request:
     row: int | None = None
     generation: int = 0
     pages: list[int] = field(default_factory=list)
-    page_digests: list[bytes] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list, repr=False)
+    common_digests: list[bytes] = field(default_factory=list, repr=False)
     num_shared: int = 0
     num_published: int = 0
     awaited: Awaited | None = field(default=None, repr=False)

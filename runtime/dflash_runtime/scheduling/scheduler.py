@@ -337,7 +337,8 @@ class Scheduler:
         self._generations[row] += 1
         request.generation = self._generations[row]
         self._running.append(request)
-        self._additions.append(PageAddition(row, 0, tuple(request.pages)))
+        if request.pages:
+            self._additions.append(PageAddition(row, 0, self.pages.run_ending_with(request.pages[-1])))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:
         """Get pages for `num_tokens` tokens, preempting the youngest requests. False if `request` itself was preempted.

@@ -134,8 +134,11 @@ def test_shared_pages_equal_those_of_a_plain_walk(seed: int) -> None:
 
     def checked(request: Request) -> None:
         match(request)
-        digests = page_digests(make_request(request.token_slice(0, request.total_len)), len(request.pages) + 1, PAGE)
-        found = [scheduler.cache._pages.get(digest) for digest in digests[: (request.total_len - 1) // PAGE]]
+        text = make_request(request.token_slice(0, request.total_len))
+        digests = page_digests(text, 0, (text.total_len - 1) // PAGE, PAGE)
+        assert digests[:9] == page_digests(request, 0, len(digests), PAGE)[:9]
+        assert digests[3:] == page_digests(request, 3, max(3, len(digests)), PAGE)
+        found = [scheduler.cache._pages.get(digest) for digest in digests]
         most = found.index(None) if None in found else len(found)
         assert request.pages == found[:most]
 
