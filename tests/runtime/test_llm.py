@@ -166,7 +166,7 @@ def test_a_stream_closed_at_a_refused_prompt_leaves_no_requests(wrong: Any) -> N
 
 @pytest.mark.parametrize(
     ("prompt", "found"),
-    [([1.7, 2.2], "1.7"), (["a", "b"], "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)")],
+    [([1.7, 2.2], "1.7"), (["a", "b"], "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)"), ([True, 2], "True")],
     ids=str,
 )
 def test_token_ids_must_be_integers(prompt: Any, found: str) -> None:

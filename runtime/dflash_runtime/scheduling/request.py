@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
@@ -69,13 +69,13 @@ class SamplingParams:
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_integer("max_new_tokens", range(1, INT64.stop), "at least 1")
-        self._check_integer("top_k", range(INT64.stop), "0 (off) or more")
+        self._check_integer("max_new_tokens", range(1, INT64.stop), "1 to 2**63 - 1")
+        self._check_integer("top_k", range(INT64.stop), "0 (off) to 2**63 - 1")
         self._check_integer("seed", INT64, "a 64-bit integer")
-        self._check_integer("verify_width", range(1, INT64.stop), "at least 1 (the last committed token)")
-        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
+        self._check_integer("verify_width", range(1, INT64.stop), "1 (the last committed token) to 2**63 - 1")
+        if not is_real(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise RequestError(field="temperature", found=self.temperature, expected="a finite number of 0 or more")
-        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise RequestError(field="top_p", found=self.top_p, expected="a number in (0, 1]")
         stops = check_ids(self.stop_token_ids, "stop_token_ids")
         if len(stops) > MAX_STOP_IDS:
@@ -437,6 +437,11 @@ def check_ids(token_ids: Iterable[int], field: str = "prompt_token_ids") -> tupl
         except TypeError as error:
             raise RequestError(field=field, found=value, expected="an integer as token id") from error
     return tuple(ids)
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """Whether a value is a number of any real type, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def plain_integer(value: Any) -> int:
