@@ -86,10 +86,12 @@ def test_prompts_are_timed_alone_and_beside_others(
 def test_steps_are_timed_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "host.jsonl"
     given = ["--requests", "3", "--contexts", "20,50", "--waiting", "70", "--evicted", "64", "--steps", "12"]
+    given += ["--shared", "40", "--sharing", "3"]
     assert host_time.main([*given, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["what"], row["tokens"]) for row in rows] == [
-        ("decoding", 20), ("waiting", 20), ("decoding", 50), ("waiting", 50), ("full pool", 64)
+        ("decoding", 20), ("waiting", 20), ("decoding", 50), ("waiting", 50), ("shared", 40), ("no room", 70),
+        ("full pool", 64),
     ]  # fmt: skip
     assert all(row["ms"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)

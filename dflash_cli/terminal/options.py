@@ -35,6 +35,7 @@ CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 CONFIG_FIELDS = {
     "concurrency": "max_num_requests",
     "kv_memory": "kv_memory_bytes",
+    "prefix_store_size": "prefix_store_bytes",
     "num_speculative_tokens": "num_draft_tokens",
 }
 """Option -> the field of the engine's config that it sets, if they have different names."""
@@ -355,6 +356,13 @@ class EngineOptions(DeviceOptions):
         Option(
             metavar="DIR", group=ENGINE, is_setting=False,
             help="Keep the KV of prompts in DIR for later runs of the same pair.",
+        ),
+    ] = None  # fmt: skip
+    prefix_store_size: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_setting=False,
+            help="Remove the least recently used prompts of the prefix store above this size. Default: 64G.",
         ),
     ] = None  # fmt: skip
     scheduling: Annotated[

@@ -1,6 +1,7 @@
 """Time the host's part of a step: scheduling and commits, with long contexts, a waiting prompt, and a full pool.
 
-    python3 examples/benchmarks/host_time.py [--requests 32] [--contexts 1000,120000] [--out host.jsonl]
+    python3 examples/benchmarks/host_time.py [--requests 32] [--contexts 1000,120000] [--shared 8192,32768]
+        [--sharing 256] [--out host.jsonl]
 
 The scheduler runs as in an engine with two steps in flight, but without a device: results are invented, with a random
 number of accepted draft tokens. Rows are JSON lines; the table comes last.
@@ -8,9 +9,14 @@ number of accepted draft tokens. Rows are JSON lines; the table comes last.
     decoding     steps of requests after this many tokens of context
     waiting      the same while another prompt waits for a row
     full pool    all steps of one prompt in a pool that is full of pages of other texts
+    shared       all steps of prompts that share this many tokens, from the first until each has its first token
+    no room      decode steps beside a prompt that does not fit the pool, whose first half is cached
+
+For `shared` and `no room`, `ms` is the mean. For the others it is the median, or the sum of the full pool.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import statistics
@@ -37,7 +43,10 @@ PROMPT_ROWS = 8192
 """Most rows of a step with prompts."""
 
 IN_FLIGHT = 2
-COLUMNS = ("what", "requests", "tokens", "ms", "95% ms")
+OWN_TOKENS = 32
+"""Tokens of each prompt after a shared prefix."""
+
+COLUMNS = ("what", "requests", "tokens", "ms", "95% ms", "worst ms")
 
 
 class Host:
@@ -53,9 +62,9 @@ class Host:
         self._random, self._count = random.Random(0), itertools.count()
         self._in_flight: deque[Batch] = deque()
 
-    def add(self, num_tokens: int, num_answered: int) -> None:
-        """Add a prompt of random tokens."""
-        prompt = tuple(self._random.randrange(VOCAB) for _ in range(num_tokens))
+    def add(self, num_tokens: int, num_answered: int, beginning: Sequence[int] = ()) -> None:
+        """Add a prompt of random tokens after a given beginning."""
+        prompt = (*beginning, *(self._random.randrange(VOCAB) for _ in range(num_tokens)))
         params = SamplingParams(max_new_tokens=num_answered, ignore_eos=True)
         self.scheduler.add(Request(index=next(self._count), prompt_token_ids=prompt, params=params))
 
@@ -119,6 +128,37 @@ def evicting_ms(num_tokens: int) -> float:
     return spent
 
 
+def sharing_ms(num_requests: int, num_shared: int) -> list[float]:
+    """Milliseconds of each step of prompts with a shared prefix, until each has its first token."""
+    room = 200 * BLOCK
+    num_tokens = num_shared + num_requests * (OWN_TOKENS + room + PAGE_SIZE)
+    host = Host(num_requests, num_tokens, num_shared + OWN_TOKENS + 2 * room)
+    text = [random.Random(1).randrange(VOCAB) for _ in range(num_shared)]
+    for _ in range(num_requests):
+        host.add(
+            OWN_TOKENS, room, [int(str(token)) for token in text]
+        )  # as a tokenizer gives them, in objects of their own
+    gc.collect()  # the prompts, which the steps did not make
+    times = []
+    while any(not request.output_token_ids for request in host.scheduler.live):
+        times.append(host.step())
+    return times
+
+
+def no_room_ms(num_tokens: int, num_steps: int) -> list[float]:
+    """Milliseconds of decode steps beside a prompt that waits for room. The first half of its text is cached."""
+    text = [random.Random(1).randrange(VOCAB) for _ in range(num_tokens)]
+    room = (num_steps + 4 * IN_FLIGHT) * BLOCK
+    host = Host(8, num_tokens + 3 * room, num_tokens + 3 * room)
+    for num_own in (0, num_tokens // 2):
+        host.add(num_own, room, text[: num_tokens // 2])
+        while not all(request.output_token_ids for request in host.scheduler.live):
+            host.step()
+    host.add(num_tokens // 2, 1, text[: num_tokens // 2])
+    host.step()
+    return [host.step() for _ in range(num_steps)]
+
+
 def measure(recorder: Recorder, given: argparse.Namespace) -> None:
     """Measure and record every row."""
     for context in given.contexts:
@@ -128,6 +168,16 @@ def measure(recorder: Recorder, given: argparse.Namespace) -> None:
                    "p95_ms": times[len(times) * 95 // 100]}  # fmt: skip
             recorder.add("host", row)
             say(f"{what}, {given.requests} requests of {context} tokens: {row['ms']:.3f} ms")
+    for what, tokens, times in (
+        *(("shared", count, sharing_ms(given.sharing, count)) for count in given.shared),
+        ("no room", given.waiting, no_room_ms(given.waiting, given.steps)),
+    ):
+        ordered = sorted(times)
+        row = {"what": what, "requests": given.sharing if what == "shared" else 8, "tokens": tokens,
+               "ms": statistics.mean(times), "p95_ms": ordered[len(times) * 95 // 100], "worst_ms": ordered[-1],
+               "steps": len(times)}  # fmt: skip
+        recorder.add("host", row)
+        say(f"{what}, {tokens} tokens: {row['ms']:.3f} ms in {len(times)} steps")
     row = {"what": "full pool", "requests": 1, "tokens": given.evicted, "ms": evicting_ms(given.evicted)}
     recorder.add("host", row)
 
@@ -139,6 +189,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=counts, default="1000,120000")
     parser.add_argument("--waiting", type=int, default=140_000, help="tokens of the waiting prompt")
     parser.add_argument("--evicted", type=int, default=32_768, help="tokens of the prompt in a full pool")
+    parser.add_argument("--shared", type=counts, default="8192,32768", help="tokens of a shared prefix")
+    parser.add_argument("--sharing", type=int, default=256, help="prompts that share it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
@@ -149,7 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     with Recorder(given.out, torch.device("cpu")) as recorder:
         measure(recorder, given)
-        rows = [tuple(row.get(key) for key in ("what", "requests", "tokens", "ms", "p95_ms")) for row in recorder.rows]
+        rows = [
+            tuple(row.get(key) for key in ("what", "requests", "tokens", "ms", "p95_ms", "worst_ms"))
+            for row in recorder.rows
+        ]
     print(table(COLUMNS, rows))
     return 0
 

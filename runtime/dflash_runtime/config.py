@@ -351,6 +351,7 @@ class EngineConfig:
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
     prefix_store             the folder that keeps prompts for later runs of the same pair
+    prefix_store_bytes       the size of that folder above which the pages used least recently are removed, 64 GiB
     seed                     seeds of requests without a seed are derived from it; with None it is random
     """
 
@@ -368,6 +369,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     prefix_store: str | None = None
+    prefix_store_bytes: int | None = None
     scheduling: str = "async"
     max_in_flight: int = 2
     graphs: bool = True
@@ -381,13 +383,11 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise UsageError(field=name, found=getattr(self, name), expected=", ".join(choices))
         for name in ("max_num_requests", "page_size", "max_in_flight"):
-            if getattr(self, name) < 1:
-                raise UsageError(field=name, found=getattr(self, name), expected="at least 1")
-        for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes"):
-            value = getattr(self, name)
-            minimum = 0 if name == "num_draft_tokens" else 1
-            if value is not None and value < minimum:
-                raise UsageError(field=name, found=value, expected=f"at least {minimum}")
+            _check_setting(name, getattr(self, name), least=1)
+        for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes",
+                     "prefix_store_bytes"):  # fmt: skip
+            if getattr(self, name) is not None:
+                _check_setting(name, getattr(self, name), least=0 if name == "num_draft_tokens" else 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             found = self.gpu_memory_utilization
             raise UsageError(field="gpu_memory_utilization", found=found, expected="above 0 and at most 1")
@@ -422,3 +422,10 @@ CHOICES = {
 def _require_count(name: str, value: object, minimum: int = 1) -> None:
     if not is_int(value) or value < minimum:
         raise InvalidConfig(name, value, f"an integer of at least {minimum}")
+
+
+def _check_setting(name: str, value: object, least: int) -> None:
+    if not is_int(value) or not least <= value < 2**63:
+        is_low = is_int(value) and value < least
+        expected = f"at least {least}" if is_low else f"an integer from {least} to 2**63 - 1"
+        raise UsageError(field=name, found=value, expected=expected)

@@ -13,10 +13,11 @@ the other requests continue. So a batch shrinks until it fits the memory or unti
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from secrets import randbits
+from threading import RLock
 
 import torch
 
@@ -50,6 +51,7 @@ class Committed:
 class Engine:
     """Runs requests in steps. `max_in_flight` 0 is the synchronous loop.
 
+    `run` and `abort` hold `lock` while they change anything, so that another thread may abort the requests of a run.
     A request without a seed gets a seed derived from the engine's `seed`. With None the engine draws its `seed`.
     """
 
@@ -61,6 +63,7 @@ class Engine:
         self.max_in_flight = max_in_flight
         self.transfers: Transfers | None = None  # of the running call, if it uses hand-offs
         self.failure: DFlashError | None = None  # why the engine is closed
+        self.lock = RLock()
         self._in_flight: deque[PendingForward] = deque()
         self._touched: dict[Request, None] = {}  # may have undelivered tokens or have ended
         self._is_whole = True  # host and device agree; False during a step
@@ -102,18 +105,25 @@ class Engine:
             self._count_good_step()
         return self.deliver()
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Committed]:
+    def run(
+        self, requests: Sequence[Request], is_open: Callable[[], bool] = lambda: True
+    ) -> Generator[Committed, None, None]:
         """Queue checked requests and step until they have ended. Closing the generator drops unfinished requests.
 
-        If a step raises, the requests that ended in it are yielded first.
+        If a step raises, the requests that ended in it are yielded first. The run also ends when `is_open` returns
+        False; then the other thread that made it so drops the requests.
         """
         own = dict.fromkeys(requests)
         try:
-            for request in requests:
-                self.add(request)
-            while own and self.scheduler.has_work:
+            with self.lock:
+                for request in requests if is_open() else ():
+                    self.add(request)
+            while own:
                 try:
-                    committed = self.step()
+                    with self.lock:
+                        if not (is_open() and self.scheduler.has_work):
+                            return
+                        committed = self.step()
                 except BaseException:
                     yield from self._end_of(own, self.deliver())
                     raise
@@ -126,10 +136,10 @@ class Engine:
         self.transfers = Transfers(plan, fingerprint, self.runner, self.scheduler) if plan is not None else None
 
     def close_transfers(self) -> None:
-        """Forget unfinished hand-offs."""
-        if self.transfers is not None:
-            self.transfers.close()
-            self.transfers = None
+        """Forget unfinished hand-offs. An interrupted wait for a store forgets them too."""
+        transfers, self.transfers = self.transfers, None
+        if transfers is not None:
+            transfers.close()
 
     def deliver(self) -> list[Committed]:
         """Committed tokens that were not delivered yet, and requests that ended."""
@@ -148,14 +158,15 @@ class Engine:
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """Drop requests, by default all. When no request is left, also forget the steps in flight."""
-        self._mend()
-        self._is_whole = False
-        self.scheduler.abort(requests)
-        self._is_whole = True
-        if not self.scheduler.has_work:
-            self._in_flight.clear()
-            self._num_failures = 0
-            self.scheduler.load.restore()
+        with self.lock:
+            self._mend()
+            self._is_whole = False
+            self.scheduler.abort(requests)
+            self._is_whole = True
+            if not self.scheduler.has_work:
+                self._in_flight.clear()
+                self._num_failures = 0
+                self.scheduler.load.restore()
 
     def _end_of(self, own: dict[Request, None], committed: list[Committed]) -> Iterator[Committed]:
         """Yield the tokens of a call's own requests, and remove ended requests from `own`."""
@@ -188,6 +199,8 @@ class Engine:
             if chunk.is_last and self.transfers is not None:
                 self.transfers.keep(chunk.request)
         for request, output in outputs:
+            if request.is_finished:
+                continue  # it ended in an earlier step
             self._touched[request] = None
             if self.scheduler.commit(request, output):
                 self._num_failures = 0

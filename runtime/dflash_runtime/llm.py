@@ -7,7 +7,9 @@ The target's forward is six calls deep, and a test counts them:
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import overload
@@ -17,6 +19,7 @@ import torch
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.checkpoint.tokenizer import Tokenizer
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.pair_fingerprint import fingerprint
@@ -38,6 +41,9 @@ from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+STORE_BYTES = 64 * 2**30
+"""The limit of a prefix store, if the config does not state one."""
 
 Prompt = str | Sequence[int]
 """A prompt: text or token ids."""
@@ -76,18 +82,21 @@ class LLM:
         draft_config = pair.draft.config if pair.draft is not None else None
         num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
         pages = PagePool(num_pages, pair.config.page_size)
-        self.fingerprint = fingerprint(pair)
-        salt = bytes.fromhex(self.fingerprint.digest)
-        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
-        self._store, self._without_store = open_store(pair, self.fingerprint)
+        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
+        self._store, self._without_store = open_store(pair, lambda: self.fingerprint, runner.porter)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # identifies the running call
         self._decode = self.tokenizer.decode if self.tokenizer is not None else None
         self._lock = Lock()
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the pair. Waits for the digests of its weights, which are computed when first needed."""
+        return fingerprint(self.pair)
 
     @property
     def limits(self) -> Limits:
@@ -138,16 +147,20 @@ class LLM:
         progress       gets the number of finished jobs, and of all jobs
 
         Raises:
-            UsageError: this LLM is busy.
+            UsageError: this LLM is busy, or was closed meanwhile.
             DFlashError: the device failed, which closes the LLM for good.
         """
         given = [params] if isinstance(params, SamplingParams) else list(params or [SamplingParams()])
         call = self._begin()
+
+        def observe(num_done: int, total: int) -> None:
+            self._check_call(call)
+            progress(num_done, total)
+
         try:
-            warm_up(self.engine, given, max_requests, progress)
+            warm_up(self.engine, given, max_requests, observe)
         finally:
-            if self._call is call:
-                self._call = None
+            self._end(call)
 
     def generate(
         self,
@@ -169,7 +182,7 @@ class LLM:
 
         Raises:
             UsageError: `prompts` is one string, there are neither one set of `params` nor one per prompt, or this LLM
-                is busy.
+                is busy or was closed meanwhile.
             DFlashError: the device failed in an earlier call, which closes the LLM for good.
         """
         finished = []
@@ -190,35 +203,56 @@ class LLM:
         Closing the generator drops unfinished requests. If an exception such as Ctrl-C ends it, it first yields the
         outputs of all ended requests.
         """
-        prompts = _listed(prompts)
-        if handoffs is None and self._store is not None:
-            handoffs = HandoffPlan.of_store(self._store, len(prompts))
-        requests, refused = self._requests(prompts, _params_of(prompts, params), handoffs)
         call = self._begin()
         try:
-            self.engine.open_transfers(handoffs, self.fingerprint)
+            requests, refused = self._prepare(call, prompts, params, handoffs)
             for refusal in refused:
                 yield Delta(refusal.index, (), refusal)
-            self._check_call(call)
-            for committed in self.engine.run(requests):
-                request = committed.request
-                ended = RequestOutput.read(request, self._decode) if request.is_finished else None
-                yield Delta(request.index, tuple(committed.token_ids), ended)
+            with closing(self.engine.run(requests, lambda: self._call is call)) as run:
+                for committed in run:
+                    request = committed.request
+                    ended = RequestOutput.read(request, self._decode) if request.is_finished else None
+                    yield Delta(request.index, tuple(committed.token_ids), ended)
+                    self._check_call(call)
+            if not all(request.is_finished for request in requests):
                 self._check_call(call)
         finally:
-            if self._call is call:
-                self.engine.close_transfers()
-                self._call = None
+            self._end(call)
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
         """Compare greedy outputs with plain decoding, token by token; see `lossless`."""
         return check_lossless(self.engine.runner, outputs, self.dtype)
 
     def close(self) -> None:
-        """Drop every request, and end an unfinished stream. The LLM can be used again."""
-        self._call = None
-        self.engine.close_transfers()
-        self.engine.abort()
+        """Drop every request. A call that has not ended ends in a UsageError. The LLM can be used again.
+
+        From another thread than the call's, this waits for the step that runs.
+        """
+        with self.engine.lock:
+            try:
+                self.engine.abort()
+                self.engine.close_transfers()
+            finally:
+                self._call = None
+
+    def _prepare(
+        self,
+        call: object,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        handoffs: HandoffPlan | None,
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """The requests of a call that has begun, and its refused prompts. Opens the call's hand-offs."""
+        prompts = _listed(prompts)
+        params = _params_of(prompts, params)
+        if handoffs is None and self._store is not None:
+            handoffs = HandoffPlan.of_store(self._store, len(prompts))
+        if handoffs is not None:
+            fingerprint = self.fingerprint
+            with self.engine.lock:
+                self._check_call(call)
+                self.engine.open_transfers(handoffs, fingerprint)
+        return self._requests(prompts, params, handoffs)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], handoffs: HandoffPlan | None
@@ -283,9 +317,18 @@ class LLM:
             self._call = call = object()
         return call
 
+    def _end(self, call: object) -> None:
+        """Give the engine back after a call, unless another thread has closed the call."""
+        with self.engine.lock:
+            if self._call is call:
+                try:
+                    self.engine.close_transfers()
+                finally:
+                    self._call = None
+
     def _check_call(self, call: object) -> None:
         if self._call is not call:
-            raise UsageError("this LLM was closed before its stream was read to the end", id="stream-closed")
+            raise UsageError("this LLM was closed before its call ended", id="stream-closed")
 
     def __repr__(self) -> str:
         runtime, placement = self.pair.target_runtime, self.pair.placement
@@ -313,7 +356,9 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         return None
 
 
-def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore | None, Notice | None]:
+def open_store(
+    pair: LoadedPair, find_fingerprint: Callable[[], Fingerprint], porter: PagePorter
+) -> tuple[PrefixStore | None, Notice | None]:
     """The store that keeps prompts between runs, or None without one, and a warning if the prefix cache is off.
 
     Raises:
@@ -331,7 +376,8 @@ def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> tuple[PrefixStore 
         notice = Notice(f"prompts are not kept in {folder}: the prefix cache is off", id="no-prefix-store")
         logger.warning(notice)
         return None, notice
-    return PrefixStore(folder, fingerprint, pair.config.page_size), None
+    max_bytes = pair.config.prefix_store_bytes or STORE_BYTES
+    return PrefixStore(folder, find_fingerprint, pair.config.page_size, porter.page_specs(), max_bytes), None
 
 
 def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:

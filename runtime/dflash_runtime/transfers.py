@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 TAKEN_SECONDS = 600.0
 """Seconds until a hand-off that nobody takes fails. The other side may have a long queue."""
 
+LOOK_SECONDS = 0.001
+"""Time between two looks at copies that must finish."""
+
 WAIT_SECONDS = 0.02
 """The longest wait of an engine without other work. It checks time limits in between."""
 
@@ -56,8 +59,11 @@ class HandoffPlan:
 
     @classmethod
     def of_store(cls, store: PrefixStore, num_prompts: int) -> "HandoffPlan":
-        """A plan that loads prompt rows from a store, and saves rows that the store does not have."""
-        return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
+        """A plan that loads prompt rows from a store, and saves rows that the store does not have.
+
+        It ends the lookups of earlier plans of the store.
+        """
+        return cls(connector=store, keys=store.begin_call(num_prompts), store=store)
 
     def apply(self, request: Request) -> Request:
         """The request with its keys and parameters for this plan."""
@@ -97,14 +103,18 @@ class Leaving:
         return self.handoff.finish_reason is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keeping:
-    """Pages of a prompt, from number `first` on, that are copied to a store while the request holds them."""
+    """Pages `[first, end)` of a prompt that are copied to a store in portions, while the request holds them.
+
+    `moving` is the portion that is being copied.
+    """
 
     request: Request
     generation: int
     first: int
-    moving: MovingPages
+    end: int
+    moving: MovingPages | None = None
 
     @property
     def is_held(self) -> bool:
@@ -137,6 +147,7 @@ class Transfers:
         self._leaving: dict[Request, Leaving] = {}
         self._room = PayloadRoom.beside(runner, is_bounded=plan.is_sending and plan.connector.takes_device)
         self._keeping: list[Keeping] = []
+        self._num_copied = 0  # pages that are being copied for the store
         self._kept: list[Future[None]] = []
 
     def begin(self, requests: Iterable[Request]) -> None:
@@ -165,9 +176,7 @@ class Transfers:
             return
         first, end = store.first_missing(request)
         if first < end:
-            num_tokens = (end - first) * self._runner.page_size
-            moving = self._runner.porter.begin_out(request.pages[first:end], num_tokens)
-            self._keeping.append(Keeping(request, request.generation, first, moving))
+            self._keeping.append(Keeping(request, request.generation, first, end))
             self._advance_keeping()
 
     def advance(self) -> list[Request]:
@@ -337,18 +346,35 @@ class Transfers:
 
     def _advance_keeping(self) -> None:
         """Copy more pages of requests that still hold them, and give finished copies to the store."""
-        for item in list(self._keeping):
-            is_done = self._runner.porter.advance(item.moving, begins=item.is_held)
-            if is_done and item.moving.num_done:
-                assert self.plan.store is not None
-                taken = {name: tensor[: item.moving.num_done] for name, tensor in item.moving.tensors.items()}
-                self._kept.append(self.plan.store.keep(item.request, item.first, taken))
-            if is_done:
-                self._keeping.remove(item)
+        self._keeping = [item for item in self._keeping if not self._advance_keeping_one(item)]
+
+    def _advance_keeping_one(self, item: Keeping) -> bool:
+        """Copy portions of a prompt without waiting -> whether all its pages were copied, or lost with the request."""
+        store, porter = self.plan.store, self._runner.porter
+        assert store is not None
+        while item.first < item.end:
+            if item.moving is None:
+                num_pages = min(item.end - item.first, store.room(self._num_copied)) if item.is_held else 0
+                if not num_pages:
+                    return not item.is_held
+                pages = item.request.pages[item.first : item.first + num_pages]
+                item.moving = porter.begin_out(pages, len(pages) * self._runner.page_size)
+                self._num_copied += num_pages
+            if not porter.advance(item.moving, begins=item.is_held):
+                return False
+            taken = {name: tensor[: item.moving.num_done] for name, tensor in item.moving.tensors.items()}
+            if item.moving.num_done:
+                self._kept.append(store.keep(item.request, item.first, taken))
+            self._num_copied -= len(item.moving.pages)
+            item.first += item.moving.num_done
+            item.moving = None
+        return True
 
     def _settle_keeping(self) -> None:
         """Wait until all copied pages are in the store. If some cannot be written, log the first reason."""
+        self._advance_keeping()
         while self._keeping:
+            time.sleep(LOOK_SECONDS)
             self._advance_keeping()
         failures = [error for error in (future.exception() for future in self._kept) if error is not None]
         if failures:

@@ -53,7 +53,8 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     jobs += [partial(run_in_chunks, engine, params[0], context) for context in contexts_of(engine)]
     progress(0, len(jobs))
     for num_done, job in enumerate(jobs, start=1):
-        job()
+        with engine.lock:
+            job()
         progress(num_done, len(jobs))
     logger.info("warmed up in %.1f s, with %d captures", time.perf_counter() - started, num_captured)
     log_use(engine.runner.device)

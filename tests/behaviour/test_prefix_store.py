@@ -1,20 +1,38 @@
 """The prefix store: a later run loads the stored pages of its prompts, and gives the same outputs."""
 
+import _thread
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
+from dflash_runtime.kv_transfer.payload_bytes import checksum
+from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.prefix_cache import page_digests
+from dflash_runtime.scheduling.prefix_cache import page_digest
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.handoffs import traces
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import (
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    random_draft,
+    random_llm,
+    random_prompts,
+    random_target,
+)
+from dflash_testing.refusals import refuses
 
 PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -27,11 +45,18 @@ def make_llm(folder: Path | None, **engine: Any) -> LLM:
     return bundled_llm(bundled_draft_model(), 7, **{"max_num_requests": 4} | engine)
 
 
-def second_page(folder: Path, prompt: Sequence[int]) -> Path:
+def small_llm(folder: Path | None, eps_of_target: float = 1e-6, eps_of_draft: float = 1e-6) -> LLM:
+    """A random pair of a few layers."""
+    target = random_target(rms_norm_eps=eps_of_target)
+    draft = random_draft(target, rms_norm_eps=eps_of_draft)
+    return random_llm(target, draft, 4, prefix_store=None if folder is None else str(folder))
+
+
+def stored_page(folder: Path, prompt: Sequence[int], column: int) -> Path:
     (pair,) = folder.iterdir()
     request = Request(index=0, prompt_token_ids=tuple(prompt), params=PARAMS)
-    digest = page_digests(request, 2, 16, bytes.fromhex(pair.name))[1].hex()
-    return pair / digest[:2] / f"{digest}.safetensors"
+    digest = page_digest(request, column, 16).hex()
+    return pair / f"{digest}.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +111,99 @@ def test_pages_not_copied_before_their_request_ends_are_not_stored(
     assert traces(found) == traces(make_llm(None).generate([whole], PARAMS))
 
 
+def test_a_call_that_is_refused_does_not_disturb_the_running_one(tmp_path: Path) -> None:
+    """The refused call has other prompts in the same store."""
+    prompts = random_prompts((40, 55, 63), 97)
+    params = SamplingParams(max_new_tokens=4)
+    small_llm(tmp_path).generate(prompts, params)
+    llm = small_llm(tmp_path)
+    stream = llm.stream(prompts, params)
+    found = [next(stream)]
+    with refuses(UsageError, "llm-busy"):
+        llm.generate(prompts[::-1], params)
+    found += stream
+    outputs = sorted((delta.output for delta in found if delta.output is not None), key=lambda output: output.index)
+    assert traces(outputs) == traces(small_llm(None).generate(prompts, params))
+    assert [output.num_loaded for output in outputs] == [32, 48, 48]
+
+
+def test_an_interrupted_wait_for_the_disk_gives_the_engine_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts((40,), 97)
+    llm = small_llm(tmp_path)
+    right = traces(small_llm(None).generate(prompts, PARAMS))
+    is_free = Event()
+    monkeypatch.setattr(StoredPages, "write", lambda *_: is_free.wait(60))
+    interrupted = Timer(0.1, _thread.interrupt_main)
+    interrupted.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, PARAMS)
+    is_free.set()
+    assert traces(llm.generate(prompts, PARAMS)) == right
+
+
 def test_another_pair_finds_nothing(tmp_path: Path) -> None:
     make_llm(tmp_path).generate(PROMPTS, PARAMS)
     for llm in (bundled_llm(None, 0, prefix_store=str(tmp_path)), make_llm(tmp_path, page_size=8)):
         assert not any(output.num_loaded for output in llm.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("changed", ["target", "draft"])
+def test_the_same_weights_under_another_config_find_nothing(tmp_path: Path, changed: str) -> None:
+    prompts = random_prompts((40, 55), 97)
+    small_llm(tmp_path).generate(prompts, PARAMS)
+    found = small_llm(tmp_path, **{f"eps_of_{changed}": 0.3}).generate(prompts, PARAMS)
+    assert traces(found) == traces(small_llm(None, **{f"eps_of_{changed}": 0.3}).generate(prompts, PARAMS))
+    assert not any(output.num_loaded for output in found)
+    assert all(output.num_loaded for output in small_llm(tmp_path).generate(prompts, PARAMS))
+
+
+def swap_pages(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def rewrite(page: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write other tensors with correct checksums, and the metadata of the page."""
+    with safe_open(page, framework="pt") as file:
+        tensors = change({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        facts = json.loads(file.metadata()["page"])
+    facts["crc32"] = {name: checksum(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, page, metadata={"page": json.dumps(facts)})
+
+
+UNFIT: dict[str, Callable[[Path, Path], None]] = {
+    "other page": lambda page, other: swap_pages(page, other),
+    "no tensors": lambda page, _: rewrite(page, lambda tensors: {}),
+    "no draft rows": lambda page, _: rewrite(page, lambda tensors: {"target": tensors["target"]}),
+    "one tensor more": lambda page, _: rewrite(page, lambda tensors: {**tensors, "more": torch.zeros(2)}),
+    "fewer rows": lambda page, _: rewrite(page, lambda tensors: {k: v[:, :, :8].clone() for k, v in tensors.items()}),
+    "other dtype": lambda page, _: rewrite(page, lambda tensors: {k: v.double() for k, v in tensors.items()}),
+    "no metadata": lambda page, _: save_file(load_file(page), page),
+    "no file": lambda page, _: page.rename(page.with_name("moved")).with_name(page.name).mkdir(),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_page_that_does_not_fit_its_name_is_removed_and_run_again(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The page before it is loaded, and the text is right."""
+    params = SamplingParams(max_new_tokens=4)
+    prompts = random_prompts((63, 48), 97)
+    wanted = small_llm(None).generate(prompts[:1], params)
+    small_llm(tmp_path).generate(prompts, params)
+    page, other = (stored_page(tmp_path, text, 1) for text in prompts)
+    UNFIT[name](page, other)
+    with caplog.at_level(logging.WARNING):
+        found = small_llm(tmp_path).generate(prompts[:1], params)
+    assert traces(found) == traces(wanted)
+    assert found[0].num_loaded == 16
+    if name != "no file":
+        assert str(page) in caplog.text
+        assert small_llm(tmp_path).generate(prompts[:1], params)[0].num_loaded == 48
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
@@ -97,7 +211,7 @@ def test_a_damaged_page_is_computed_again(tmp_path: Path, harm: str, caplog: pyt
     """The pages before it are loaded, and the damaged page is written again."""
     wanted = make_llm(None).generate(PROMPTS[-1:], PARAMS)
     make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)
-    page = second_page(tmp_path, PROMPTS[-1])
+    page = stored_page(tmp_path, PROMPTS[-1], 1)
     content = page.read_bytes()
     if harm == "gone":
         page.unlink()

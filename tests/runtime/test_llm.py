@@ -3,10 +3,12 @@
 import inspect
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, cast
 
 import pytest
@@ -25,6 +27,7 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import MLP, Attend
 from dflash_runtime.models.target import Target
+from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import (
@@ -163,7 +166,7 @@ def test_a_stream_closed_at_a_refused_prompt_leaves_no_requests(wrong: Any) -> N
 
 @pytest.mark.parametrize(
     ("prompt", "found"),
-    [([1.7, 2.2], "1.7"), (["a", "b"], "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)")],
+    [([1.7, 2.2], "1.7"), (["a", "b"], "'a'"), (7, "7"), (torch.tensor([0.5]), "tensor(0.5000)"), ([True, 2], "True")],
     ids=str,
 )
 def test_token_ids_must_be_integers(prompt: Any, found: str) -> None:
@@ -249,6 +252,67 @@ def test_a_stream_of_a_closed_llm_is_refused() -> None:
     assert len(small_texts(llm)) == 3
     with refuses(UsageError, "stream-closed"):
         next(stream)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_call_that_another_thread_closes_ends_in_an_error(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs are never a part of the list, and the thread that closes waits for the step."""
+    llm = small_llm(scheduling="async")
+    right = small_texts(llm)
+    steps, is_reached = count(1), Event()
+    submit = llm.engine.runner.submit
+
+    def watched(batch: Batch) -> Any:
+        if next(steps) == num_steps:
+            is_reached.set()
+            time.sleep(0.02)  # the other thread waits for the lock now
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", watched)
+    caught: list[str] = []
+
+    def work() -> None:
+        try:
+            llm.generate(PROMPTS, SMALL)
+        except UsageError as error:
+            caught.append(error.id)
+
+    thread = Thread(target=work)
+    thread.start()
+    assert is_reached.wait(60)
+    llm.close()
+    assert not llm.engine.scheduler.has_work
+    llm.engine.scheduler.check_integrity()
+    thread.join(60)
+    assert caught == ["stream-closed"]
+    assert small_texts(llm) == right
+
+
+def test_a_call_that_is_interrupted_at_its_end_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the call waits for the writes of a store."""
+    llm = small_llm()
+    right = small_texts(llm)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "close_transfers", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            small_texts(llm)
+    assert small_texts(llm) == right
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_a_step_reports_the_end_of_a_request_once(scheduling: str) -> None:
+    llm = small_llm(scheduling=scheduling)
+    requests = [Request(index=index, prompt_token_ids=(1, 2, index), params=SMALL) for index in range(5)]
+    for request in requests:
+        llm.engine.add(request)
+    ended = []
+    for _ in range(200):
+        ended += [item.request.index for item in llm.engine.step() if item.request.is_finished]
+    assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
 def test_equal_prompts_sample_the_same_text_only_with_a_seed() -> None:

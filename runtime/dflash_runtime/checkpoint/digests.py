@@ -7,25 +7,21 @@
     digest_files     config, tokenizer, template and weight files          results, journals, dumps
     digest_headers   names, element types and shapes of tensors            the target of a conversion
     digest_rows      some rows of tensors                                  the target of a conversion, dumps
-    digest_weights   names, element types, shapes and weights of tensors   hand-offs and the prefix store
 
-`digest_files` depends on how files hold the tensors; the digests below it do not. The weights of a large tensor are
-sampled, because one more training step changes every part of a tensor. Needs no torch.
+`digest_files` depends on how files hold the tensors; the digests below it do not. It samples large weights.
+`weight_digests.py` has the digest that covers all weights. Needs no torch.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 
 SAMPLE_BYTES = 16 * 2**10
 """Bytes of one sample of a large tensor."""
-
-WHOLE_TENSOR_BYTES = 2**20
-"""`digest_weights` reads tensors of up to this many bytes whole, and three samples of larger tensors."""
 
 WHOLE_CHECKPOINT_BYTES = 512 * 2**20
 """`digest_files` reads weights of up to this many bytes whole, and one sample of each tensor of larger weights."""
@@ -102,23 +98,6 @@ def digest_rows(tensors: Sequence[TensorInfo], *, with_shapes: bool = False) -> 
     return hashed.hexdigest()
 
 
-def digest_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str:
-    """A digest of 16 digits over the named tensors, by default over all tensors."""
-    infos = checkpoint.tensors
-    hashed = hashlib.blake2b(digest_size=8)
-    by_file: dict[Path, list[tuple[str, TensorInfo]]] = {}
-    for name in sorted(infos if names is None else names):
-        by_file.setdefault(infos[name].file, []).append((name, infos[name]))
-    parts: dict[str, bytes] = {}
-    for file, members in by_file.items():
-        with file.open("rb") as stream:
-            for name, info in members:
-                parts[name] = _digest_tensor(stream, info)
-    for name in sorted(parts):
-        hashed.update(f"{name}\0".encode() + parts[name])
-    return hashed.hexdigest()
-
-
 def _text_files(path: Path) -> list[Path]:
     return [
         file
@@ -160,20 +139,3 @@ def _read(info: TensorInfo, begin: int, size: int) -> bytes:
     with info.file.open("rb") as stream:
         stream.seek(info.begin + begin)
         return stream.read(size)
-
-
-def _digest_tensor(stream: BinaryIO, info: TensorInfo) -> bytes:
-    hashed = hashlib.blake2b(f"{info.dtype} {list(info.shape)}\0".encode(), digest_size=16)
-    for begin, size in _samples(info):
-        stream.seek(begin)
-        hashed.update(stream.read(size))
-    return hashed.digest()
-
-
-def _samples(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Yield the samples of a tensor, each as its offset in the file and its number of bytes."""
-    if info.num_bytes <= WHOLE_TENSOR_BYTES:
-        yield info.begin, info.num_bytes
-        return
-    for begin in (0, (info.num_bytes - SAMPLE_BYTES) // 2, info.num_bytes - SAMPLE_BYTES):
-        yield info.begin + begin, SAMPLE_BYTES

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.state import Uploader
+from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.models.placement import as_current
 
 PIECE_BYTES = 64 * 2**20
@@ -81,6 +82,10 @@ class PagePorter:
         """The shapes of the tensors in a payload of `num_tokens` tokens."""
         return {name: _shape(cache, -(-num_tokens // cache.page_size)) for name, cache in self._caches.items()}
 
+    def page_specs(self) -> dict[str, TensorSpec]:
+        """The dtype and the shape of each tensor of one page, without the axis of pages."""
+        return {name: TensorSpec.of(cache.pages[0]) for name, cache in self._caches.items()}
+
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of the pages in a payload of `num_tokens` tokens."""
         return sum(-(-num_tokens // cache.page_size) * cache.page_bytes for cache in self._caches.values())
@@ -128,7 +133,10 @@ class PagePorter:
 
     def pin(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors in pinned memory. Takes as long as a copy, and may run in any thread."""
-        return tensors if self._stream is None else {name: _pinned(tensor) for name, tensor in tensors.items()}
+        if self._stream is None:
+            return tensors
+        with as_current(self._device):  # a thread of a connector begins with the first GPU as its current device
+            return {name: _pinned(tensor) for name, tensor in tensors.items()}
 
     def _land(self, moving: MovingPages) -> None:
         """Count the copied pieces, oldest first. Pieces from a payload are now stored in their pages."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dflash_runtime.checkpoint.digests import digest_weights
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
+from dflash_runtime.checkpoint.weight_digests import WeightDigest
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
@@ -42,7 +42,7 @@ class LoadedPair:
     config           the engine config, without features that exclude each other
     warnings         about each feature that was switched off, and about the pair
     rounding         the kind of values that a trial of another number format rounded after loading; None otherwise
-    weight_digests   digests of the weights of `target` and `draft`
+    weight_digests   digests of the weights of `target` and `draft`, computed when needed
     stop_token_ids   ids that end a text according to the target's configs
     """
 
@@ -56,7 +56,7 @@ class LoadedPair:
     target_runtime: TargetRuntime = "native"
     target_quantization: str | None = None
     rounding: str | None = None
-    weight_digests: Mapping[str, str] = field(default_factory=dict)
+    weight_digests: Mapping[str, WeightDigest] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     stop_token_ids: tuple[int, ...] = ()
 
@@ -112,6 +112,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
     placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
     quantization = read_quantization(target) if runtime != "native" else None
+    digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
     if loaded.config.own_cache is not None:
@@ -131,7 +132,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         warnings=warnings,
         target_runtime=runtime,
         target_quantization=quantization.label if quantization is not None else None,
-        weight_digests=_digests(target, draft),
+        weight_digests=digests,
         tokenizer=find_tokenizer(target.checkpoint.path),
         stop_token_ids=find_stop_ids(target),
     )
@@ -156,10 +157,13 @@ def _weight_bytes(
     return WeightBytes(size, loaded_bytes(owned, dtype), passing=size if runtime != "native" else 0)
 
 
-def _digests(target: TargetSource, draft: DraftLike | None) -> dict[str, str]:
-    digests = {"target": digest_weights(target.checkpoint)}
+def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> dict[str, WeightDigest]:
+    """The digests of both models' weights. With `begins` they are computed while the weights are loaded."""
+    digests = {"target": WeightDigest(target.checkpoint)}
     if draft is not None:
-        digests["draft"] = digest_weights(draft.checkpoint, owned_tensors(draft))
+        digests["draft"] = WeightDigest(draft.checkpoint, owned_tensors(draft))
+    for digest in digests.values() if begins else ():
+        digest.begin()
     return digests
 
 

@@ -74,10 +74,7 @@ class Handoff:
     @property
     def header(self) -> "HandoffHeader":
         """The hand-off without the content of its tensors."""
-        specs = {
-            name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))  # type: ignore[arg-type]
-            for name, tensor in self.tensors.items()
-        }
+        specs = {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
         return HandoffHeader(handoff=replace(self, tensors={}), tensors=specs)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Handoff":
@@ -92,6 +89,11 @@ class TensorSpec:
     dtype: DtypeName
     shape: tuple[Count, ...]
     crc32: Annotated[int | None, OPTIONAL, "CRC-32 of the bytes, for tensors on the host"] = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """The dtype and the shape of a tensor, without a checksum."""
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))  # type: ignore[arg-type]
 
     @property
     def torch_dtype(self) -> torch.dtype:

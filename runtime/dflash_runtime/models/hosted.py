@@ -11,6 +11,7 @@ and refuses every argument that our attention does not support. After loading, a
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F feature width, V vocabulary.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PAGES = "draft_pages"
 """The name of our attention in transformers, without a mask function, so that transformers builds no mask.
@@ -187,7 +188,7 @@ class HostedAttention:
 class TransformersTarget:
     """A decoder of transformers' code: its embedding, head and layers, and a forward with taps.
 
-    `entry` is the device on which rows enter the model.
+    `entry` is the device on which rows enter the model. `code_config` is the text model's config, which the code reads.
     """
 
     follows_from_shapes: ClassVar[bool] = False
@@ -196,6 +197,8 @@ class TransformersTarget:
         self, config: TargetConfig, model: "PreTrainedModel", decoder: nn.Module, placement: Placement
     ) -> None:
         self.config = config
+        text: PretrainedConfig = model.config.get_text_config(decoder=True)
+        self.code_config: dict[str, Any] = json.loads(json.dumps(text.to_dict(), default=str), parse_constant=str)
         self._device = placement.device
         self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = read_head(config, model, placement)

@@ -11,12 +11,23 @@ Page 0 is never handed out, so 0 means "no page" in a page table.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from dflash_runtime.errors import CapacityError
 
 
+@dataclass(slots=True)
+class SharedRun:
+    """The published pages of a text's beginning, with one reference to each page for all requests that share them."""
+
+    pages: tuple[int, ...]
+    num_holders: int = 1
+
+
 class PagePool:
     """Pages 1 to num_pages - 1 of `page_size` tokens each. `on_evict` is called with an idle page before its reuse.
+
+    `num_freed` counts the releases of pages that nobody holds any more.
 
     Raises:
         CapacityError: fewer than two pages.
@@ -30,6 +41,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict = on_evict
+        self.num_freed = 0
         self.clear()
 
     def clear(self) -> None:
@@ -39,6 +51,8 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * self.num_pages
         self._published: set[int] = set()
+        self._runs: dict[int, SharedRun] = {}  # by their last page
+        self.num_freed += 1
 
     @property
     def num_available(self) -> int:
@@ -55,28 +69,63 @@ class PagePool:
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Take pages, or take none and return None when there are not enough."""
-        if num_pages > self.num_available:
+        free = self._free
+        if num_pages > len(free) + len(self._idle):
             return None
-        return [self._take() for _ in range(num_pages)]
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to published pages."""
+        pages = free[: -num_pages - 1 : -1]
+        del free[len(free) - len(pages) :]
+        pages += [self._evict() for _ in range(num_pages - len(pages))]
         for page in pages:
-            assert page in self._published
-            self._idle.pop(page, None)
-            self._references[page] += 1
+            self._references[page] = 1
+        return pages
+
+    def run_ending_with(self, page: int | None) -> tuple[int, ...]:
+        """The shared pages of a text's beginning that end with this page; empty if no request shares them."""
+        run = None if page is None else self._runs.get(page)
+        return () if run is None else run.pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold the published pages of a text's beginning. Further requests with the same pages cost nothing per page.
+
+        A published page belongs to one text, and its page stays the same while it is held. So the last page of a run
+        tells all its pages.
+        """
+        run = self._runs.get(pages[-1]) if pages else None
+        if run is not None:
+            assert len(run.pages) == len(pages)
+            run.num_holders += 1
+        elif pages:
+            self._runs[pages[-1]] = SharedRun(tuple(pages))
+            for page in pages:
+                assert page in self._published
+                self._idle.pop(page, None)
+                self._references[page] += 1
 
     def publish(self, page: int) -> None:
         """Mark a held page's content as final."""
         assert self._references[page] > 0
         self._published.add(page)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, last first, so that the end of a cached text is evicted before its beginning."""
+    def release(self, pages: Sequence[int], num_shared: int = 0) -> None:
+        """Give pages back, last first, so that the end of a cached text is evicted before its beginning.
+
+        The first `num_shared` of them were held by `share`.
+        """
+        self._drop(pages[num_shared:] if num_shared else pages)
+        if num_shared:
+            run = self._runs[pages[num_shared - 1]]
+            run.num_holders -= 1
+            if not run.num_holders:
+                del self._runs[run.pages[-1]]
+                self._drop(run.pages)
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        """Remove a reference of each page."""
         for page in reversed(pages):
             assert self._references[page] > 0
             self._references[page] -= 1
             if self._references[page] == 0:
+                self.num_freed += 1
                 if page in self._published:
                     self._idle[page] = None
                 else:
@@ -89,7 +138,11 @@ class PagePool:
             assert len(set(pages)) == len(pages), "a request holds a page twice"
             for page in pages:
                 expected[page] += 1
-        assert self._references == expected, "references do not match the requests"
+        found = list(self._references)
+        for run in self._runs.values():
+            for page in run.pages:
+                found[page] += run.num_holders - 1
+        assert found == expected, "references do not match the requests"
         free, idle = set(self._free), set(self._idle)
         busy = {page for page in range(self.num_pages) if expected[page]}
         assert len(free) == len(self._free), "a page is free twice"
@@ -100,13 +153,10 @@ class PagePool:
         unshared = {page for page in busy if expected[page] > 1 and page not in self._published}
         assert not unshared, "an unpublished page is held twice"
 
-    def _take(self) -> int:
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._idle.popitem(last=False)
-            self._published.discard(page)
-            if self.on_evict is not None:
-                self.on_evict(page)
-        self._references[page] = 1
+    def _evict(self) -> int:
+        """Take the page that has been idle longest."""
+        page, _ = self._idle.popitem(last=False)
+        self._published.discard(page)
+        if self.on_evict is not None:
+            self.on_evict(page)
         return page

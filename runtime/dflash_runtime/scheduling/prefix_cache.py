@@ -7,48 +7,71 @@ token on. Target KV and draft context KV share page numbers, so a hit brings bot
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from dflash_runtime.scheduling.pages import PagePool
-from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.related_texts import TOKEN_BYTES, RelatedTexts
+from dflash_runtime.scheduling.request import Awaited, Request
+
+SHARED_WORTH_A_WAIT = 64
+"""A prompt waits if a running request will soon publish this many more tokens of its prefix than the cache holds.
+Prompts behind it in the queue may be admitted meanwhile."""
 
 
 class PrefixCache:
-    """Pages by digest. With `is_enabled` false it finds and publishes nothing.
+    """The pages of one pair by digest. With `is_enabled` false it finds and publishes nothing."""
 
-    `salt` stands for the digest before the first page of every text. It is the digest of the pair's fingerprint, so
-    pages of different pairs have different digests.
-    """
-
-    def __init__(self, pool: PagePool, *, is_enabled: bool = True, salt: bytes = b"") -> None:
+    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
         self.is_enabled = is_enabled
-        self.salt = salt
         self._pool = pool
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
+        self._related = RelatedTexts(pool.page_size)
+        self._worth_a_wait = max(1, SHARED_WORTH_A_WAIT // pool.page_size)  # pages
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def clear(self) -> None:
-        """Forget every page."""
+        """Forget every page and every request."""
         self._pages.clear()
         self._digests.clear()
+        self._related = RelatedTexts(self._pool.page_size)
+
+    def expect(self, request: Request) -> None:
+        """Note a new request, to find the pages that it has in common with others."""
+        if self._is_open_to(request):
+            self._related.add(request)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._related.remove(request)
 
     def match(self, request: Request) -> None:
         """Give a request the cached pages of the longest prefix of its tokens."""
         if not self._is_open_to(request):
             return
         size = self._pool.page_size
-        for column in range((request.total_len - 1) // size):
-            page = self._pages.get(self._digest(request, column))
-            if page is None:
+        most = (request.total_len - 1) // size
+        request.pages = self._common_pages(request, most)
+        piece = 1
+        while len(request.pages) < most:
+            end = min(most, len(request.pages) + piece)
+            digests = page_digests(request, len(request.pages), end, size)
+            found = list(map(self._pages.get, digests))
+            request.pages += found[: found.index(None)] if None in found else found  # type: ignore[arg-type]
+            if None in found:
                 break
-            request.pages.append(page)
+            piece *= 2
         self._pool.share(request.pages)
-        request.num_published = len(request.pages)
+        request.num_shared = request.num_published = len(request.pages)
         request.prefilled_len = request.num_published * size
+
+    def has_page(self, request: Request, column: int) -> bool:
+        """Whether the cache has a page of a request's text."""
+        is_known = self._is_open_to(request) and (column + 1) * self._pool.page_size < request.total_len
+        return is_known and self._digest(request, column) in self._pages
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Publish the full pages within a request's first `num_tokens` rows of true KV.
@@ -68,43 +91,122 @@ class PrefixCache:
                 self._digests[page] = digest
         request.num_published = max(request.num_published, num_full)
 
-    def will_publish(self, running: Iterable[Request], waiting: Request, num_tokens: int) -> bool:
-        """Whether a running request will soon publish `num_tokens` more tokens of this prefix than the cache holds."""
+    def awaits(self, request: Request) -> bool:
+        """Whether a request still waits for pages that a running request will soon publish. Reads no page."""
+        relative, awaited = request.relative, request.awaited
+        if awaited is None and relative is not None and relative.row is not None:
+            awaited = self._awaited(request, relative, request.num_common)
+        is_open = awaited is not None and self._is_coming(awaited)
+        request.awaited = awaited if is_open else None
+        return is_open
+
+    def will_publish(self, running: Iterable[Request], waiting: Request) -> bool:
+        """Whether a running request will soon publish much more of this prefix than the cache holds.
+
+        Then `awaits` is true until it has done so, or stops.
+        """
         size = self._pool.page_size
-        column = waiting.num_published + max(1, num_tokens // size) - 1
+        column = waiting.num_published + self._worth_a_wait - 1
         if not self._is_open_to(waiting) or (column + 1) * size >= waiting.total_len:
             return False
-        able = (
-            item
-            for item in running
-            if item.num_published <= column < item.prefill_len // size and not (item.is_loading or item.is_private)
-        )
-        return any(self._digest(item, column) == self._digest(waiting, column) for item in able)
+        for item in running:
+            is_able = item.num_published <= column < item.prefill_len // size
+            if is_able and self._digest(item, column) == self._digest(waiting, column):
+                awaited = self._awaited(waiting, item, self._num_equal(waiting, item, column + 1))
+                if self._is_coming(awaited):
+                    waiting.awaited = awaited
+                    return True
+        return False
 
     def check_integrity(self) -> None:
         """Assert that both maps agree and name published pages only."""
         assert {page: digest for digest, page in self._pages.items()} == self._digests
         assert all(self._pool.is_published(page) for page in self._digests)
 
+    def _common_pages(self, request: Request, most: int) -> list[int]:
+        """The pages that a request has in common with its relative, if other requests share exactly these."""
+        num_common = min(request.num_common, most)
+        if not num_common:
+            return []
+        last = self._pages.get(self._digest(request, num_common - 1))
+        pages = self._pool.run_ending_with(last)
+        assert len(pages) in (0, num_common)
+        return list(pages)
+
+    def _awaited(self, request: Request, publisher: Request, num_common: int) -> Awaited:
+        size = self._pool.page_size
+        num_pages = min(num_common, (request.total_len - 1) // size, publisher.prefill_len // size)
+        return Awaited(publisher, publisher.generation, num_pages)
+
+    def _is_coming(self, awaited: Awaited) -> bool:
+        """Whether many of the awaited pages are still to be published."""
+        item = awaited.publisher
+        is_running = item.row is not None and item.generation == awaited.generation
+        is_open = is_running and not (item.is_loading or item.is_private)
+        return is_open and item.num_published + self._worth_a_wait <= awaited.num_pages
+
+    def _num_equal(self, one: Request, other: Request, least: int) -> int:
+        """How many pages two texts have in common, given that they have `least` in common."""
+        size = self._pool.page_size
+        most = min((one.total_len - 1) // size, other.prefill_len // size)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._digest(one, middle - 1) == self._digest(other, middle - 1):
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
     def _is_open_to(self, request: Request) -> bool:
         return self.is_enabled and not request.is_private
 
     def _digest(self, request: Request, column: int) -> bytes:
-        return page_digests(request, column + 1, self._pool.page_size, self.salt)[column]
+        return page_digest(request, column, self._pool.page_size)
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)
         del self._pages[digest]
 
 
-def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) -> list[bytes]:
-    """Digests of a request's pages, at least of the first `num_pages`. A text only grows, so each is computed once."""
-    digests = request.page_digests
-    for start in range(len(digests) * page_size, num_pages * page_size, page_size):
-        digests.append(page_digest(digests[-1] if digests else salt, request.token_slice(start, start + page_size)))
-    return digests
+def page_digest(request: Request, column: int, page_size: int) -> bytes:
+    """The digest of a request's full page, 16 bytes. It covers the page's tokens and the digest of the page before it.
+
+    A text only grows, so each digest is computed once. Those of a relative are shared with it.
+    """
+    if request.relative is not None:
+        _share_digests(request, request.relative, page_size)
+    common, own = request.common_digests, request.page_digests
+    start = request.num_common if common else 0
+    if column < start:
+        return common[column]
+    for number in range(start + len(own), column + 1):
+        before = own[-1] if own else common[start - 1] if common else b""
+        tokens = _token_bytes(request, number * page_size, (number + 1) * page_size)
+        own.append(hashlib.blake2b(tokens, key=before, digest_size=16).digest())
+    return own[column - start]
 
 
-def page_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a page, 16 bytes, from its tokens and the digest of the page before it."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=before, digest_size=16).digest()
+def page_digests(request: Request, begin: int, end: int, page_size: int) -> list[bytes]:
+    """The digests of the full pages `[begin, end)` of a request."""
+    if begin == end:
+        return []
+    page_digest(request, end - 1, page_size)
+    start = request.num_common if request.common_digests else 0
+    own = request.page_digests[max(0, begin - start) : max(0, end - start)]
+    return request.common_digests[begin : min(end, start)] + own if begin < start else own
+
+
+def _share_digests(request: Request, relative: Request, page_size: int) -> None:
+    """Let a request use its relative's list for the pages that both have in common."""
+    request.relative = None
+    page_digest(relative, request.num_common - 1, page_size)
+    if relative.common_digests:
+        relative.page_digests = relative.common_digests[: relative.num_common] + relative.page_digests
+        relative.common_digests = []
+    request.common_digests = relative.page_digests
+
+
+def _token_bytes(request: Request, start: int, end: int) -> bytes:
+    if end <= request.prompt_len:
+        return request.prompt_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
+    return array("q", request.token_slice(start, end)).tobytes()

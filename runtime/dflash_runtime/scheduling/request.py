@@ -11,12 +11,13 @@ While steps are in flight the device is ahead of these lengths, by at most the t
 """
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
@@ -68,13 +69,13 @@ class SamplingParams:
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_integer("max_new_tokens", range(1, INT64.stop), "at least 1")
-        self._check_integer("top_k", range(INT64.stop), "0 (off) or more")
+        self._check_integer("max_new_tokens", range(1, INT64.stop), "1 to 2**63 - 1")
+        self._check_integer("top_k", range(INT64.stop), "0 (off) to 2**63 - 1")
         self._check_integer("seed", INT64, "a 64-bit integer")
-        self._check_integer("verify_width", range(1, INT64.stop), "at least 1 (the last committed token)")
-        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
+        self._check_integer("verify_width", range(1, INT64.stop), "1 (the last committed token) to 2**63 - 1")
+        if not is_real(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise RequestError(field="temperature", found=self.temperature, expected="a finite number of 0 or more")
-        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise RequestError(field="top_p", found=self.top_p, expected="a number in (0, 1]")
         stops = check_ids(self.stop_token_ids, "stop_token_ids")
         if len(stops) > MAX_STOP_IDS:
@@ -96,7 +97,7 @@ class SamplingParams:
         if value is None and name in ("seed", "verify_width"):
             return
         try:
-            number = as_integer(value)
+            number = plain_integer(value)
         except TypeError as error:
             raise RequestError(field=name, found=value, expected="an integer") from error
         if number not in allowed:
@@ -156,6 +157,29 @@ class DraftStep:
         return self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The first `num_pages` pages of a text, which `publisher` publishes while it holds its row."""
+
+    publisher: "Request"
+    generation: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A look at the pool that found too little room.
+
+    num_found   how many pages of the request the cache has
+    num_idle    how many of these no other request holds
+    num_freed   `PagePool.num_freed` at that time
+    """
+
+    num_found: int
+    num_idle: int
+    num_freed: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt on its way through the engine. Only the scheduler changes it.
@@ -167,8 +191,13 @@ class Request:
     send_key        the key under which the request is handed off after its prompt
     sent_params     the parameters that the receiver of that hand-off uses
     is_private      shares no pages with other requests
-    page_digests    digests of its first full pages, computed when first needed
+    relative        an earlier request whose prompt has its first `num_common` full pages in common with this prompt
+    page_digests    digests of its full pages, computed when first needed; without the first `num_common` pages if
+                    `common_digests`, the list of its relative, has these
+    num_shared      pages found in the prefix cache when it got its pages
     num_published   pages found in the prefix cache or entered in it
+    awaited         pages that it waits for instead of computing them
+    refusal         when it last got no room
     num_loaded      rows that came from a hand-off
     is_loading      those rows are still loading, or the request is not switched on yet
     is_sending      the request has ended and holds its pages until they are handed off
@@ -192,12 +221,18 @@ class Request:
     send_key: str | None = None
     sent_params: SamplingParams | None = None
     is_private: bool = False
+    relative: "Request | None" = field(default=None, repr=False)
+    num_common: int = 0
 
     row: int | None = None
     generation: int = 0
     pages: list[int] = field(default_factory=list)
-    page_digests: list[bytes] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list, repr=False)
+    common_digests: list[bytes] = field(default_factory=list, repr=False)
+    num_shared: int = 0
     num_published: int = 0
+    awaited: Awaited | None = field(default=None, repr=False)
+    refusal: Refusal | None = None
     num_cached: int = 0
     num_loaded: int = 0
     is_loading: bool = False
@@ -206,10 +241,18 @@ class Request:
     prefill_len: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    _prompt_bytes: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = check_ids(self.prompt_token_ids)
         self.seed = self.params.seed or 0
+
+    @property
+    def prompt_bytes(self) -> bytes:
+        """The prompt with 8 bytes per token, to compare and hash parts of it quickly."""
+        if not self._prompt_bytes:
+            self._prompt_bytes = array("q", self.prompt_token_ids).tobytes()
+        return self._prompt_bytes
 
     @property
     def prompt_len(self) -> int:
@@ -252,7 +295,7 @@ class Request:
     def forget_pages(self) -> None:
         """Clear the page list without releasing the pages."""
         self.pages = []
-        self.num_published = 0
+        self.num_shared = self.num_published = 0
         self.prefilled_len = 0
 
     def commit(self, token_ids: Iterable[int], max_model_len: int) -> None:
@@ -385,13 +428,31 @@ def check_ids(token_ids: Iterable[int], field: str = "prompt_token_ids") -> tupl
         values = tuple(token_ids)
     except TypeError as error:
         raise RequestError(field=field, found=token_ids, expected="a sequence of token ids") from error
+    if set(map(type, values)) <= {int}:
+        return values
     ids = []
     for value in values:
         try:
-            ids.append(as_integer(value))
+            ids.append(plain_integer(value))
         except TypeError as error:
             raise RequestError(field=field, found=value, expected="an integer as token id") from error
     return tuple(ids)
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """Whether a value is a number of any real type, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def plain_integer(value: Any) -> int:
+    """An integer of any integer type as a plain one.
+
+    Raises:
+        TypeError: it is not an integer, or it is a bool.
+    """
+    if isinstance(value, bool):
+        raise TypeError("a bool")
+    return as_integer(value)
 
 
 def derive_seed(base: int, index: int) -> int:

@@ -22,6 +22,7 @@ it had found those rows in the cache. A request that is handed off keeps its pag
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.admission import check_request
@@ -30,14 +31,10 @@ from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import DraftStep, FinishReason, Request
+from dflash_runtime.scheduling.request import DraftStep, FinishReason, Refusal, Request
 from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.step_load import StepLoad
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy, width_of
-
-SHARED_WORTH_A_WAIT = 64
-"""A prompt waits if a running request will soon publish this many more tokens of its prefix than the cache holds.
-Prompts behind it in the queue may be admitted meanwhile."""
 
 
 class OutOfPages(Exception):
@@ -84,6 +81,7 @@ class Scheduler:
         """Queue a request. Raises what `check` raises."""
         self.check(request)
         self.room.expect(request, is_alone=not self._live)
+        self.cache.expect(request)
         self._live[request] = None
         self._waiting.append(request)
 
@@ -266,17 +264,18 @@ class Scheduler:
         """
         admitted: list[Request] = []
         passed_over: list[Request] = []
+        self.room.begin_step()
         while self._waiting and self._free_rows and shares.num_left:
             if len(self._running) + len(passed_over) >= self.load.max_running:
                 break
             request = self._waiting[0]
-            self.cache.match(request)
-            if (self._running or self._sending) and not self.room.has_room(request, self._running):
-                self._release_pages(request)
-                break
+            if not self.cache.awaits(request):
+                if not self._find_room(request):
+                    break
+                if self.cache.will_publish(self._running, request):
+                    self._release_pages(request)
             self._waiting.popleft()
-            if self.cache.will_publish(self._running, request, SHARED_WORTH_A_WAIT):
-                self._release_pages(request)
+            if request.awaited is not None:
                 passed_over.append(request)
                 continue
             self._admit(request)
@@ -293,6 +292,28 @@ class Scheduler:
                 shares.give(request)
         self._waiting.extendleft(reversed(passed_over))
         return admitted
+
+    def _find_room(self, request: Request) -> bool:
+        """Give a waiting request its cached pages if the pool has room for it.
+
+        After a refusal, its pages are looked up again only if there may be room.
+        """
+        is_alone = not (self._running or self._sending)
+        last = request.refusal
+        if not is_alone and last is not None and not self.cache.has_page(request, last.num_found):
+            if last.num_freed != self.pages.num_freed:  # the idle pages may have changed: none is the best case
+                request.refusal = replace(last, num_idle=0, num_freed=self.pages.num_freed)
+            if not self.room.has_room(request, self._running):
+                return False
+        num_available = self.pages.num_available
+        request.refusal = None
+        self.cache.match(request)
+        if is_alone or self.room.has_room(request, self._running):
+            return True
+        num_found, num_idle = request.num_shared, num_available - self.pages.num_available
+        self._release_pages(request)
+        request.refusal = Refusal(num_found, num_idle, self.pages.num_freed)
+        return False
 
     def _chunk(self, request: Request, num_rows: int) -> Chunk:
         """The request's next chunk, `num_rows` positions. They count as prefilled, because later steps run after it.
@@ -316,7 +337,8 @@ class Scheduler:
         self._generations[row] += 1
         request.generation = self._generations[row]
         self._running.append(request)
-        self._additions.append(PageAddition(row, 0, tuple(request.pages)))
+        if request.pages:
+            self._additions.append(PageAddition(row, 0, self.pages.run_ending_with(request.pages[-1])))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:
         """Get pages for `num_tokens` tokens, preempting the youngest requests. False if `request` itself was preempted.
@@ -379,13 +401,14 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """Remove a waiting, running or sending request from the scheduler."""
         del self._live[request]
+        self.cache.forget(request)
         if request in self._sending:
             request.is_sending = False
             del self._sending[request]
             self._release_pages(request)
         elif request.row is not None:
             self._remove(request)
-        else:
+        elif request in self._waiting:  # an interrupted `add` has not put it there
             self._waiting.remove(request)
 
     def _end_not_finite(self, request: Request, output: StepOutput) -> list[int]:
@@ -401,7 +424,7 @@ class Scheduler:
         return output.token_ids
 
     def _release_pages(self, request: Request) -> None:
-        self.pages.release(request.pages)
+        self.pages.release(request.pages, request.num_shared)
         request.forget_pages()
 
     def _kv_upper(self, request: Request) -> int:

@@ -132,11 +132,28 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
     [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5},
      {"top_k": -1}, {"seed": 2**70}, {"top_k": 2**63}, {"top_k": 2.5}, {"temperature": "hot"}, {"top_p": None},
      {"stop_token_ids": (2**64,)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": (1.5,)}, {"stop_token_ids": 3},
-     {"max_new_tokens": None}, {"max_new_tokens": 1.5}, {"verify_width": 0}, {"verify_width": "3"}, {"seed": 0.5}],
+     {"max_new_tokens": None}, {"max_new_tokens": 1.5}, {"verify_width": 0}, {"verify_width": "3"}, {"seed": 0.5},
+     {"max_new_tokens": True}, {"top_k": True}, {"seed": False}, {"temperature": True}, {"top_p": True},
+     {"stop_token_ids": (True,)}, {"verify_width": True}],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, float]) -> None:
     with refuses(RequestError, field=next(iter(changes))):
         SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "verify_width"])
+def test_a_number_that_is_too_large_is_told_the_largest_one(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: 2**70})  # type: ignore[arg-type]
+    assert "at least" not in str(caught.value.expected)
+    assert str(caught.value.expected).endswith("to 2**63 - 1")
+
+
+@pytest.mark.parametrize("value", [True, 2**70, 2.0, "4"])
+@pytest.mark.parametrize("name", ["max_num_requests", "page_size", "num_pages", "num_draft_tokens", "max_in_flight"])
+def test_a_setting_of_an_engine_is_an_integer_of_64_bits(name: str, value: object) -> None:
+    with refuses(UsageError, field=name, found=value):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_too_many_stop_ids_are_refused() -> None:
