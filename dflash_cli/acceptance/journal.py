@@ -22,9 +22,10 @@ from dflash_cli.documents.atomic_file import (
     naming_output,
     open_output,
 )
-from dflash_cli.documents.reading import parse_object, read_document
+from dflash_cli.documents.reading import parse_object, read_document, read_input
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
@@ -254,8 +255,7 @@ def _read(path: Path) -> _Stored:
     Raises:
         UsageError: the first line is not the head of a file of answers, or a further line is not a JSON object.
     """
-    with naming_output(path):
-        data = path.read_bytes()
+    data = read_input(path, MAX_ROWS_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     if not whole and HEAD_START.startswith(data[: len(HEAD_START)]):
         return _Stored({}, {}, 0)  # the run was stopped while it wrote the first line

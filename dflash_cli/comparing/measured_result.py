@@ -3,7 +3,6 @@
 The content of a file tells its format: each format of `importers/` recognises its own files and reads them.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
-from dflash_cli.documents.atomic_file import naming_output
-from dflash_cli.documents.reading import parse_object
+from dflash_cli.documents.reading import parse_object, read_text
+from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads
 from dflash_runtime.documents import HIDDEN, computed_key, from_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
@@ -65,13 +64,9 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointNotFound("no such file", id="file-not-found", path=path)
-        with naming_output(path):
-            try:
-                self.text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise UsageError(f"not UTF-8 at byte {error.start}", id="not-utf-8", path=path) from error
+        self.text = read_text(path, MAX_ROWS_BYTES)
 
     @cached_property
     def document(self) -> Any:
@@ -140,8 +135,8 @@ class ResultFile:
 def _parse(text: str) -> Any:
     """Return a JSON value, or None if the text is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return loads(text)
+    except ValueError:
         return None
 
 
