@@ -192,7 +192,7 @@ def _header(handoff: Handoff, staged: Staged) -> HandoffHeader:
     """The header, with checksums if all tensors are on the host. For others they would cost a copy to the host."""
     ready = replace(handoff, tensors=staged.tensors)
     on_host = all(tensor.device.type == "cpu" for tensor in staged.tensors.values())
-    return header_with_checksums(ready) if on_host else ready.header
+    return header_with_checksums(ready) if on_host else ready.header.sealed
 
 
 def _not_taken(key: str, reason: str) -> PeerUnreachable:
