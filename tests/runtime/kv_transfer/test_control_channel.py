@@ -192,7 +192,7 @@ class TestStrangers:
         with ThreadPoolExecutor(1) as pool:
             listening = pool.submit(listen, address, NONE, LIMIT_S)
             with connected(address) as stranger, suppress(ConnectionError):
-                for num_sent in range(1000):
+                for num_sent in range(1000):  # noqa: B007
                     stranger.sendall(b"\0")
                     threading.Event().wait(0.02)
             assert num_sent < 999, "the connection was cut"
