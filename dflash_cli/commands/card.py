@@ -133,7 +133,7 @@ def card(request: CardRequest) -> WrittenCard:
 def command(request: CardRequest) -> None:
     """Write the card and print its path, or print the card."""
     found = card(request)
-    console.show(found, lambda: console.result(found.text if found.path is None else f"{found.path}\n", end=""))
+    console.show(found, lambda: console.result_text(found.text if found.path is None else f"{found.path}\n"))
 
 
 def _tell(written: "Insertion", insert: Path | None) -> None:
