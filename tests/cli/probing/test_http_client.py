@@ -137,7 +137,7 @@ def test_an_answer_has_types_and_limits(engine: str) -> None:
 
 def test_a_description_drops_values_of_other_types() -> None:
     wrong: Any = {"release": [], "draft": 7, "is_drafting": "yes", "num_draft_tokens": -1, "max_concurrency": 1e9}
-    known = {"engine": "vllm", "model": "m"}
+    known: Any = {"engine": "vllm", "model": "m"}
     assert ServerFacts(**known, **wrong) == ServerFacts(**known, release=None, is_drafting=None)
     assert ServerFacts(**known, release="1", is_drafting=True, num_draft_tokens=MAX_DRAFT_TOKENS).num_draft_tokens
 
