@@ -28,6 +28,7 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_int
 from dflash_runtime.scheduling.request import RequestOutput
 
 
@@ -231,7 +232,8 @@ class Journal:
         check_settings(path, stored.settings, self._settings, hint, HINTS)
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
-            row = by_index.get(record.get("index", -1))
+            index = record.get("index")
+            row = by_index.get(index) if is_int(index) else None
             if row is None or row.digest != record.get("digest") or "error" in record:
                 continue
             stored_row = from_json(JournalRow, record, path=f"{path}:{number}", error=UsageError, hint=TAKE_OUT)

@@ -163,8 +163,8 @@ def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
 def _from_text(value: Any) -> Any:
     """The JSON value of a text from a command line, or the text itself if it is not JSON."""
     try:
-        return loads(value)
-    except (TypeError, ValueError):
+        return loads(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 
