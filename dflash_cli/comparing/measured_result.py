@@ -16,11 +16,13 @@ from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.documents.reading import parse_object, read_text
 from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads
 from dflash_runtime.documents import HIDDEN, computed_key, from_json
-from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.errors import CheckpointNotFound, InvalidConfig, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.comparing.importers"
+MAX_SHOWN_CHARS = 300
 Read = TypeVar("Read")
 
 
@@ -192,8 +194,14 @@ def read_result(path: Path) -> MeasuredResult:
     raise file.refuse("not a result in a known format", f"known formats: {known}", id="unknown-result-format")
 
 
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, InvalidConfig)
+"""What a reader of another program's file raises if a value is of another type or out of range."""
+
+
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
         return kind.read(file)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
-        raise file.refuse(f"malformed file of {kind.title}: {error!r}", id="malformed-result") from error
+    except MALFORMED as error:
+        raise file.refuse(
+            f"malformed file of {kind.title}: {shorten(repr(error), MAX_SHOWN_CHARS)}", id="malformed-result"
+        ) from error

@@ -14,14 +14,15 @@ from dflash_cli.probing.server_counters import ServerCounters, read_counters
 from dflash_runtime.documents import Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
 Read = TypeVar("Read")
 
-MAX_DRAFT_TOKENS, MAX_STEPS = 1024, 1_000_000
-"""More draft tokens than any block has, and more steps than any answer has."""
+MAX_STEPS = 1_000_000
+"""More steps than any answer has."""
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import shorten
 
-MAX_POSITIONS, MAX_DIGITS = 1024, 9
+MAX_DIGITS = 9
 MAX_COUNT = 2**53
 """Counters are floats, and larger ones would lose steps."""
 
@@ -70,7 +71,7 @@ def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCoun
         totals[plain] = totals.get(plain, 0) + value
         if plain == names.get("per_pos_accepted") and labels.get("position", "").isdecimal():
             position = int(labels["position"][:MAX_DIGITS])
-            if position >= MAX_POSITIONS:
+            if position >= MAX_DRAFT_TOKENS:
                 raise _foreign(where, f"position {position}")
             positions[position] = positions.get(position, 0) + value
     if names["num_drafts"] not in totals:
@@ -89,10 +90,11 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
 
     try:
         families = list(text_string_to_metric_families(text))
-    except (ValueError, LookupError) as error:
+        samples = [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+    except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
         raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error
-    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+    return samples
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:

@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.strict_json import regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError
 
+RENDER_S, RENDER_BYTES = 10.0, 1 << 30
+"""Limits of the time and the memory in which a chat template makes the text of a conversation."""
+
+MAX_FILE_BYTES = 1_000_000_000
+READ_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -28,6 +38,10 @@ class Tokenizer:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        for name in READ_FILES:
+            file = self._path / name
+            if file.exists() and regular_size(file) > MAX_FILE_BYTES:
+                raise too_large_json(file.stat().st_size, file, MAX_FILE_BYTES)
         try:
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
         except ImportError:
@@ -53,6 +67,17 @@ class Tokenizer:
         """Whether the tokenizer can render conversations."""
         return bool(self._tokenizer.chat_template)
 
+    @cached_property
+    def _rendered(self) -> ForkedCalls:
+        """The text of a conversation with options."""
+        tokenizer = self._tokenizer
+
+        def render(asked: Any) -> str:
+            messages, options = asked
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+
+        return ForkedCalls(render, seconds=RENDER_S, max_bytes=RENDER_BYTES)
+
     @property
     def template_digest(self) -> str | None:
         """A hash of the chat template. Conversations with equal hashes are rendered alike."""
@@ -67,22 +92,17 @@ class Tokenizer:
 
         `options` of the chat template overrule the options of this tokenizer. `where` names the conversation in errors.
 
-        Raises:
-            RequestError: the template refuses the conversation, for example because of an unknown role.
-        """
-        from jinja2 import TemplateError
+        The template runs in a process of its own, with limits of time and memory.
 
+        Raises:
+            RequestError: the template refuses the conversation, for example because of an unknown role, or goes past a
+                limit.
+        """
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._template_options, **(options or {})},
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = self._rendered([list(messages), {**self._template_options, **(options or {})}])
+        except CallFailed as error:
             raise RequestError(
-                f"{where}: the chat template refuses the conversation: {reason}", id="template-refuses", field=where
+                f"{where}: the chat template refuses the conversation: {error}", id="template-refuses", field=where
             ) from error
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

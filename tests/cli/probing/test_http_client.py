@@ -12,9 +12,10 @@ import pytest
 
 from dflash_cli.probing import http_client
 from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
-from dflash_cli.probing.inference_server import MAX_DRAFT_TOKENS, SERVERS, Asked, ServerFacts, server_engines
+from dflash_cli.probing.inference_server import SERVERS, Asked, ServerFacts, server_engines
 from dflash_cli.probing.server_counters import read_counters
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_testing.deadline import deadline
 from dflash_testing.refusals import refuses
 

@@ -1,8 +1,8 @@
 """Give random bytes to each reader of files and messages from outside, in this process.
 
 An input is identified by reader, seed and index. A reader may accept it or refuse it with a DFlashError. Everything
-else is a fault: another exception, a wait past the limit, an error of several lines or with control characters, and an
-accepted input whose content differs from what was written.
+else is a fault: another exception, a wait past the limit, a message without an end, and an accepted input whose content
+differs from what was written.
 """
 
 import io
@@ -24,13 +24,16 @@ from safetensors.torch import save, save_file
 
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, TextFacts, open_dump
 from dflash_cli.acceptance.dumps.own_dump import METADATA, DumpedRequest, DumpManifest
-from dflash_cli.acceptance.journal import Journal
+from dflash_cli.acceptance.journal import Journal, JournalHead, JournalRow
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.checkpoints.lock import read_lock
 from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.checkpoints.remote_headers import Traffic, parse_listing
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.comparing.measured_result import read_result
+from dflash_cli.documents.atomic_file import json_line
+from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.datasets.table_files import read_records
 from dflash_cli.generation.prompts import PromptRow, parse_rows
 from dflash_cli.generation.run_facts import PairRun
@@ -42,9 +45,9 @@ from dflash_cli.probing.inference_server import SERVERS, Asked, server_engines
 from dflash_cli.probing.server_counters import read_counters
 from dflash_cli.publishing.card_insertion import insert_card
 from dflash_cli.publishing.model_card import ModelCard
-from dflash_cli.terminal.console import CONTROLS, safe_line
 from dflash_runtime.checkpoint.digests import digest_value, hash_file
 from dflash_runtime.checkpoint.files import Checkpoint, parse_header
+from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
 from dflash_runtime.checkpoint.gguf import read_gguf_keys
 from dflash_runtime.checkpoint.strict_json import loads, parse_json
 from dflash_runtime.documents import copy_fields, to_json
@@ -70,6 +73,7 @@ from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec, header_wit
 from dflash_runtime.kv_transfer.receiving import ReceivingSide
 from dflash_runtime.kv_transfer.sending import SendingSide
 from dflash_runtime.kv_transfer.vllm_prefills import VllmPrefill
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 from dflash_testing import checkpoints as support
 from dflash_testing.byte_mutations import mutate
 from dflash_testing.deadline import deadline
@@ -82,7 +86,7 @@ from dflash_testing.transfers import are_same, make_handoff
 LONGEST_S = 5.0
 """The longest time for one input, with other work on the machine."""
 
-VOCAB_SIZE = 100
+VOCAB_SIZE, LONGEST_MESSAGE = 100, 20_000
 
 Read = Callable[[bytes], object]
 
@@ -117,7 +121,7 @@ def fuzz(name: str, reader: Reader, seed: int, indices: range, totals: Totals) -
             outcome = "accepted"
         except DFlashError as error:
             outcome = "refused"
-            if CONTROLS.search(safe_line(error.message)) or len(error.message) > 20_000:
+            if len(error.message) > LONGEST_MESSAGE:
                 totals.faults.setdefault(f"{name}: message {error.id}", f"{seed}:{index}: {error.message[:300]!r}")
         except reader.refuses:
             outcome = "refused"
@@ -198,11 +202,30 @@ def _of_checkpoints(home: Path) -> dict[str, Reader]:
         "target config": config_of(target, open_target),
         "torch.save": Reader([(home / "mask_embedding.pt").read_bytes()], _file(home / "mask.pt", read_torch_zip)),
         "gguf": Reader([_gguf()], _file(home / "a.gguf", read_gguf_keys)),
+        "chat template": _chat_template(),
         "hub listing": Reader(
             [_text({"sha": "a" * 40, "siblings": [{"rfilename": "config.json"}, {"rfilename": "x/y"}]})],
             lambda data: parse_listing(data, "org/x", "https://hub/x", Traffic()),
         ),
     }
+
+
+def _chat_template() -> Reader:
+    """Templates that tokenizers bring, and the limits of the process that runs them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_directory() / "target")
+
+    def render(template: str) -> str:
+        return str(tokenizer.apply_chat_template(MESSAGES, chat_template=template, tokenize=False))
+
+    calls = ForkedCalls(render, seconds=TEMPLATE_S, max_bytes=1 << 28)
+    loops = "{% for a in range(2) %}{% for b in range(3) %}{{ a * b }}{{ 'x' * 4 }}{% endfor %}{% endfor %}{{ 2 ** 9 }}"
+    bases = [tokenizer.chat_template.encode(), loops.encode()]
+    return Reader(bases, lambda data: calls(data.decode()), (UnicodeDecodeError, CallFailed))
+
+
+MESSAGES, TEMPLATE_S = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], 0.5
 
 
 def _gguf() -> bytes:
@@ -229,7 +252,7 @@ def _of_documents(home: Path) -> dict[str, Reader]:
         _text({"command": 'vllm serve m --block-size 16 --speculative-config \'{"model": "d"}\'', "version": "0.33.0"}),
         b"python -m sglang.launch_server --model-path m --speculative-algorithm DFLASH --no-x --a.b 1 --tp=2 \\\n -d",
     )
-    results = [_text(to_json(drawn_evaluation(count=3))), *map(_text, OTHER_RESULTS), OTHER_TABLE]
+    results = [_text(to_json(drawn_evaluation(count=3))), *map(_text, OTHER_RESULTS), OTHER_TABLE, _journal()]
     card = ModelCard({"tags": ["dflash"]}, "block")
     marked = insert_card("---\nlicense: mit\ntags:\n- a\n---\n# Title\n", card).text.encode()
     return {
@@ -345,12 +368,6 @@ def _of_rows(home: Path) -> dict[str, Reader]:
     lines = b'{"prompt": "a", "id": 1}\n\n{"messages": [{"role": "user", "content": "b"}]}\n{"turns": ["c", "d"]}\n'
     lines += b'{"prompt_token_ids": [1, 2], "category": "x", "reference": 3}\n'
     parquet.write_table(pyarrow.table({"question": ["a", "b"], "n": [1, 2]}), home / "a.parquet")
-    head = {"schema_version": 1, "kind": "answers", "settings": {"a": 1}}
-    answer = {
-        "index": 0, "digest": "x", "turn": 0, "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": "length",
-        "acceptance_lengths": [2], "committed_lengths": [2], "text": None, "category": None,
-    }  # fmt: skip
-    journal = _text(head) + b"\n" + _text(answer) + b"\n"
 
     def records(name: str) -> Read:
         return _file(home / name, lambda path: read_records([path]))
@@ -361,8 +378,24 @@ def _of_rows(home: Path) -> dict[str, Reader]:
         "json table": Reader([_text([{"a": 1}, {"a": "x"}]), _text({"rows": [{"a": 1}]})], records("b.json")),
         "csv": Reader([b'a,b\n1,"x\ny"\n2,z\n'], records("b.csv")),
         "parquet": Reader([(home / "a.parquet").read_bytes()], records("b.parquet")),
-        "journal": Reader([journal], _file(home / "j.jsonl", lambda path: Journal(path, {"a": 1}, [], resume=True))),
+        "journal": Reader(
+            [_journal()], _file(home / "j.jsonl", lambda path: Journal(path, SETTINGS, [ROW], resume=True))
+        ),
     }
+
+
+SETTINGS, ROW = {"num_speculative_tokens": 3}, PromptRow(index=0, kind="prompt", value="a")
+
+
+def _journal() -> bytes:
+    output = RequestOutput(
+        index=0, prompt_token_ids=(3,), token_ids=(1, 2, 3), finish_reason=FinishReason.LENGTH,
+        acceptance_lengths=(2,), committed_lengths=(2,),
+    )  # fmt: skip
+    answer = JournalRow.of(
+        Answer(ROW, 0, output, "a"), 3, turn=0, digest=ROW.digest, category=None, committed_lengths=(2,)
+    )
+    return f"{json_line(JournalHead(SETTINGS))}{json_line(answer)}".encode()
 
 
 def _of_handoffs(home: Path) -> dict[str, Reader]:
