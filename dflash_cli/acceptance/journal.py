@@ -22,11 +22,13 @@ from dflash_cli.documents.atomic_file import (
     naming_output,
     open_output,
 )
-from dflash_cli.documents.reading import parse_object, read_document
+from dflash_cli.documents.reading import parse_object, read_document, read_input
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_int
 from dflash_runtime.scheduling.request import RequestOutput
 
 
@@ -230,7 +232,8 @@ class Journal:
         check_settings(path, stored.settings, self._settings, hint, HINTS)
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
-            row = by_index.get(record.get("index", -1))
+            index = record.get("index")
+            row = by_index.get(index) if is_int(index) else None
             if row is None or row.digest != record.get("digest") or "error" in record:
                 continue
             stored_row = from_json(JournalRow, record, path=f"{path}:{number}", error=UsageError, hint=TAKE_OUT)
@@ -254,8 +257,7 @@ def _read(path: Path) -> _Stored:
     Raises:
         UsageError: the first line is not the head of a file of answers, or a further line is not a JSON object.
     """
-    with naming_output(path):
-        data = path.read_bytes()
+    data = read_input(path, MAX_ROWS_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     if not whole and HEAD_START.startswith(data[: len(HEAD_START)]):
         return _Stored({}, {}, 0)  # the run was stopped while it wrote the first line

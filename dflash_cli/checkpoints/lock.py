@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.checkpoint_identity import name_and_commit
 from dflash_cli.checkpoints.references import Location
-from dflash_cli.documents.reading import read_document
+from dflash_cli.documents.reading import read_document, read_input
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.digests import deciding_files, hash_file
 from dflash_runtime.checkpoint.files import Checkpoint
@@ -104,11 +104,11 @@ def read_lock(path: Path) -> Lock:
         CheckpointNotFound: the file does not exist.
         UsageError: the file is not a lock.
     """
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointNotFound(
             "no such file", id="no-lock", path=path, hint="write it with dflash lock DRAFT --target TARGET"
         )
-    data = path.read_bytes()
+    data = read_input(path)
     document = read_document(LockDocument, data, path, hint="write it again with dflash lock --force")
     return Lock(path=path, sha256=hash_file(path), checkpoints=document.checkpoints)
 

@@ -5,6 +5,8 @@ of `*.safetensors` files as ranges of bytes.
 """
 
 import json
+import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dflash_cli.checkpoints.hub import NotFromAHub, explained
+from dflash_cli.checkpoints.hub import HubUnreachable, NotFromAHub, explained
 from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -24,6 +26,11 @@ FIRST_BYTES = 128 * 1024
 
 MAX_SHARDS = 1000
 MAX_LISTING_BYTES = 16_000_000
+MAX_ERROR_BYTES = 64_000
+MAX_ANSWER_S = 120.0
+CHUNK_BYTES = 65536
+COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
+SIZE = re.compile(r"[0-9]{1,18}", re.ASCII)
 TIMEOUT_S = 30.0
 WORKERS = 8
 
@@ -160,21 +167,31 @@ def list_repo(reference: str) -> RemoteRepo:
     traffic = Traffic(num_requests=1)
     with explained(repo, revision or None), _get(url) as response:
         data = _read(response, MAX_LISTING_BYTES)
-        info = _listing(data)
+        _refuse_other_pages(data)
     traffic.num_bytes += len(data)
+    return parse_listing(data, repo, url, traffic)
+
+
+def parse_listing(data: bytes, repo: str, url: str, traffic: Traffic) -> RemoteRepo:
+    """The repository that the hub's answer describes.
+
+    Raises:
+        CheckpointError: the answer is not JSON, or names no commit.
+    """
+    info = parse_json(data, Path(url))
     siblings = info.get("siblings")
     names = [item.get("rfilename") for item in siblings if isinstance(item, dict)] if isinstance(siblings, list) else []
     commit = info.get("sha")
-    if not isinstance(commit, str):
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise CheckpointError(
             f"the hub names no commit: {json.dumps(info)[:80]}", id="hub-without-commit", path=url, field="sha"
         )
     return RemoteRepo(repo, commit, frozenset(name for name in names if isinstance(name, str)), traffic)
 
 
-def _listing(data: bytes) -> dict[str, Any]:
+def _refuse_other_pages(data: bytes) -> None:
     try:
-        return parse_json(data, Path())
+        parse_json(data, Path())
     except CheckpointError as error:
         raise NotFromAHub(error.message) from error
 
@@ -189,7 +206,9 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
         headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
     with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.status_code >= 400:
-            response.read()
+            content = _read(response, MAX_ERROR_BYTES)
+            kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+            response = type(response)(response.status_code, headers=kept, content=content, request=response.request)
         utils.hf_raise_for_status(response)
         if str(response.headers.get("Content-Type", "")).startswith("text/html"):
             raise NotFromAHub("an HTML page")
@@ -208,10 +227,16 @@ def _hub_utils() -> Any:
 
 
 def _read(response: Any, limit: int) -> bytes:
-    """The first `limit` bytes of an answer. A server that ignores the range would send the whole file."""
-    data = bytearray()
-    for chunk in response.iter_bytes():
+    """The first `limit` bytes of an answer. A server that ignores the range would send the whole file.
+
+    Raises:
+        HubUnreachable: the answer takes too long.
+    """
+    data, until = bytearray(), time.monotonic() + MAX_ANSWER_S
+    for chunk in response.iter_bytes(CHUNK_BYTES):
         data += chunk
+        if time.monotonic() > until:
+            raise HubUnreachable(f"no whole answer within {MAX_ANSWER_S:g} s", id="hub-too-slow", path=response.url)
         if len(data) >= limit:
             break
     return bytes(data[:limit])
@@ -220,7 +245,5 @@ def _read(response: Any, limit: int) -> bytes:
 def _whole_size(response: Any, received: int) -> int:
     """The size of a file: the number after the slash of Content-Range, else Content-Length, else `received`."""
     total = str(response.headers.get("Content-Range", "")).rpartition("/")[2]
-    if total.isdigit():
-        return int(total)
     length = str(response.headers.get("Content-Length", ""))
-    return int(length) if length.isdigit() else received
+    return next((int(text) for text in (total, length) if SIZE.fullmatch(text)), received)

@@ -151,8 +151,8 @@ def _headline(speeds: "Sequence[BatchSpeed]") -> str:
 
 
 def _print(speeds: "Sequence[BatchSpeed]") -> None:
-    console.result(_headline(speeds))
-    console.result(LEGEND)
+    console.result(*_headline(speeds).split("\n"))
+    console.result(*LEGEND.split("\n"))
     console.result("")
     rows = [row for speed in speeds for row in _rows(speed)]
     console.table(SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for row in rows])

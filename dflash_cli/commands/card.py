@@ -107,6 +107,7 @@ def card(request: CardRequest) -> WrittenCard:
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import check_output, write_whole
+    from dflash_cli.documents.reading import read_text
     from dflash_cli.publishing.card_insertion import insert_card
     from dflash_cli.publishing.model_card import make_card
 
@@ -121,7 +122,7 @@ def card(request: CardRequest) -> WrittenCard:
     stored = read_evaluations([request.result])[0]
     commands = _serve_commands(stored, ",".join(request.engine), request.draft_name, request.target_name)
     made = make_card(stored, commands, name=request.draft_name, base_model=request.target_name)
-    written = insert_card(_read(insert) if insert is not None else "", made, insert)
+    written = insert_card(read_text(insert) if insert is not None else "", made, insert)
     _tell(written, insert)
     path = insert or request.output
     if path is not None:
@@ -132,14 +133,7 @@ def card(request: CardRequest) -> WrittenCard:
 def command(request: CardRequest) -> None:
     """Write the card and print its path, or print the card."""
     found = card(request)
-    console.show(found, lambda: console.result(found.text if found.path is None else f"{found.path}\n", end=""))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise UsageError("not UTF-8", path=path, id="not-utf-8", field="--insert", found=error.start) from error
+    console.show(found, lambda: console.result_text(found.text if found.path is None else f"{found.path}\n"))
 
 
 def _tell(written: "Insertion", insert: Path | None) -> None:

@@ -125,4 +125,4 @@ def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> No
             console.table(*table(item, place))
     shapes = shape_lines(results)
     if shapes:
-        console.result("\n" + "\n".join(shapes))
+        console.result("", *shapes)

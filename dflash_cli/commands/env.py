@@ -27,6 +27,6 @@ def env(request: EnvironmentRequest) -> "Environment":
 def command(request: EnvironmentRequest) -> None:
     """Print the environment."""
     found = env(request)
-    console.show(found, lambda: console.result("\n".join(found.summary())))
+    console.show(found, lambda: console.result(*found.summary()))
     for warning in found.warnings:
         console.warn(warning)

@@ -279,10 +279,9 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     from dflash_cli.acceptance.acceptance_report import TABLE_NOTE, headline, legend, tables
 
-    console.result(headline(evaluation))
-    console.result(legend(evaluation) + "\n" + TABLE_NOTE)
+    console.result(*headline(evaluation).split("\n"), *legend(evaluation).split("\n"), TABLE_NOTE)
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
     for paragraph in (*evaluation.remarks, *(shape.lines for shape in evaluation.shapes)):
-        console.result("\n" + "\n".join(paragraph))
+        console.result("", *paragraph)

@@ -84,7 +84,7 @@ def command(request: ExplanationRequest) -> None:
     if console.is_json():
         console.result_json(ExplainDocument(RuleEntry.of(found)))
         return
-    console.result(f"{found.id}  {found.title}\n")
+    console.result(f"{found.id}  {found.title}", "")
     for label, text in (
         ("severity", severity_text(found)),
         ("level", found.level),
@@ -93,11 +93,9 @@ def command(request: ExplanationRequest) -> None:
         ("source", found.source),
     ):
         width = WIDTH if label != "fix" else 10 + len(text)  # a command to copy is on one line
-        console.result(
-            textwrap.fill(console.as_typed(text), width, initial_indent=f"{label:10}", subsequent_indent=" " * 10)
-        )
+        console.result(*textwrap.wrap(console.as_typed(text), width, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
     if found.text:
-        console.result("\n" + "\n".join(textwrap.fill(part, WIDTH) for part in found.text.split("\n\n")))
+        console.result("", *(line for part in found.text.split("\n\n") for line in textwrap.wrap(part, WIDTH)))
 
 
 def severity_text(rule: Rule) -> str:

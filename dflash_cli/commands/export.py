@@ -87,4 +87,4 @@ def command(request: ExportRequest) -> None:
         warnings = tuple(exported.warnings)
         console.result_json(ExportDocument(to=request.to, output=file, content=exported.text, warnings=warnings))
     else:
-        console.result(exported.text if output is None else f"{output}\n", end="")
+        console.result_text(exported.text if output is None else f"{output}\n")

@@ -78,4 +78,4 @@ def check_lock(path: Path | None, locations: "Mapping[str, Location | None]") ->
 def command(request: LockRequest) -> None:
     """Write the lock and print its entries."""
     found = lock(request)
-    console.show(found, lambda: console.result("\n".join([*found.summary(), str(request.output)])))
+    console.show(found, lambda: console.result(*found.summary(), str(request.output)))

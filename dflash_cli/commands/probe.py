@@ -86,7 +86,7 @@ def _show(found: "Probed") -> None:
     if console.is_json():
         console.result_json(found)
         return
-    console.result("\n".join([*probe_report.headline(found), *probe_report.legend(found)]))
+    console.result(*probe_report.headline(found), *probe_report.legend(found))
     for title, (columns, rows) in probe_report.all_tables(found).items():
         console.result("")
         console.table(columns, rows, title=title)
@@ -94,7 +94,7 @@ def _show(found: "Probed") -> None:
     shapes = [line for shape in found.runs[0].shapes for line in shape.lines]
     for block in (lines, shapes, probe_report.fault_lines(found), probe_report.attribution_lines(found.attribution)):
         if block:
-            console.result("\n" + "\n".join(block))
+            console.result("", *block)
 
 
 def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, allow_failed: bool) -> None:

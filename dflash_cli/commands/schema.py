@@ -28,4 +28,4 @@ def command(request: SchemaRequest) -> None:
         return
     if kind not in KINDS:
         raise UsageError(field="KIND", found=kind, expected=f"one of {', '.join(KINDS)}")
-    console.result(json.dumps(read_schema(kind), indent=2, ensure_ascii=False))
+    console.result_text(json.dumps(read_schema(kind), indent=2, ensure_ascii=False) + "\n")

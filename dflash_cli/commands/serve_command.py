@@ -92,5 +92,5 @@ def command(request: ServeCommandRequest) -> None:
 
 def _print(found: ServeCommands) -> None:
     for engine, item in found.commands.items():
-        label = f"# {engine}\n" if len(found.report.verdicts) > 1 else ""
-        console.result(label + item.text)
+        label = [f"# {engine}"] if len(found.report.verdicts) > 1 else []
+        console.result(*label, *item.text.split("\n"))

@@ -223,10 +223,10 @@ def _print(tuning: "Tuning", settings: "list[EngineSettings]") -> None:
     for line in advice(tuning.choices):
         console.result(line)
     for legend, (columns, rows) in tables(tuning):
-        console.result(f"\n{legend}")
+        console.result("", *legend.split("\n"))
         console.table(columns, rows)
     if settings:
-        console.result(f"\n{settings_line(tuning)}")
+        console.result("", *settings_line(tuning).split("\n"))
     for item in settings:
         console.result(f"# {item.engine}")
-        console.result(item.text or f"# {item.refusal}")
+        console.result(*(item.text or f"# {item.refusal}").split("\n"))

@@ -221,7 +221,7 @@ def _say(text: str, indent: str) -> None:
         return
     width = min(shutil.get_terminal_size().columns, WIDEST)
     console.result(
-        textwrap.fill(
+        *textwrap.wrap(
             text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
             break_long_words=False,
         )

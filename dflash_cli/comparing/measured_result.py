@@ -3,7 +3,6 @@
 The content of a file tells its format: each format of `importers/` recognises its own files and reads them.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,14 +13,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
-from dflash_cli.documents.atomic_file import naming_output
-from dflash_cli.documents.reading import parse_object
+from dflash_cli.documents.reading import parse_object, read_text
+from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads
 from dflash_runtime.documents import HIDDEN, computed_key, from_json
-from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.errors import CheckpointNotFound, InvalidConfig, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.comparing.importers"
+MAX_SHOWN_CHARS = 300
 Read = TypeVar("Read")
 
 
@@ -65,13 +66,9 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointNotFound("no such file", id="file-not-found", path=path)
-        with naming_output(path):
-            try:
-                self.text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise UsageError(f"not UTF-8 at byte {error.start}", id="not-utf-8", path=path) from error
+        self.text = read_text(path, MAX_ROWS_BYTES)
 
     @cached_property
     def document(self) -> Any:
@@ -140,8 +137,8 @@ class ResultFile:
 def _parse(text: str) -> Any:
     """Return a JSON value, or None if the text is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return loads(text)
+    except ValueError:
         return None
 
 
@@ -197,8 +194,14 @@ def read_result(path: Path) -> MeasuredResult:
     raise file.refuse("not a result in a known format", f"known formats: {known}", id="unknown-result-format")
 
 
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, InvalidConfig)
+"""What a reader of another program's file raises if a value is of another type or out of range."""
+
+
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
         return kind.read(file)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
-        raise file.refuse(f"malformed file of {kind.title}: {error!r}", id="malformed-result") from error
+    except MALFORMED as error:
+        raise file.refuse(
+            f"malformed file of {kind.title}: {shorten(repr(error), MAX_SHOWN_CHARS)}", id="malformed-result"
+        ) from error

@@ -1,11 +1,13 @@
-"""Strict readers of documents: from text to an object of the document's class."""
+"""Strict and bounded readers: from a file to text, and from text to an object of a document's class."""
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
-from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, MAX_ROWS_BYTES, parse_json, read_bytes
 from dflash_runtime.documents import from_json
-from dflash_runtime.errors import CheckpointError, DFlashError, UsageError
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, DFlashError, RequestError, UsageError
 
 Read = TypeVar("Read")
 
@@ -31,6 +33,60 @@ def parse_object(text: bytes, path: object, *, error: type[DFlashError] = UsageE
     try:
         return parse_json(text, Path(str(path)))
     except CheckpointError as wrong:
-        message = wrong.message.removeprefix(f"{path}: ")
-        id = "not-a-document" if wrong.id == "checkpoint-error" else wrong.id
-        raise error(message, id=id, path=path, found=wrong.found, hint=wrong.hint) from wrong
+        raise _as_kind(error, wrong, path) from wrong
+
+
+def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> bytes:
+    """Return the bytes of a file that the user named: a regular file of at most `limit` bytes.
+
+    Raises:
+        CheckpointNotFound: the file does not exist.
+        error: the file is a directory, a pipe or a device, is too large, or cannot be read.
+    """
+    try:
+        return read_bytes(path, limit)
+    except FileNotFoundError as wrong:
+        raise CheckpointNotFound("no such file", id="no-such-file", path=path) from wrong
+    except CheckpointError as wrong:
+        raise _as_kind(error, wrong, path) from wrong
+    except OSError as wrong:
+        raise error(f"cannot be read: {wrong.strerror}", id="file-unreadable", path=path) from wrong
+
+
+def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> str:
+    """Return the text of a file; see `read_input`.
+
+    Raises:
+        error: also if the file is not UTF-8.
+    """
+    try:
+        return read_input(path, limit, error=error).decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        text = f"not UTF-8 at byte {wrong.start}"
+        raise error(text, id="not-utf-8", path=path, found=wrong.start) from wrong
+
+
+def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = RequestError) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line that is not blank. The stream may be a pipe.
+
+    Raises:
+        error: a line or the whole text is too long.
+    """
+    num_chars = 0
+    for number in count(1):
+        line = stream.readline(MAX_JSON_BYTES + 1)
+        num_chars += len(line)
+        if len(line) > MAX_JSON_BYTES or num_chars > MAX_ROWS_BYTES:
+            expected = f"lines of at most {MAX_JSON_BYTES} and a text of at most {MAX_ROWS_BYTES} characters"
+            text = f"found {num_chars} characters, expected {expected}"
+            raise error(text, id="json-too-large", path=f"{name}:{number}", found=num_chars, expected=expected)
+        if not line:
+            return
+        if line.strip():
+            yield number, line
+
+
+def _as_kind(kind: type[DFlashError], wrong: CheckpointError, path: object) -> DFlashError:
+    message = wrong.message.removeprefix(f"{path}: ")
+    id = "not-a-document" if wrong.id == "checkpoint-error" else wrong.id
+    return kind(message, id=id, path=path, found=wrong.found, hint=wrong.hint)

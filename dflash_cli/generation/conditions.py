@@ -1,11 +1,11 @@
 """Conditions under which one run answers every prompt: thinking on or off, context length, with or without draft."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Annotated, Any
 
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 
@@ -81,7 +81,7 @@ def make_conditions(
 def _thinking_key(template_options: str | None) -> str:
     """The template's name of the switch: whatever has THINKING_VALUE, else THINKING_KEY."""
     try:
-        options = json.loads(template_options or "{}")
+        options = loads(template_options or "{}")
     except ValueError:
         return THINKING_KEY  # `find_tokenizer` reports the error
     named = [key for key, value in options.items() if value == THINKING_VALUE] if isinstance(options, dict) else []

@@ -3,7 +3,6 @@
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from dflash_cli.documents.atomic_file import atomic_text, json_line
@@ -69,7 +68,7 @@ class TextSink:
             self._held[index].clear()
             if text:
                 self._is_line_open = not text.endswith("\n")
-                console.result(text, end="")
+                console.result_text(text)
             if self._pending[index]:
                 return
             del self._held[index]
@@ -96,9 +95,9 @@ class TraceSink:
         for answer in self._in_order.push(event):
             if answer.output.error is not None:
                 continue
-            console.result(self._headings.before(answer.row, answer.turn), end="")
+            console.result_text(self._headings.before(answer.row, answer.turn))
             if answer.row.prompt_index >= self._num_traced:
-                console.result(answer.text or " ".join(map(str, answer.output.token_ids)))
+                console.result_text((answer.text or " ".join(map(str, answer.output.token_ids))) + "\n")
                 continue
             for line in trace_lines(answer, self._tokenizer):
                 console.spans(line)
@@ -185,7 +184,7 @@ def open_row_sink(
 
     `stack` closes the sink before the file.
     """
-    write: Callable[[str], object] = partial(console.result, end="")
+    write: Callable[[str], object] = console.result_text
     if output != "-":
         write = stack.enter_context(atomic_text(Path(output))).write
     sink = RowSink(rows, write, num_speculative_tokens, num_traced=num_traced)
@@ -217,7 +216,7 @@ def show_steps(answers: Sequence[Answer], tokenizer: Tokenizer | None, num_promp
     chosen = sorted({answer.row.index for answer in answers})[:num_prompts]
     for answer in sorted(answers, key=lambda item: (item.row.index, item.turn)):
         if answer.row.index in chosen:
-            console.result(f"\nsteps of {answer.row.where}")
+            console.result("", f"steps of {answer.row.where}")
             for line in trace_lines(answer, tokenizer):
                 console.spans(line)
 

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
+from dflash_cli.documents.reading import bounded_lines
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import digest_text
-from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.documents import HIDDEN
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
@@ -168,16 +169,15 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         raise RequestError(f"cannot be read as UTF-8 text: {error}", id="cannot-be-read", path=path) from error
 
 
-def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
+def parse_rows(stream: TextIO, name: str) -> list[PromptRow]:
     """Parse JSON Lines. Blank lines are skipped.
 
     Raises:
         RequestError: naming the line, the field, the value found and the value expected.
     """
     rows: list[PromptRow] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            rows.append(_parse_row(line, f"{name}:{number}", len(rows)))
+    for number, line in bounded_lines(stream, name):
+        rows.append(_parse_row(line, f"{name}:{number}", len(rows)))
     if not rows:
         raise RequestError("found no rows, expected one JSON object per line", id="no-rows", path=name)
     return rows
@@ -209,7 +209,9 @@ def digest_rows(rows: Iterable[PromptRow]) -> str:
 
 
 def _read_stdin() -> str:
-    text = sys.stdin.read()
+    text = sys.stdin.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise too_large_json(len(text), Path("stdin"))
     if not text:
         raise UsageError("stdin: empty, expected a prompt", id="empty-stdin")
     return text

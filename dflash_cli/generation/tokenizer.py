@@ -1,11 +1,11 @@
 """Text and token ids in the commands: options of the chat template, and decoding while tokens arrive."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint import tokenizer
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.checkpoint.tokenizer import Tokenizer
 from dflash_runtime.errors import UsageError
 
@@ -62,7 +62,7 @@ def template_arguments(text: str | None) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        options = json.loads(text)
+        options = loads(text)
     except ValueError:
         options = None
     if not isinstance(options, dict):

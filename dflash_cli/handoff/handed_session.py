@@ -1,5 +1,6 @@
 """A pair with a separate prefill process. This process continues from the hand-offs and decodes."""
 
+import secrets
 import shutil
 import socket
 import tempfile
@@ -189,10 +190,11 @@ def _connect(process: PrefillProcess, location: str, timeout_s: float, llm: LLM)
     Raises:
         DFlashError: either side cannot open it.
     """
-    process.say(Opening(place=location, timeout_s=timeout_s))
+    secret = secrets.token_hex(16)
+    process.say(Opening(place=location, timeout_s=timeout_s, secret=secret))
     device = llm.device if llm.device.type == "cuda" else None
     try:
-        connector = open_connector(location, "decode", timeout_s, device)
+        connector = open_connector(location, "decode", timeout_s, device, secret)
     except PeerUnreachable:
         if process.loss is not None:
             raise process.loss from None

@@ -25,7 +25,7 @@ from dflash_runtime.errors import (
 )
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
-from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, concerns_target
+from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, check_tokens, concerns_target
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
@@ -98,8 +98,10 @@ class Handing:
 
         Raises:
             HandoffMismatch: names every difference of the first hand-off that does not fit.
+            InvalidHandoff: a token id is outside the vocabulary.
         """
         for item in self.waiting:
+            check_tokens(item, llm.limits.vocab_size, path=f"{self.place}/{item.key}")
             if item.finish_reason is None and not self.force:
                 shapes = llm.engine.runner.porter.shapes(item.kv_len)
                 check_handoff(item, llm.fingerprint, shapes, path=self.place, hint=SAME_PAIR)

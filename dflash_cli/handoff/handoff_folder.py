@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_cli.documents.atomic_file import check_output
-from dflash_runtime.errors import CheckpointNotFound, InvalidHandoff, UsageError, naming_file
+from dflash_runtime.checkpoint.strict_json import regular_size
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, InvalidHandoff, UsageError, naming_file
 from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, list_handoffs, read_header
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
@@ -30,7 +31,9 @@ def empty_folder(place: str) -> None:
     """Remove the hand-offs and refusals in a folder. Other files stay."""
     folder = Path(place)
     for item in folder.iterdir() if folder.is_dir() else ():
-        if (item / HEADER).is_file():
+        if item.is_symlink() and (item / HEADER).exists():
+            item.unlink()  # the folder that it links to is not ours
+        elif (item / HEADER).is_file():
             shutil.rmtree(item)
         elif item.name.endswith(".refused"):
             item.unlink()
@@ -70,11 +73,11 @@ def _check_size(file: Path, specs: Mapping[str, TensorSpec]) -> None:
     if not specs:
         return
     try:
+        found = regular_size(file)
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-        found = file.stat().st_size
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InvalidHandoff(f"cannot be read: {reason}", id="unreadable-handoff", path=file) from error
     expected = LENGTH_BYTES + header_bytes + sum(spec.num_bytes for spec in specs.values())
     if found != expected:

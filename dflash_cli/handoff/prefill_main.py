@@ -66,7 +66,7 @@ def _serve(messages: "SimpleQueue[Any]") -> Iterator[Loaded | Opened | Sent]:
     yield Loaded(llm.fingerprint.fields)
     opening = from_json(Opening, messages.get())
     device = llm.device if llm.device.type == "cuda" else None
-    connector = open_connector(opening.place, "prefill", opening.timeout_s, device)
+    connector = open_connector(opening.place, "prefill", opening.timeout_s, device, opening.secret)
     yield Opened()
     while True:
         yield Sent(_hand_off(llm, connector, from_json(PrefillRequest, messages.get()), opening.timeout_s))

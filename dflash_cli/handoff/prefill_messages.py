@@ -17,10 +17,11 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The location of the hand-offs, and how long to wait for this process there."""
+    """The location of the hand-offs, how long to wait for this process there, and the secret of both processes."""
 
     place: str
     timeout_s: float
+    secret: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

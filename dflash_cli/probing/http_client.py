@@ -1,16 +1,21 @@
-"""Send requests to one server, with a timeout, retries of temporary failures, and one-line errors.
+"""Send requests to one server, with limits of time and size, retries of temporary failures, and one-line errors.
 
 The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Both have the names used here.
 """
 
+import asyncio
+import atexit
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
 
 TEMPORARY = (429, 500, 502, 503, 504)
@@ -18,6 +23,33 @@ REDIRECTED = 300
 """A status from here on is a failure. Redirects are not followed, so the API key never reaches another server."""
 CLOSED = (401, 403)
 FIRST_PAUSE_S = 0.5
+CLOSING_S = 1.0
+MAX_ANSWER_BYTES = 16_000_000
+"""The largest answer. An answer of 128k tokens with its steps has some megabytes."""
+
+
+class AnswerTooLarge(Exception):
+    """An answer of more than MAX_ANSWER_BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The status and the body of an answer."""
+
+    status: int
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8", errors="replace")
+
+    def json(self) -> Any:
+        """The JSON value of the body.
+
+        Raises:
+            ValueError: see `loads`.
+        """
+        return loads(self.data)
 
 
 class ServerUnreachable(CheckpointNotFound):
@@ -28,7 +60,7 @@ class HttpClient:
     """A client of one server. It sends `key` to this server only and never prints it.
 
     It repeats a request after a timeout, a broken connection, or a temporary status. Each pause is twice the previous
-    one.
+    one. `timeout_s` limits a request from its connection to the last byte of its answer.
     """
 
     def __init__(
@@ -43,20 +75,22 @@ class HttpClient:
         self.url = _base_url(url)
         self._num_retries, self._timeout_s = num_retries, timeout_s
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        limits = self._library.Limits(max_connections=None)
+        limits = self._library.Limits(max_connections=None, max_keepalive_connections=0)
         # Reading certificates takes a tenth of a second, and plain HTTP needs none.
         is_encrypted = self.url.startswith("https")
-        self._client = self._library.Client(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
+        # A compressed answer could be far larger than what was received.
+        headers["Accept-Encoding"] = "identity"
+        self._client = self._library.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
         self._count = threading.Lock()
         self.num_retried = 0
 
     def close(self) -> None:
-        self._client.close()
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), _loop()).result()
 
     def find(self, path: str) -> Any | None:
         """The JSON document at a path, or None if the server has no such document."""
         response = self._ask("GET", path)
-        if response.status_code >= REDIRECTED:
+        if response.status >= REDIRECTED:
             return None
         try:
             return response.json()
@@ -66,7 +100,7 @@ class HttpClient:
     def find_text(self, path: str) -> str | None:
         """The text at a path, or None if the server has no such path."""
         response = self._ask("GET", path)
-        return None if response.status_code >= REDIRECTED else str(response.text)
+        return None if response.status >= REDIRECTED else response.text
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON document that answers a request.
@@ -74,15 +108,15 @@ class HttpClient:
         Raises:
             RequestError: the server refuses the request.
             ServerUnreachable: the server does not answer.
-            UnsupportedError: the answer is not JSON.
+            UnsupportedError: the answer is not JSON, or is too large.
         """
         response = self._ask("POST", path, body)
-        if response.status_code >= REDIRECTED:
+        if response.status >= REDIRECTED:
             raise RequestError(
-                f"answered {response.status_code}{_reason(response)}",
+                f"answered {response.status}{_reason(response)}",
                 id="server-refused",
                 path=f"{self.url}{path}",
-                found=response.status_code,
+                found=response.status,
             )
         try:
             return response.json()
@@ -96,18 +130,24 @@ class HttpClient:
                 expected="a JSON document",
             ) from error
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         for attempt in range(self._num_retries + 1):
             try:
-                response = self._client.request(method, f"{self.url}{path}", json=body)
-                status = response.status_code
+                response = self._fetch(method, path, body)
+                status = response.status
                 trouble = f"answered {status}" if status in TEMPORARY else None
             except self._library.ConnectError as error:
                 hint = "start the server, or correct the URL"
                 raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error
-            except self._library.TimeoutException:
+            except AnswerTooLarge as error:
+                expected = f"at most {MAX_ANSWER_BYTES} bytes"
+                raise UnsupportedError(
+                    f"the answer is larger than expected: {expected}",
+                    id="answer-too-large", path=f"{self.url}{path}", expected=expected,
+                ) from error  # fmt: skip
+            except (TimeoutError, self._library.TimeoutException):
                 trouble = f"no answer in {self._timeout_s:g} s"
-            except self._library.HTTPError as error:
+            except (self._library.HTTPError, ValueError) as error:  # ValueError: a malformed head of an answer
                 trouble = f"the connection broke ({type(error).__name__})"
             if trouble is None:
                 return self._checked(path, response)
@@ -119,17 +159,50 @@ class HttpClient:
         hint = "raise --timeout, or look in the server's log"
         raise self._unreachable(path, f"{trouble}, after {tries}", hint, id="no-answer")
 
-    def _checked(self, path: str, response: Any) -> Any:
-        if response.status_code in CLOSED:
+    def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+        request = asyncio.run_coroutine_threadsafe(self._answer(method, f"{self.url}{path}", body), _loop())
+        try:
+            return request.result()
+        finally:
+            request.cancel()  # after an interruption
+
+    async def _answer(self, method: str, url: str, body: Mapping[str, Any] | None) -> Answer:
+        data = bytearray()
+        async with asyncio.timeout(self._timeout_s), self._client.stream(method, url, json=body) as response:
+            async for chunk in response.aiter_raw():
+                data += chunk
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise AnswerTooLarge
+            return Answer(response.status_code, bytes(data))
+
+    def _checked(self, path: str, response: Answer) -> Answer:
+        if response.status in CLOSED:
             hint = "put the key into an environment variable and add --api-key-env NAME"
-            raise self._unreachable(path, f"answered {response.status_code}", hint, id="key-refused")
+            raise self._unreachable(path, f"answered {response.status}", hint, id="key-refused")
         return response
 
     def _unreachable(self, path: str, why: str, hint: str, *, id: str) -> ServerUnreachable:
         return ServerUnreachable(why, id=id, path=f"{self.url}{path}", hint=hint)
 
 
-def _reason(response: Any) -> str:
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of all requests, in a thread of its own. It can end a request at any moment, also in its headers."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="http-client", daemon=True)
+    thread.start()
+
+    def close() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(CLOSING_S)
+        if not thread.is_alive():
+            loop.close()
+
+    atexit.register(close)
+    return loop
+
+
+def _reason(response: Answer) -> str:
     """The server's reason for a refusal, on one line. Each engine has its own field for it."""
     try:
         document = response.json()

@@ -11,12 +11,22 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.server_counters import ServerCounters, read_counters
-from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
-from dflash_runtime.json_values import as_object
+from dflash_runtime.documents import Limits, from_json, to_json
+from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
+from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS
+from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
 Read = TypeVar("Read")
+
+MAX_STEPS = 1_000_000
+"""More steps than any answer has."""
+MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
+
+Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
+Steps = Annotated[int, Limits(least=0, below=MAX_STEPS * MAX_DRAFT_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,18 @@ class ServerFacts:
     draft: Annotated[str | None, "the draft that the server was started with"] = None
     max_concurrency: Annotated[int | None, "requests that the server runs at the same time"] = None
 
+    def __post_init__(self) -> None:
+        """Drop values that no server of the engine reports."""
+        texts = {name: isinstance(getattr(self, name), str) for name in ("release", "draft")}
+        numbers = {
+            name: is_int(value := getattr(self, name)) and 0 <= value <= most
+            for name, most in (("num_draft_tokens", MAX_DRAFT_TOKENS), ("max_concurrency", MAX_STEPS))
+        }
+        is_known = {"is_drafting": isinstance(self.is_drafting, bool)}
+        for name, is_sound in {**texts, **numbers, **is_known}.items():
+            if not is_sound:
+                object.__setattr__(self, name, None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSteps:
@@ -41,14 +63,14 @@ class ServedSteps:
     is_ordered  whether the steps are in order of time
     """
 
-    accepted: tuple[int, ...]
-    drafted: tuple[int, ...] = ()
+    accepted: tuple[Drafts, ...]
+    drafted: tuple[Drafts, ...] = ()
     is_ordered: bool = False
 
     @classmethod
     def of_histogram(cls, histogram: Sequence[int]) -> "ServedSteps":
         """Steps without order, from the numbers of steps that accepted 0, 1, ... draft tokens."""
-        return cls(accepted=tuple(accepted for accepted, count in enumerate(histogram) for _ in range(count)))
+        return cls(accepted=tuple(accepted for accepted, count in enumerate(histogram) for _ in steps_of(count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +85,14 @@ class ServedAnswer:
     num_draft_tokens  K
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
     text: str
     finish_reason: str
     steps: ServedSteps | None = None
-    num_steps: int | None = None
-    num_accepted: int | None = None
-    num_drafted: int | None = None
-    num_draft_tokens: int | None = None
+    num_steps: Steps | None = None
+    num_accepted: Steps | None = None
+    num_drafted: Steps | None = None
+    num_draft_tokens: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +161,12 @@ class InferenceServer(ABC):
         """
         document = self.client.post(path, body)
         try:
-            return read(document)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            answer = read(document)
+            # An answer is read like a document, so that each field has its type and its limits.
+            return from_json(type(answer), to_json(answer)) if isinstance(answer, ServedAnswer) else answer
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, InvalidConfig) as error:
             found = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            found = shorten(found, MAX_SHOWN_CHARS)
             expected = f"an answer of {self.title}"
             raise UnsupportedError(
                 f"found {found}, expected {expected}",
@@ -178,13 +203,13 @@ def open_server(client: HttpClient, *, engine: str = "auto", model: str | None =
     if engine not in ("auto", *known):
         raise UsageError(field="--engine", found=engine, expected=f"auto, {', '.join(known)}")
     models = _models(client)
-    names = [str(item.get("id")) for item in models]
+    names = [shorten(str(item.get("id")), MAX_SHOWN_CHARS) for item in models[:MAX_MODELS]]
     if model is not None and names and model not in names:
         raise UsageError(field="--served-model", found=model, expected=f"a model of {client.url}: {', '.join(names)}")
     chosen = model or (names[0] if names else "default")
     if engine != "auto":
         return SERVERS[engine](client, chosen)
-    owners = {str(item.get("owned_by")) for item in models}
+    owners = {shorten(str(item.get("owned_by")), MAX_SHOWN_CHARS) for item in models[:MAX_MODELS]}
     for name in known:
         if SERVERS[name].owner in owners:
             return SERVERS[name](client, chosen)
@@ -227,6 +252,17 @@ class ServerTokenizer(Tokenizer):
             raise RequestError(error.message, id=error.id, path=where, found=error.found, hint=hint) from error
 
 
+def steps_of(count: object) -> range:
+    """A step for each number of a histogram's count.
+
+    Raises:
+        ValueError: the count is not a plausible number of steps.
+    """
+    if not is_int(count) or not 0 <= count <= MAX_STEPS:
+        raise ValueError(f"{shorten(repr(count), MAX_SHOWN_CHARS)} steps, expected 0 to {MAX_STEPS}")
+    return range(count)
+
+
 def ids_of(document: Any, name: str = "tokens") -> list[int]:
     """The list of token ids in a document's field.
 
@@ -235,6 +271,6 @@ def ids_of(document: Any, name: str = "tokens") -> list[int]:
         TypeError: the field is not a list of integers.
     """
     found = document[name]
-    if not isinstance(found, list) or not all(isinstance(item, int) for item in found):
+    if not isinstance(found, list) or not all(is_int(item) and 0 <= item < 1 << 31 for item in found):
         raise TypeError(f"{name} is not a list of token ids")
     return found

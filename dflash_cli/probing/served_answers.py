@@ -36,7 +36,10 @@ class CounterWatch:
         if risen.num_requests is not None and risen.num_requests > 1:
             self.num_foreign += 1
             return None
-        return ServedSteps.of_histogram(risen.histogram)
+        try:
+            return ServedSteps.of_histogram(risen.histogram)
+        except ValueError:  # counters of another server
+            return None
 
 
 def await_counters(

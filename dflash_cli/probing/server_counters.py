@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS
+from dflash_runtime.phrases import shorten
+
+MAX_DIGITS = 9
+MAX_COUNT = 2**53
+"""Counters are floats, and larger ones would lose steps."""
 
 SCALARS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_requests", "num_tokens")
 
@@ -64,10 +70,16 @@ def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCoun
         plain = name.removesuffix("_total")
         totals[plain] = totals.get(plain, 0) + value
         if plain == names.get("per_pos_accepted") and labels.get("position", "").isdecimal():
-            position = int(labels["position"])
+            position = int(labels["position"][:MAX_DIGITS])
+            if position >= MAX_DRAFT_TOKENS:
+                raise _foreign(where, f"position {position}")
             positions[position] = positions.get(position, 0) + value
     if names["num_drafts"] not in totals:
         return None
+    counts = [totals[name] for name in names.values() if name in totals] + list(positions.values())
+    wrong = next((value for value in counts if not 0 <= value < MAX_COUNT), None)
+    if wrong is not None:
+        raise _foreign(where, f"a counter of {wrong}")
     values = {field: int(totals[names[field]]) if names.get(field) in totals else None for field in SCALARS}
     per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
     return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
@@ -78,15 +90,16 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
 
     try:
         families = list(text_string_to_metric_families(text))
-    except ValueError as error:
+        samples = [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+    except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
-        raise UnsupportedError(
-            f"found no text in Prometheus' format: {said}",
-            id="not-prometheus",
-            path=where,
-            expected="counters in the Prometheus format",
-        ) from error
-    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+        raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error
+    return samples
+
+
+def _foreign(where: str, found: str) -> UnsupportedError:
+    expected = "counters in the Prometheus format"
+    return UnsupportedError(f"found {found}, expected {expected}", id="not-prometheus", path=where, expected=expected)
 
 
 def _rise(before: int | None, after: int | None) -> int | None:

@@ -103,7 +103,8 @@ class CommandTable(TyperGroup):
         if args[:1] == ["help"] and not ctx.resilient_parsing:
             args = [*args[1:], "--help"]
         if not args and not ctx.resilient_parsing:
-            console.error_text(self.get_help(ctx))
+            for line in self.get_help(ctx).split("\n"):
+                console.error_text(line)
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
@@ -281,7 +282,7 @@ def _show_all(ctx: typer.Context, is_asked: bool | None) -> None:
     """Print the help page with all options, and exit."""
     if is_asked and not ctx.resilient_parsing:
         assert isinstance(ctx.command, RequestCommand)
-        console.result(ctx.command.page(ctx.command_path, is_full=True), end="")
+        console.result_text(ctx.command.page(ctx.command_path, is_full=True))
         raise typer.Exit
 
 

@@ -13,11 +13,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import logging
+
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
+
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""Control characters, and characters that change the direction of a line."""
+CONTROLS_OF_TEXT = re.compile(f"(?!\x1b\\[[02]m)(?![\t\n]){CONTROLS.pattern}")
+"""The same without tabs, ends of lines, and the codes of `dim`."""
 
 _is_quiet = False
 _is_json = False
@@ -61,16 +68,30 @@ def is_json() -> bool:
     return _is_json
 
 
-def result(text: str, *, end: str = "\n") -> None:
-    """Write text of a result to stdout."""
-    sys.stdout.write(text + end)
+def safe_line(text: str) -> str:
+    """The text on one line, with control characters escaped: `\\x1b`, `\\n`.
+
+    Names in files of others could otherwise forge lines of this tool, or change what a terminal shows.
+    """
+    return CONTROLS.sub(_escape, text)
+
+
+def result(*lines: str) -> None:
+    """Write lines of a result to stdout. Each argument is one line."""
+    sys.stdout.write("".join(f"{safe_line(line)}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def result_text(text: str) -> None:
+    """Write text with lines of its own to stdout, such as an answer. A file or a pipe gets it unchanged."""
+    sys.stdout.write(CONTROLS_OF_TEXT.sub(_escape, text) if is_terminal() else text)
     sys.stdout.flush()
 
 
 def page(text: str) -> None:
     """Show a long text in a pager on a terminal, or write it to stdout."""
     if not is_terminal():
-        result(text, end="")
+        result_text(text)
         return
     import pydoc
 
@@ -82,7 +103,7 @@ def result_bytes(content: bytes) -> None:
     sys.stdout.flush()
     stream = getattr(sys.stdout, "buffer", None)
     if stream is None:
-        result(content.decode(), end="")
+        result_text(content.decode())
     else:
         stream.write(content)
         stream.flush()
@@ -105,7 +126,8 @@ def json_document(document: Any, indent: int | None = None) -> str:
     """The text of a document: an object of a class with a KIND."""
     from dflash_runtime.documents import to_json
 
-    return json.dumps(to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
+    text = json.dumps(to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
+    return CONTROLS_OF_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def note(text: str) -> None:
@@ -134,13 +156,14 @@ def status(text: str) -> None:
 
 def error_text(text: str) -> None:
     """Write a line to stderr."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(safe_line(text) + "\n")
     sys.stderr.flush()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned."""
-    rows = [[_encodable(str(cell)) for cell in row] for row in rows]
+    rows = [[_encodable(safe_line(str(cell))) for cell in row] for row in rows]
+    columns, title = list(map(safe_line, columns)), safe_line(title) if title else None
     if not is_terminal():
         _plain_table(columns, rows, title)
         return
@@ -168,6 +191,7 @@ def dim(text: str) -> str:
 
 def spans(parts: Iterable[tuple[str, str]]) -> None:
     """Print one line of (text, style) parts on stdout, coloured on a terminal."""
+    parts = [(safe_line(text), style) for text, style in parts]
     if not sys.stdout.isatty():
         result("".join(text for text, _ in parts))
         return
@@ -254,6 +278,7 @@ class Meter:
 
     def line(self, num_done: int, estimate: str) -> str:
         """`12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+        estimate = safe_line(estimate)
         parts = [f"{num_done}/{self._total} {self._unit}", estimate]
         if self._num_before < num_done < self._total:
             rate = (num_done - self._num_before) / max(self._clock() - self._started, 1e-9)
@@ -286,9 +311,20 @@ def _log_to_stderr(verbosity: int) -> None:
         if verbosity:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler.addFilter(_make_safe)
             handler.addFilter(lambda record: record.levelno < logging.WARNING)
             logger.addHandler(handler)
             logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
+
+
+def _make_safe(record: "logging.LogRecord") -> bool:
+    """Escape the message of a log record. A filter that keeps every record."""
+    record.msg, record.args = safe_line(record.getMessage()), None
+    return True
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
 
 
 def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
@@ -336,7 +372,7 @@ def _say(label: str, colour: str, text: str) -> None:
         from rich.text import Text
 
         line = Text(f"{label}: ", style=f"bold {colour}")
-        Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(text))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(safe_line(text)))
     else:
         error_text(f"{label}: {text}")
 

@@ -21,6 +21,7 @@ from dflash_cli.terminal.requests import (
     parameters_of,
     parse_size,
 )
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def parse_object(text: str) -> Mapping[str, Any]:
     Raises:
         ValueError: the text is not a JSON object.
     """
-    value = json.loads(text)
+    value = loads(text)
     if not isinstance(value, dict):
         raise ValueError(text)
     return value

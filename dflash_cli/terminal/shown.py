@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dflash_cli.terminal.console import safe_line
+
 MAX_ROWS = 12
 """The rows of a table that `repr` shows."""
 
@@ -37,7 +39,7 @@ class Shown:
         return {}
 
     def __repr__(self) -> str:
-        blocks = ["\n".join(self.summary())]
+        blocks = ["\n".join(map(safe_line, self.summary()))]
         for title, (columns, rows) in list(self.shown_tables().items())[:1]:
             blocks.append("\n".join(filter(None, [title, *_lines(columns, rows[:MAX_ROWS])])))
         return "\n\n".join(blocks)
@@ -54,6 +56,6 @@ class Shown:
 
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table as lines of aligned columns."""
-    cells = [list(map(str, row)) for row in ([columns] if any(columns) else []) + list(rows)]
+    cells = [[safe_line(str(cell)) for cell in row] for row in ([columns] if any(columns) else []) + list(rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)] if cells else []
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 SECRET = "RAY_AUTH_TOKEN"
 """Authenticates the processes of one cluster. Without it, Ray writes a token into the user's home."""
 
@@ -125,7 +126,7 @@ def _import_ray() -> ModuleType:
 
 @contextmanager
 def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Iterator[None]:
-    """Run a cluster on this machine alone. Its folder of files is deleted afterwards."""
+    """Run a cluster on this machine alone. Its folder of files is private, and is deleted afterwards."""
     import torch
 
     folder = tempfile.mkdtemp(prefix="dflash-ray-")
@@ -133,7 +134,7 @@ def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Itera
     if not has_secret:
         os.environ[SECRET] = secrets.token_hex(32)
     try:
-        with _left_afterwards(ray):
+        with _on_loopback(ray), _left_afterwards(ray):
             _init(
                 ray,
                 address=LOCAL,
@@ -141,13 +142,33 @@ def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Itera
                 num_gpus=0 if device == "cpu" else torch.cuda.device_count(),
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
-                _temp_dir=str(Path(folder).resolve()),
+                _temp_dir=str(Path(folder).resolve() / "r"),  # Ray opens its own folder to all users
             )
             yield
     finally:
         if not has_secret:
             os.environ.pop(SECRET, None)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _on_loopback(ray: ModuleType) -> Iterator[None]:
+    """Let Ray's servers listen on the loopback address only.
+
+    Ray has no option for this. It does so on systems without clusters, and this switch makes a system one of these:
+    the constant decides for this process, and the variable for Ray's own processes.
+    """
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    stated = os.environ.get(CLUSTERS)
+    os.environ[CLUSTERS] = "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(CLUSTERS)
+        if stated is not None:
+            os.environ[CLUSTERS] = stated
 
 
 @contextmanager

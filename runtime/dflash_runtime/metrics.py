@@ -17,6 +17,9 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 COUNT = Limits(least=0)
 
+MAX_DRAFT_TOKENS = 1024
+"""More draft tokens than any block has. Larger numbers in files and answers of others are refused."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeDecoding:
@@ -55,6 +58,8 @@ class AcceptanceCounts:
 
     def __post_init__(self) -> None:
         self.num_speculative_tokens = self.num_speculative_tokens or len(self.per_pos_accepted)
+        if not 0 <= self.num_speculative_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidConfig("num_speculative_tokens", self.num_speculative_tokens, f"at most {MAX_DRAFT_TOKENS}")
         self.per_pos_accepted = self.per_pos_accepted or [0] * self.num_speculative_tokens
         self.per_pos_verified = self.per_pos_verified or [self.num_drafts] * self.num_speculative_tokens
         if len(self.per_pos_verified) != len(self.per_pos_accepted):

@@ -20,7 +20,7 @@ from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_futures import begun, result, then
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
+from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, check_tokens, find_problems
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason, Request
@@ -239,7 +239,9 @@ class Transfers:
 
         Raises:
             HandoffMismatch: names every difference.
+            InvalidHandoff: a token id is outside the vocabulary.
         """
+        check_tokens(handoff, self._scheduler.limits.vocab_size)
         if handoff.prompt_token_ids != request.prompt_token_ids:
             raise HandoffMismatch(
                 f"hand-off {handoff.key} is of another prompt",

@@ -132,6 +132,14 @@ def test_a_forced_hand_off_keeps_the_text_and_lowers_acceptance(fault: str) -> N
     assert traces(llm.generate(prompts, PARAMS)) == traces(wanted)
 
 
+@pytest.mark.parametrize("tokens", [(-5,), (1_000_000,), (4, 5)])
+def test_impossible_tokens_are_not_continued(tokens: tuple[int, ...]) -> None:
+    """The prompt is prefilled here instead, so the text is right."""
+    connector = handed_off(PROMPTS[3:4])
+    connector.change = lambda handoff: replace(handoff, output_token_ids=tokens)
+    assert traces(go_on(make_llm(), PROMPTS[3:4], PARAMS, connector)) == traces(whole_run(PROMPTS[3:4]))
+
+
 def test_a_hand_off_of_another_prompt_is_refused() -> None:
     connector = handed_off(PROMPTS[3:4])
     output = go_on(make_llm(), PROMPTS[4:5], PARAMS, connector)[0]

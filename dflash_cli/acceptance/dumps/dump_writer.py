@@ -28,6 +28,7 @@ from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.terminal.shown import Shown
+from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
@@ -246,6 +247,7 @@ def _requests(request: DumpPlan, manifest: DumpManifest) -> Iterator[DumpedReque
             prompt_len=text.prompt_len,
             answer_len=text.answer_len,
             num_tokens=len(text.token_ids),
+            sha256=hash_file(text.file),
         )
 
 

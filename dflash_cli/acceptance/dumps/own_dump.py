@@ -31,7 +31,7 @@ from dflash_cli.generation.run_facts import PairRun
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.strict_json import read_json
-from dflash_runtime.documents import OPTIONAL, Limits, fields_of, from_json
+from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, fields_of, from_json
 from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
 
 MANIFEST = "manifest.json"
@@ -49,6 +49,7 @@ class DumpedRequest:
     prompt_len: int
     answer_len: int
     num_tokens: Annotated[int, "including the overhang"]
+    sha256: Annotated[str | None, NOT_REQUIRED, "of the file; null in manifests of earlier releases"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +96,23 @@ class OwnDump:
             )
         manifest = read_manifest(path)
         files = sorted(path.glob("*.safetensors"))
-        missing = sorted({item.file for item in manifest.requests or ()} - {file.name for file in files})
+        listed = {item.file: item.sha256 for item in manifest.requests or ()}
+        names = [file.name for file in files]
+        missing = sorted(listed.keys() - {*names})
         if missing:
             raise CheckpointError(
                 f"{MANIFEST} lists {missing[0]}, but the file is missing", id="missing-file", path=path
             )
+        unlisted = [name for name in names if name not in listed]
+        if unlisted and manifest.requests is not None:
+            raise CheckpointError(f"{MANIFEST} does not list {unlisted[0]}", id="unlisted-file", path=path)
         shape = len(manifest.taps), manifest.hidden_size
         return Dump(
             path=path,
             format="dflash",
             taps=manifest.taps,
             hidden_size=manifest.hidden_size,
-            texts=tuple(read_text(file, shape, manifest.vocab_size) for file in files),
+            texts=tuple(read_text(file, shape, manifest.vocab_size, listed.get(file.name)) for file in files),
             vocab_size=manifest.vocab_size,
             target=manifest.target,
             ends_digest=manifest.ends_digest,
@@ -126,8 +132,8 @@ def read_manifest(path: Path) -> DumpManifest:
     return from_json(DumpManifest, read_json(path / MANIFEST), path=path / MANIFEST, error=CheckpointError)
 
 
-def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText:
-    """Return one answer. `shape` is the shape of one row of hidden states, (L, H).
+def read_text(file: Path, shape: tuple[int, int], vocab_size: int, sha256: str | None = None) -> DumpedText:
+    """Return one answer. `shape` is the shape of one row of hidden states, (L, H). Reading its rows checks `sha256`.
 
     Raises:
         CheckpointError: the file is cut off, or differs from its metadata.
@@ -144,7 +150,7 @@ def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText
     expect_shape(infos[HIDDEN], (num_rows, *shape))
     check_ids_within(token_ids, vocab_size, file)
     known = fields_of(replace(facts, row=replace(facts.row, where=file.name)))
-    return DumpedText(**known, file=file, token_ids=token_ids, num_rows=num_rows, read=rows_reader(file))
+    return DumpedText(**known, file=file, token_ids=token_ids, num_rows=num_rows, read=rows_reader(file, sha256))
 
 
 def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:

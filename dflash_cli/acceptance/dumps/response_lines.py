@@ -4,11 +4,11 @@ Python's json module parses the lines: a line may hold millions of numbers, and 
 Numbers that are not finite are found where the numbers are used.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import MISSING, CheckpointError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.scheduling.request import FinishReason
@@ -36,8 +36,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
         CheckpointError: the line is not a JSON object, for example because the file was cut off.
     """
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = loads(line)
+    except ValueError as error:
         raise CheckpointError(f"not valid JSON: {error}", id="invalid-json", path=where) from error
     if not isinstance(value, dict):
         raise CheckpointError(

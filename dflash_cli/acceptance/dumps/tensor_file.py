@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS
+from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.files import TensorInfo, read_header, refuse_escape
 from dflash_runtime.errors import MISSING, CheckpointError
 
@@ -64,12 +65,16 @@ def read_tokens(file: Path) -> tuple[tuple[int, ...], Mapping[str, str]]:
         return tuple(tokens.tolist()), reader.metadata() or {}
 
 
-def rows_reader(file: Path) -> "Callable[[], torch.Tensor]":
-    """Return a function that loads the hidden states when it is called."""
+def rows_reader(file: Path, sha256: str | None = None) -> "Callable[[], torch.Tensor]":
+    """Return a function that loads the hidden states when it is called, if the file has this digest."""
 
     def read() -> "torch.Tensor":
         from safetensors import safe_open
 
+        found = hash_file(file) if sha256 is not None else None
+        if found != sha256:
+            expected = f"{sha256}, the digest in the manifest"
+            raise CheckpointError(id="file-changed", path=file, field="sha256", found=found, expected=expected)
         with safe_open(file, framework="pt") as reader:
             tensor: torch.Tensor = reader.get_tensor(HIDDEN)
             return tensor

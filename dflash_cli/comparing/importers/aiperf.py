@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
-from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.metrics import MAX_DRAFT_TOKENS, AcceptanceCounts
 
 RECORD = "spec_decode_acceptance"
 STEPS, ACCEPTED = "total_spec_decode_steps", "total_accepted_draft_tokens"
@@ -70,13 +70,15 @@ def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) ->
     pooled: Counter[int] = Counter()
     for histogram in histograms:
         pooled.update({int(accepted): num_steps for accepted, num_steps in histogram.items()})
+    longest = num_drafted or max(pooled)
+    if not 0 <= longest <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"{longest} draft tokens, expected at most {MAX_DRAFT_TOKENS}")
     return AcceptanceCounts(
-        num_speculative_tokens=num_drafted or max(pooled),
+        num_speculative_tokens=longest,
         num_drafts=pooled.total(),
         num_accepted_tokens=sum(accepted * num_steps for accepted, num_steps in pooled.items()),
         per_pos_accepted=[
-            sum(num_steps for accepted, num_steps in pooled.items() if accepted > place)
-            for place in range(num_drafted or max(pooled))
+            sum(num_steps for accepted, num_steps in pooled.items() if accepted > place) for place in range(longest)
         ],
     )
 

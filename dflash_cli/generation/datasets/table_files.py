@@ -1,14 +1,15 @@
 """Rows of a file: JSON Lines, JSON, CSV or Parquet."""
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.errors import RequestError, UnsupportedError
+from dflash_cli.documents.reading import bounded_lines, read_text
+from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads, regular_size, too_large_json
+from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,11 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     records: list[Record] = []
     for path in paths:
         try:
+            if regular_size(path) > MAX_ROWS_BYTES:
+                raise too_large_json(path.stat().st_size, path, MAX_ROWS_BYTES)
             rows = list(READERS[path.suffix](path))
+        except CheckpointError as error:
+            raise RequestError(error.message, id=error.id, found=error.found, hint=error.hint) from error
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise RequestError(f"cannot be read: {error}", id="cannot-be-read", path=path) from error
         for number, row in rows:
@@ -47,15 +52,14 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, _parse(line, f"{path}:{number}")
+    with path.open(encoding="utf-8") as stream:
+        for number, line in bounded_lines(stream, str(path)):
+            yield number, _parse(line, f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     """A list of objects, or the only list in an object."""
-    document = _parse(path.read_text(encoding="utf-8"), str(path))
+    document = _parse(read_text(path, MAX_ROWS_BYTES, error=RequestError), str(path))
     lists = [item for item in document.values() if isinstance(item, list)] if isinstance(document, dict) else [document]
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise RequestError("expected exactly one list of rows", id="no-list-of-rows", path=path)
@@ -79,7 +83,13 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     from pyarrow import ArrowException, parquet
 
     try:
-        yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        num_bytes = num_rows = 0
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):  # a small file may hold many rows
+            num_bytes += batch.nbytes
+            if num_bytes > MAX_ROWS_BYTES:
+                raise too_large_json(num_bytes, path, MAX_ROWS_BYTES)
+            yield from enumerate(batch.to_pylist(), start=num_rows + 1)
+            num_rows += batch.num_rows
     except ArrowException as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"not a readable Parquet file: {reason}", id="cannot-be-read", path=path) from error
@@ -87,7 +97,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", id="invalid-json", path=where) from error
 

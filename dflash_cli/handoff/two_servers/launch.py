@@ -1,6 +1,5 @@
 """The arguments of one server, read from a file: a JSON object of arguments, or the serve command."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_runtime.checkpoint.strict_json import parse_json
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UsageError
+from dflash_cli.documents.reading import parse_object, read_input
+from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.json_values import is_int
 
 Kind = Literal["text", "count", "switch", "object"]
@@ -76,7 +76,7 @@ def read_launch(path: Path, keys: LaunchKeys) -> Launch:
         CheckpointNotFound: the file does not exist.
         UsageError: the file has another form, or an argument has a value of another type.
     """
-    if not path.is_file():
+    if not path.exists():
         hint = "it contains the arguments or the serve command of one server"
         raise CheckpointNotFound("no such file", id="no-launch-file", path=path, hint=hint)
     given = _read_arguments(path)
@@ -100,13 +100,10 @@ def read_launch(path: Path, keys: LaunchKeys) -> Launch:
 
 
 def _read_arguments(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
+    data = read_input(path)
     if not data.lstrip().startswith((b"{", b"[")):
         return _parse_command(path, data.decode("utf-8", errors="replace"))
-    try:
-        document = parse_json(data, path)
-    except CheckpointError as error:
-        raise UsageError(error.message, id="malformed-json") from error
+    document = parse_object(data, path)
     command = document.pop(COMMAND, None)
     if command is None:
         return document
@@ -166,8 +163,8 @@ def _set(found: dict[str, Any], name: str, values: Sequence[str]) -> None:
 def _from_text(value: Any) -> Any:
     """The JSON value of a text from a command line, or the text itself if it is not JSON."""
     try:
-        return json.loads(value)
-    except (TypeError, ValueError, RecursionError):
+        return loads(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 

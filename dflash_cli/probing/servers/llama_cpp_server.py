@@ -22,6 +22,7 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
+from dflash_runtime.json_values import as_object
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
@@ -48,18 +49,19 @@ class LlamaCppServer(InferenceServer):
 
     def describe(self) -> ServerFacts:
         props = self.find("/props")
-        params = (props.get("default_generation_settings") or {}).get("params") or {}
+        params = as_object(as_object(props.get("default_generation_settings")).get("params"))
         kind = params.get("speculative.type", params.get("speculative.types"))
         is_drafting = None if kind is None else kind not in NO_DRAFT
-        self._num_draft_tokens = params.get("speculative.n_max") if is_drafting else None
-        return ServerFacts(
+        facts = ServerFacts(
             engine=self.name,
             release=props.get("build_info"),
             model=self.model,
             is_drafting=is_drafting,
-            num_draft_tokens=self._num_draft_tokens,
+            num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
             max_concurrency=props.get("total_slots"),
         )
+        self._num_draft_tokens = facts.num_draft_tokens
+        return facts
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
         body = {

@@ -16,6 +16,7 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     ids_of,
 )
+from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -48,7 +49,7 @@ class SglangServer(InferenceServer):
             release=found.get("version"),
             model=self.model,
             is_drafting=bool(found["speculative_algorithm"]) if "speculative_algorithm" in found else None,
-            num_draft_tokens=block - 1 if isinstance(block, int) else None,
+            num_draft_tokens=block - 1 if is_int(block) else None,
             draft=found.get("speculative_draft_model_path"),
             max_concurrency=found.get("max_running_requests"),
         )

@@ -16,6 +16,7 @@ from dflash_cli.probing.inference_server import (
     ServedSteps,
     ServerFacts,
     ids_of,
+    steps_of,
 )
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
@@ -116,6 +117,6 @@ def _steps(document: Mapping[str, Any]) -> ServedSteps | None:
         (accepted, int(drafted))
         for drafted, histogram in by_length.items()
         for accepted, count in enumerate(histogram)
-        for _ in range(count)
+        for _ in steps_of(count)
     ]
     return ServedSteps(accepted=tuple(pair[0] for pair in pairs), drafted=tuple(pair[1] for pair in pairs))

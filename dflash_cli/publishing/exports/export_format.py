@@ -1,6 +1,5 @@
 """The base class of exports for other programs, and the registry of export formats."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped
 from dflash_cli.terminal.shown import MAX_ROWS, Shown
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
@@ -108,7 +108,7 @@ def template_options(evaluation: Evaluation) -> Mapping[str, Any]:
     found = evaluation.settings.get("chat_template_kwargs")
     if isinstance(found, str):
         try:
-            found = json.loads(found)
+            found = loads(found)
         except ValueError:
             return {}
     return found if isinstance(found, Mapping) else {}

@@ -1,4 +1,8 @@
-"""A strict JSON reader: it refuses files that other readers could read with another result."""
+"""Bounded readers of files and JSON from outside, and the strict reader of checkpoints' JSON.
+
+`read_bytes` limits the size of a file, `loads` the depth and the numbers of a JSON text. `parse_json` also refuses
+texts that other readers could read with another result.
+"""
 
 import codecs
 import json
@@ -6,12 +10,17 @@ import math
 import re
 import shlex
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dflash_runtime.errors import CheckpointError
 
 MAX_JSON_BYTES = 64_000_000
+MAX_ROWS_BYTES = 2_000_000_000
+"""The largest file with a JSON object on each line."""
+
 MAX_DIGITS = 100
 """The most digits of an integer: more than any valid value has, and fewer than Python refuses to convert."""
 
@@ -22,11 +31,11 @@ ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _BadValue(ValueError):
-    """A key or number that strict JSON refuses. `id` and `found` go into the CheckpointError."""
+    """A key, number or text that is refused. `id`, `found` and `expected` go into the CheckpointError."""
 
-    def __init__(self, id: str, found: str, message: str) -> None:
+    def __init__(self, id: str, found: str | None, message: str, expected: str | None = None) -> None:
         super().__init__(message)
-        self.id, self.found = id, found
+        self.id, self.found, self.expected = id, found, expected
 
 
 def read_json(path: Path, *, is_config: bool = False) -> dict[str, Any]:
@@ -38,10 +47,7 @@ def read_json(path: Path, *, is_config: bool = False) -> dict[str, Any]:
         CheckpointError: the file is absent, too large, not JSON, or not an object.
     """
     try:
-        size = regular_size(path)
-        if size > MAX_JSON_BYTES:
-            raise too_large_json(size, path)
-        text = path.read_bytes()
+        text = read_bytes(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             "not found, expected a checkpoint's config",
@@ -70,28 +76,17 @@ def parse_json(text: bytes, path: Path, *, is_config: bool = False) -> dict[str,
             hint=f"remove the mark: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}",
         )
     try:
-        decoded = text.decode("utf-8")
-        value = json.loads(
-            decoded,
-            object_pairs_hook=_unique_keys,
-            parse_constant=float if is_config else _refuse_constant,
-            parse_float=float if is_config else _finite,
-            parse_int=_small,
-        )
-        if ESCAPED_SURROGATE.search(decoded):  # a pair is a character; half a pair cannot be written to a file again
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError as error:
-        raise _too_deep(path) from error
-    except UnicodeEncodeError as error:
-        raise CheckpointError("not valid JSON: half a surrogate pair", id="json-half-surrogate", path=path) from error
+        value = loads(text, CONFIG if is_config else STRICT)
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"not UTF-8 at byte {error.start}", id="json-not-utf8", path=path, found=error.start
         ) from error
-    except _BadValue as error:
-        raise CheckpointError(f"not valid JSON: {error}", id=error.id, path=path, found=error.found) from error
     except ValueError as error:
-        raise CheckpointError(f"not valid JSON: {error}", id="not-json", path=path) from error
+        known = error if isinstance(error, _BadValue) else _BadValue("not-json", None, str(error))
+        text_of_error = str(error) if known.expected else f"not valid JSON: {error}"
+        raise CheckpointError(
+            text_of_error, id=known.id, path=path, found=known.found, expected=known.expected
+        ) from error
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise CheckpointError(
@@ -101,25 +96,64 @@ def parse_json(text: bytes, path: Path, *, is_config: bool = False) -> dict[str,
             found=kind,
             expected="an object",
         )
-    if _is_deeper(value, MAX_DEPTH):
-        raise _too_deep(path)
     return value
 
 
-def too_large_json(size: int, path: Path) -> CheckpointError:
-    """Return the error about a JSON file of more than MAX_JSON_BYTES bytes."""
-    text = f"{size} bytes, expected at most {MAX_JSON_BYTES}"
-    return CheckpointError(text, id="json-too-large", path=path, found=size, expected=f"at most {MAX_JSON_BYTES} bytes")
+def loads(text: str | bytes, hooks: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return the value of a JSON text from outside.
+
+    With the hooks `STRICT` it refuses duplicate keys, NaN and Infinity, with `CONFIG` only duplicate keys.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, is nested more than MAX_DEPTH levels deep, or has a number of more
+            than 64 bits.
+    """
+    decoded = text if isinstance(text, str) else text.decode("utf-8")
+    try:
+        value = json.loads(decoded, parse_int=_small, **hooks)
+    except RecursionError as error:
+        raise _too_deep() from error
+    if _is_deeper(value, MAX_DEPTH):
+        raise _too_deep()
+    if ESCAPED_SURROGATE.search(decoded):  # a pair is a character; half a pair cannot be written to a file again
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _BadValue("json-half-surrogate", None, "half a surrogate pair") from error
+    return value
 
 
-def _too_deep(path: Path) -> CheckpointError:
-    text = f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels"
-    return CheckpointError(text, id="json-too-deep", path=path, expected=f"at most {MAX_DEPTH} levels")
+def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Return the bytes of a regular file with at most `limit` bytes.
+
+    Raises:
+        CheckpointError: the file is a pipe or a device, or is too large.
+        OSError: it cannot be read.
+    """
+    size = regular_size(path)  # before the file is opened, because opening a pipe would wait
+    if size > limit:
+        raise too_large_json(size, path, limit)
+    with path.open("rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:  # it has grown, or its size is unknown
+        raise too_large_json(len(data), path, limit)
+    return data
 
 
-def _is_deeper(value: dict[str, Any], depth: int) -> bool:
+def too_large_json(size: int, path: Path, limit: int = MAX_JSON_BYTES) -> CheckpointError:
+    """Return the error about a file of more than `limit` bytes."""
+    text = f"{size} bytes, expected at most {limit}"
+    return CheckpointError(text, id="json-too-large", path=path, found=size, expected=f"at most {limit} bytes")
+
+
+def _too_deep() -> _BadValue:
+    expected = f"at most {MAX_DEPTH} levels"
+    return _BadValue("json-too-deep", None, f"nested too deeply, expected {expected}", expected)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
     """Whether objects and lists are nested more than `depth` levels deep."""
-    level: list[Any] = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(depth):
         inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
         level = [item for item in inner if isinstance(item, dict | list)]
@@ -168,3 +202,12 @@ def _small(text: str) -> int:
     if abs(value) >= 2**64:
         raise _BadValue("json-number-too-large", text, f"{text[:20]}... is too large")
     return value
+
+
+STRICT: Mapping[str, Any] = {
+    "object_pairs_hook": _unique_keys, "parse_constant": _refuse_constant, "parse_float": _finite,
+}  # fmt: skip
+"""Hooks of `json.loads` that refuse ambiguous values."""
+
+CONFIG: Mapping[str, Any] = {"object_pairs_hook": _unique_keys}
+"""Hooks for a config, which may hold NaN and Infinity as Python writes them."""

@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
+from dflash_runtime.checkpoint.strict_json import regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError
 
+RENDER_S, RENDER_BYTES = 10.0, 1 << 30
+"""Limits of the time and the memory in which a chat template makes the text of a conversation."""
+
+MAX_FILE_BYTES = 1_000_000_000
+READ_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -28,6 +38,10 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> PlainTokenizer | None:
+        for name in READ_FILES:
+            file = self._path / name
+            if file.exists() and regular_size(file) > MAX_FILE_BYTES:
+                raise too_large_json(file.stat().st_size, file, MAX_FILE_BYTES)
         return read_plain_tokenizer(self._path)
 
     @cached_property
@@ -64,6 +78,12 @@ class Tokenizer:
         """Whether the tokenizer can render conversations."""
         return bool((self._plain or self._hosted).chat_template)
 
+    @cached_property
+    def _rendered(self) -> ForkedCalls:
+        """The text of a conversation with options."""
+        _ = self._plain or self._hosted  # loaded here, and not again in each forked process
+        return ForkedCalls(lambda asked: self._render(*asked), seconds=RENDER_S, max_bytes=RENDER_BYTES)
+
     @property
     def template_digest(self) -> str | None:
         """A hash of the chat template. Conversations with equal hashes are rendered alike."""
@@ -78,17 +98,17 @@ class Tokenizer:
 
         `options` of the chat template overrule the options of this tokenizer. `where` names the conversation in errors.
 
-        Raises:
-            RequestError: the template refuses the conversation, for example because of an unknown role.
-        """
-        from jinja2 import TemplateError
+        The template runs in a process of its own, with limits of time and memory.
 
+        Raises:
+            RequestError: the template refuses the conversation, for example because of an unknown role, or goes past a
+                limit.
+        """
         try:
-            text = self._render(list(messages), {**self._template_options, **(options or {})})
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = self._rendered([list(messages), {**self._template_options, **(options or {})}])
+        except CallFailed as error:
             raise RequestError(
-                f"{where}: the chat template refuses the conversation: {reason}", id="template-refuses", field=where
+                f"{where}: the chat template refuses the conversation: {error}", id="template-refuses", field=where
             ) from error
         return self._encode(text, add_special_tokens=False)
 

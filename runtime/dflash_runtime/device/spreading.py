@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.settings import resolve_device
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
@@ -43,9 +43,9 @@ def resolve_spread(text: str | None) -> Spread | None:
     if not text.endswith(".json"):
         return Spread({"": _read_device(text, "--device-map")})
     path = Path(text)
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointNotFound(field="--device-map", found=text, expected="a file that exists")
-    stated = parse_json(path.read_bytes(), path)
+    stated = read_json(path)
     return Spread({module: _read_device(device, module, path) for module, device in stated.items()})
 
 

@@ -19,12 +19,13 @@ import torch
 
 import dflash_kernels.suite
 from dflash_runtime.checkpoint.digests import digest_value, hash_files
+from dflash_runtime.checkpoint.strict_json import loads, read_bytes
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.documents import Limits, from_json, to_json
-from dflash_runtime.errors import InvalidConfig
+from dflash_runtime.errors import CheckpointError
 from dflash_runtime.scheduling.width import StepTimes, widths_for
 from dflash_runtime.whole_files import written_whole
 
@@ -170,13 +171,13 @@ def _read(
 ) -> MeasuredTimes | None:
     """The times in a cache file; None without a file. A damaged file or one of another pair is logged."""
     try:
-        found = from_json(MeasuredTimes, json.loads(path.read_text()))
+        found = from_json(MeasuredTimes, loads(read_bytes(path)))
         has_all = found.ms.keys() == {*batches} and all(row.keys() == {*widths} for row in found.ms.values())
         if found.key == key and has_all:
             return found
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, InvalidConfig):
+    except (OSError, ValueError, CheckpointError):
         pass
     logger.warning("%s: not the step times of this pair on this GPU; measuring them again", path)
     return None

@@ -99,12 +99,14 @@ class OpenOptions:
     """How to open a connector.
 
     `timeout_s` limits the wait for the other process, and how long a transfer may make no progress. `device` is where
-    tensors are received, if the connector can choose. None lets the connector choose.
+    tensors are received, if the connector can choose. None lets the connector choose. Two processes connect only if
+    both have the same `secret`.
     """
 
     role: TransferRole
     timeout_s: float = 60.0
     device: torch.device | None = None
+    secret: str = ""
 
 
 class OpenLocation(Protocol):

@@ -1,18 +1,26 @@
 """Open the connector for the location of hand-offs that a user gave: a folder, or `name://HOST:PORT`."""
 
+import os
+
 import torch
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
-from dflash_runtime.kv_transfer.control_channel import Address
+from dflash_runtime.kv_transfer.control_channel import SECRET, Address
 
 FOLDER = "file"
 
 
 def open_connector(
-    location: str, role: TransferRole, timeout_s: float = 60.0, device: torch.device | None = None
+    location: str,
+    role: TransferRole,
+    timeout_s: float = 60.0,
+    device: torch.device | None = None,
+    secret: str | None = None,
 ) -> Connector:
     """Open one side of a location. A connector between two processes waits until the other side is open too.
+
+    Both processes need the same `secret`, by default the text of DFLASH_HANDOFF_SECRET or an empty one.
 
     Raises:
         UsageError: the location is malformed, names no known connector, or cannot be opened.
@@ -20,7 +28,8 @@ def open_connector(
         UnsupportedError: a package or device that the connector needs is missing.
     """
     name, rest = _split(location)
-    return CONNECTORS[name](rest, OpenOptions(role, timeout_s, device))
+    given = os.environ.get(SECRET, "") if secret is None else secret
+    return CONNECTORS[name](rest, OpenOptions(role, timeout_s, device, given))
 
 
 def names_folder(location: str) -> bool:

@@ -3,32 +3,56 @@
 Requests and headers travel here; a carrier (`carrier.py`) moves the bytes of tensors. With its own socket, each side
 detects at once that the other process has died, and can wake a thread that waits for a message. torch's gloo cannot end
 a running receive, and cannot show that the peer is alive between transfers. Messages are JSON. Their content is never
-executed. Anyone who can reach the port can send messages, so use a trusted network.
+executed. Without a secret anyone who can reach the port can be the other side, so use a trusted network.
+
+A connection begins with a greeting of each side, and then with a proof that each side has the secret of
+DFLASH_HANDOFF_SECRET, which is empty by default. A side that listens skips connections that do not get that far.
 """
 
+import hmac
 import json
 import os
+import secrets
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from queue import SimpleQueue
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, loads
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import PeerUnreachable, UsageError
-from dflash_runtime.kv_transfer.messages import Bye, Greeting, Message, message_to_json
+from dflash_runtime.kv_transfer.messages import Bye, Greeting, Message, Proof, message_to_json
+from dflash_runtime.phrases import shorten
 
 LENGTH = struct.Struct(">I")
-LONGEST_BYTES = 1 << 28
+LONGEST_BYTES = MAX_JSON_BYTES
 """The longest message. A header with a million tokens has about 8 MB; a longer message comes from another program."""
+
+LONGEST_GREETING_BYTES = 4096
+MESSAGE_S = 60.0
+"""How long a message may take from its first to its last byte."""
 
 RETRY_S = 0.05
 GREETING_S = 10.0
-"""How long a new connection may take to send its greeting. A silent connection is not the peer."""
+"""How long a new connection may take for greeting and proof. A slow connection is not the peer."""
+
+LOOK_S = 0.02
+"""Time between two looks for connections that have sent their greetings."""
+
+MOST_STRANGERS = 32
+"""How many connections may be open before one is the other side. A further one ends the oldest."""
+
+MOST_WAITING = 100_000
+"""How many messages may wait for a side that does not read."""
+
+SECRET = "DFLASH_HANDOFF_SECRET"
 
 ENDING_S = 3.0
 """How long the other side may take to read the last messages before the connection is cut."""
@@ -74,12 +98,14 @@ class ControlChannel:
 
     def send(self, message: Message | Bye) -> None:
         """Queue a message. If the other side is gone the message is lost, and `read` returns None."""
+        if self._outbox.qsize() > MOST_WAITING:
+            _hang_up(self._connection)
         self._outbox.put(_frame(message_to_json(message)))
 
     def read(self) -> dict[str, Any] | None:
-        """The next message as a JSON object, or None if no more will come."""
+        """The next message as a JSON object, or None if no more will come, or it is too long or too slow."""
         try:
-            return _receive(self._connection)
+            return _receive(self._connection, LONGEST_BYTES)
         except (OSError, ValueError):
             return None
 
@@ -91,8 +117,7 @@ class ControlChannel:
         """Cut the connection and wake the thread that reads."""
         self.end()
         join(self._writer, ENDING_S)
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._connection)
         join(self._writer, ENDING_S)
         self._connection.close()
 
@@ -103,26 +128,77 @@ class ControlChannel:
             self._connection.shutdown(socket.SHUT_WR)
 
 
-def listen(address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
-    """Wait for the other process to connect.
+def listen(address: Address, greeting: Greeting, timeout_s: float, secret: str = "") -> ControlChannel:
+    """Wait for the other process to connect. Strangers are skipped.
 
     Raises:
         PeerUnreachable: no process connected within `timeout_s`.
-        UsageError: the port is not available, or the other side uses another carrier.
+        UsageError: the port is not available, or only processes with another carrier or secret connected.
     """
     until = time.monotonic() + timeout_s
-    with bind(address) as server:
+    with bind(address) as server, _Reception(address, greeting, secret) as reception:
         while (left := until - time.monotonic()) > 0:
-            server.settimeout(left)
-            with suppress(OSError, ValueError):
-                connection, _ = server.accept()
-                found = _greet(connection, greeting, left)
-                if found is not None:
-                    return _agreed(connection, found, greeting, address)
-    raise PeerUnreachable(
+            server.settimeout(min(left, LOOK_S))
+            with suppress(OSError):
+                reception.meet(server.accept()[0], until)
+            found = reception.find(LOOK_S)
+            if found is not None:
+                return found
+    raise reception.refusal or PeerUnreachable(
         f"no process connected to {address} within {timeout_s:g} s",
         id="no-connection", field="address", found=str(address),
     )  # fmt: skip
+
+
+class _Reception:
+    """Greets several connections at the same time, so that a slow stranger does not keep the other side out."""
+
+    def __init__(self, address: Address, greeting: Greeting, secret: str) -> None:
+        self.refusal: UsageError | None = None
+        self._address, self._greeting, self._secret = address, greeting, secret
+        self._open: deque[socket.socket] = deque()
+        self._threads: list[threading.Thread] = []
+        self._found: SimpleQueue[tuple[socket.socket, Greeting]] = SimpleQueue()
+
+    def __enter__(self) -> "_Reception":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Hang up on all connections but the one that was found."""
+        for connection in self._open:
+            _hang_up(connection)
+        for thread in self._threads:
+            join(thread, ENDING_S)
+        while not self._found.empty():
+            self._found.get()[0].close()
+
+    def meet(self, connection: socket.socket, until: float) -> None:
+        """Greet a new connection in a thread of its own."""
+        self._open.append(connection)
+        if len(self._open) > MOST_STRANGERS:
+            _hang_up(self._open.popleft())
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(start_thread(lambda: self._greet(connection, until), "handoff-greeting"))
+
+    def find(self, wait_s: float) -> ControlChannel | None:
+        """The connection that has proven to be the other side, if there is one."""
+        try:
+            connection, greeting = self._found.get(timeout=wait_s if self._threads else 0)
+        except Empty:
+            return None
+        if connection in self._open:
+            self._open.remove(connection)
+        return ControlChannel(connection, greeting)
+
+    def _greet(self, connection: socket.socket, until: float) -> None:
+        try:
+            found = _meet(connection, self._greeting, self._secret, until, self._address, is_listening=True)
+            self._found.put((connection, found))
+        except UsageError as error:
+            self.refusal = error
+            connection.close()
+        except (OSError, ValueError):
+            connection.close()
 
 
 def bind(address: Address, port: int | None = None) -> socket.socket:
@@ -134,7 +210,7 @@ def bind(address: Address, port: int | None = None) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         host_and_port = (address.host, address.port if port is None else port)
-        return socket.create_server(host_and_port, family=family, backlog=1)
+        return socket.create_server(host_and_port, family=family, backlog=MOST_STRANGERS)
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise UsageError(
@@ -142,20 +218,21 @@ def bind(address: Address, port: int | None = None) -> socket.socket:
         ) from error
 
 
-def connect(address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
+def connect(address: Address, greeting: Greeting, timeout_s: float, secret: str = "") -> ControlChannel:
     """Connect to the process that listens at the address now, or will listen within `timeout_s`.
 
     Raises:
         PeerUnreachable: it did not answer in time.
-        UsageError: the other side uses another carrier.
+        UsageError: the other side uses another carrier or secret.
     """
     until = time.monotonic() + timeout_s
     while (left := until - time.monotonic()) > 0:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError), ExitStack() as stack:
             connection = socket.create_connection((address.host, address.port), timeout=left)
-            found = _greet(connection, greeting, left)
-            if found is not None:
-                return _agreed(connection, found, greeting, address)
+            stack.callback(connection.close)
+            found = _meet(connection, greeting, secret, until, address, is_listening=False)
+            stack.pop_all()
+            return ControlChannel(connection, found)
         time.sleep(min(RETRY_S, max(until - time.monotonic(), 0)))
     raise PeerUnreachable(
         f"no answer from {address} within {timeout_s:g} s", id="no-answer", field="address", found=str(address)
@@ -176,33 +253,60 @@ def join(thread: threading.Thread, limit_s: float) -> bool:
     return not thread.is_alive()
 
 
-def _greet(connection: socket.socket, greeting: Greeting, left_s: float) -> dict[str, Any] | None:
-    """Exchange greetings. The other side's greeting, or None if it sends none or is another program."""
-    try:
-        connection.settimeout(min(left_s, GREETING_S))
-        connection.sendall(_frame(to_json(greeting)))
-        found = _receive(connection)
-        if found is not None and "hello" in found:
-            connection.settimeout(None)
-            return found
-    except (OSError, ValueError):
-        pass
-    connection.close()
-    return None
+def _meet(
+    connection: socket.socket, greeting: Greeting, secret: str, until: float, address: Address, *, is_listening: bool
+) -> Greeting:
+    """Exchange greetings and proofs, and return the other side's greeting.
+
+    Raises:
+        OSError, ValueError: the connection ends, is too slow, or belongs to another program.
+        UsageError: the other side uses another version, carrier or secret.
+    """
+    connection.settimeout(None)
+    until = min(until, time.monotonic() + GREETING_S)
+    own = replace(greeting, nonce=secrets.token_hex(16))
+    found = _exchange(connection, to_json(own), until)
+    if "hello" not in found:
+        raise ValueError("not a greeting")
+    for name, expected in (("hello", own.hello), ("carrier", own.carrier)):
+        _compare(address, name, found.get(name), expected)
+    other = from_json(Greeting, found, path=address, error=UsageError)
+    ours = f"{is_listening} {own.nonce} {other.nonce}"
+    theirs = f"{not is_listening} {other.nonce} {own.nonce}"
+    proof = _exchange(connection, to_json(Proof(_prove(secret, ours))), until)
+    if not hmac.compare_digest(str(proof.get("proof")).encode(), _prove(secret, theirs).encode()):
+        raise UsageError(
+            f"{address}: the other side has another secret", id="another-secret", field=SECRET,
+            hint=f"set {SECRET} to the same text on both sides",
+        )  # fmt: skip
+    return other
 
 
-def _agreed(connection: socket.socket, found: dict[str, Any], greeting: Greeting, address: Address) -> ControlChannel:
-    try:
-        for name, expected in (("hello", greeting.hello), ("carrier", greeting.carrier)):
-            if found.get(name) != expected:
-                raise UsageError(
-                    f"{address}: the other side has {name} {found.get(name)!r}, expected {expected!r}",
-                    id="another-connector", field=name, found=found.get(name), expected=repr(expected),
-                )  # fmt: skip
-        return ControlChannel(connection, from_json(Greeting, found, path=address, error=UsageError))
-    except UsageError:
-        connection.close()
-        raise
+def _exchange(connection: socket.socket, message: Mapping[str, Any], until: float) -> dict[str, Any]:
+    """Send a message and return the other side's."""
+    connection.sendall(_frame(message))
+    found = _receive(connection, LONGEST_GREETING_BYTES, until)
+    if found is None:
+        raise ValueError("the other side has ended")
+    return found
+
+
+def _compare(address: Address, name: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise UsageError(
+            f"{address}: the other side has {name} {shorten(repr(found), 40)}, expected {expected!r}",
+            id="another-connector", field=name, found=found, expected=repr(expected),
+        )  # fmt: skip
+
+
+def _prove(secret: str, text: str) -> str:
+    return hmac.digest(secret.encode(), text.encode(), "sha256").hex()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection, and wake the threads that use it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:
@@ -210,33 +314,48 @@ def _frame(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
+def _receive(connection: socket.socket, longest: int, until: float | None = None) -> dict[str, Any] | None:
     """The next JSON object, or None if the other side has ended the stream.
 
+    Without `until` it waits for the first byte without a limit, and then MESSAGE_S for the others.
+
     Raises:
-        ValueError: the bytes are not a JSON object.
+        ValueError: the bytes are not a JSON object, or are more than `longest`.
+        TimeoutError: the message is too slow.
     """
-    head = _receive_bytes(connection, LENGTH.size)
-    if head is None:
+    first = _receive_bytes(connection, 1, until)
+    until = time.monotonic() + MESSAGE_S if until is None else until
+    rest = _receive_bytes(connection, LENGTH.size - 1, until) if first else None
+    if not first or not rest:
         return None
-    (length,) = LENGTH.unpack(head)
-    if length > LONGEST_BYTES:
+    (length,) = LENGTH.unpack(first + rest)
+    if length > longest:
         raise ValueError("too long")
-    data = _receive_bytes(connection, length)
-    message = None if data is None else json.loads(data)
+    data = _receive_bytes(connection, length, until)
+    message = None if data is None else loads(data)
     if message is not None and not isinstance(message, dict):
         raise ValueError("not an object")
     return message
 
 
-def _receive_bytes(connection: socket.socket, length: int) -> bytes | None:
+def _receive_bytes(connection: socket.socket, length: int, until: float | None) -> bytes | None:
     data = bytearray()
     while len(data) < length:
+        _await_bytes(connection, until)
         part = connection.recv(min(length - len(data), 1 << 20))
         if not part:
             return None
         data += part
     return bytes(data)
+
+
+def _await_bytes(connection: socket.socket, until: float | None) -> None:
+    """Wait until bytes can be read. A time limit of the socket would limit sending too."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    wait_ms = None if until is None else max(until - time.monotonic(), 0) * 1000
+    if not poll.poll(wait_ms):
+        raise TimeoutError("the message is too slow")
 
 
 def _notice_silence(connection: socket.socket) -> None:

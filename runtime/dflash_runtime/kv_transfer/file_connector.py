@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.checkpoint.strict_json import read_bytes, read_json, regular_size
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written
@@ -32,6 +32,8 @@ NUM_THREADS = 4
 
 LOOK_SECONDS = 0.01
 """Time between two looks for the hand-offs that loads wait for."""
+
+MAX_REASON_BYTES = 100_000
 
 NUM_LOOKS = 20
 """How often a hand-off is read again while another process replaces it."""
@@ -175,7 +177,7 @@ def read_header(path: Path) -> HandoffHeader:
     """
     file = path / HEADER
     try:
-        document = parse_json(file.read_bytes(), file)
+        document = read_json(file)
     except OSError as error:
         raise _unreadable(file, error) from error
     except CheckpointError as error:
@@ -193,12 +195,14 @@ def read_handoff(path: Path) -> Handoff:
     """
     header, file = read_header(path), path / TENSORS
     try:
+        if header.tensors:
+            regular_size(file)  # before the file is opened, because opening a pipe would wait
         tensors = load_file(file) if header.tensors else {}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, CheckpointError) as error:
         text = f"cannot be read, it may be cut short: {error}"
         raise InvalidHandoff(text, id="unreadable-handoff", path=file) from error
     with naming_file(path):
-        return assemble(header, tensors)
+        return assemble(header, tensors, has_checksums=True)
 
 
 def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
@@ -212,7 +216,8 @@ def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
         for _ in range(NUM_LOOKS):
             before = _identity(path)
             if before is None and refusal_file(folder, key).exists():
-                return refusal(key, refusal_file(folder, key).read_text(encoding="utf-8", errors="replace"))
+                reason = read_bytes(refusal_file(folder, key), MAX_REASON_BYTES)
+                return refusal(key, reason.decode("utf-8", errors="replace"))
             try:
                 return read_handoff(path)
             except InvalidHandoff:
@@ -220,11 +225,11 @@ def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
                     raise
             time.sleep(LOOK_SECONDS)
         return read_handoff(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    except (OSError, CheckpointError) as error:
+        raise error if isinstance(error, InvalidHandoff) else _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> InvalidHandoff:
+def _unreadable(path: Path, error: Exception) -> InvalidHandoff:
     return InvalidHandoff(f"cannot be read: {reason_of(error)}", id="unreadable-handoff", path=path)
 
 

@@ -8,6 +8,7 @@ seed and the token's position, so the receiver can continue sampling from the se
 Axis letters: P pages, L layers, W elements of a row's keys in the widest layer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -15,11 +16,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dflash_runtime.documents import HIDDEN, INLINE, OPTIONAL, Limits, from_json
-from dflash_runtime.errors import HandoffMismatch, InvalidHandoff
+from dflash_runtime.checkpoint.digests import digest_value
+from dflash_runtime.documents import HIDDEN, INLINE, OPTIONAL, Limits, from_json, to_json
+from dflash_runtime.errors import HandoffMismatch, InvalidConfig, InvalidHandoff
+from dflash_runtime.json_values import as_object
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import FinishReason, SamplingParams
+from dflash_runtime.scheduling.request import INT64, FinishReason, SamplingParams
 
 TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 """Names of the tensors with the KV pages of the two models."""
@@ -32,6 +35,10 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in get_
 """The dtypes of payload tensors, by their names in headers."""
 
 Count = Annotated[int, Limits(least=0)]
+
+MAX_AXES = 16
+MAX_ELEMENTS = 2**48
+"""The most elements of a tensor, with empty axes counted as one: far more than any KV has, and safe in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,7 @@ class Handoff:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     params: Annotated[SamplingParams, "the receiver continues with them"]
-    seed: Annotated[int, "the receiver continues with it"]
+    seed: Annotated[int, Limits(least=INT64.start, below=INT64.stop), "the receiver continues with it"]
     num_rows: Annotated[Mapping[str, Count], "complete rows of each model's KV"] = field(default_factory=dict)
     state_values: Annotated[Mapping[str, Any], "parts of a target's own cache that are not tensors"] = field(
         default_factory=dict
@@ -94,6 +101,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> "TensorSpec":
         """The dtype and the shape of a tensor, without a checksum."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))  # type: ignore[arg-type]
+    def __post_init__(self) -> None:
+        if len(self.shape) > MAX_AXES or math.prod(max(size, 1) for size in self.shape) > MAX_ELEMENTS:
+            expected = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
+            raise InvalidConfig("shape", list(self.shape), expected, id="wrong-value")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,7 +112,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
+        return self.torch_dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +121,51 @@ class HandoffHeader:
 
     KIND: ClassVar[str] = "handoff"
     VERSION_KEY: ClassVar[str] = "version"
+    SCHEMA_VERSION: ClassVar[int] = 2
 
     handoff: Annotated[Handoff, INLINE]
     tensors: Annotated[Mapping[str, TensorSpec], "by name"]
+    digest: Annotated[str, "BLAKE2b-128 of the other keys, as JSON with sorted keys"] = ""
+
+    @property
+    def sealed(self) -> "HandoffHeader":
+        """The header with its digest."""
+        return replace(self, digest=_digest(to_json(self)))
 
     @classmethod
     def read(cls, value: object) -> "HandoffHeader":
         """The header of a JSON value.
 
         Raises:
-            InvalidHandoff: names the key that is missing, unknown or wrong.
+            InvalidHandoff: names the key that is missing, unknown or wrong, or the header differs from its digest.
             UnsupportedError: a later release wrote it.
         """
-        return from_json(cls, value, error=InvalidHandoff)
+        header = from_json(cls, value, error=InvalidHandoff)
+        if header.digest != _digest(as_object(value)):
+            raise InvalidHandoff("damaged, the header differs from its digest", id="header-damaged", field="digest")
+        return header
+
+
+def _digest(header: Mapping[str, Any]) -> str:
+    return digest_value({name: value for name, value in header.items() if name != "digest"}, digest_size=16)
+
+
+def check_tokens(handoff: Handoff, vocab_size: int, path: object = None) -> None:
+    """Refuse token ids outside the vocabulary, and more output tokens than a prefill makes.
+
+    Raises:
+        InvalidHandoff: names the field and the value found.
+    """
+    for name in ("prompt_token_ids", "output_token_ids"):
+        wrong = next((token for token in getattr(handoff, name) if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            expected = f"ids in [0, {vocab_size})"
+            raise InvalidHandoff(id="token-id-out-of-range", path=path, field=name, found=wrong, expected=expected)
+    num_tokens = len(handoff.output_token_ids)
+    if num_tokens > 1:
+        raise InvalidHandoff(
+            id="too-many-tokens", path=path, field="output_token_ids", found=num_tokens, expected="at most one token"
+        )
 
 
 def find_problems(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tuple[int, ...]]) -> list[Notice]:

@@ -174,7 +174,7 @@ def open_nixl(location: str, options: OpenOptions) -> Connector:
         UnsupportedError: NIXL is not installed.
     """
     address, carrier = Address.parse(location), NixlCarrier(options.device, options.timeout_s)
-    channel = open_channel(options.role, address, Greeting(carrier=carrier.name), options.timeout_s)
+    channel = open_channel(address, Greeting(carrier=carrier.name), options)
     return PeerConnector(options.role, address, channel, carrier)
 
 

@@ -22,25 +22,32 @@ def empty_like_spec(spec: TensorSpec, device: torch.device | str = "cpu") -> Ten
     return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
 
 
-def checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor, start: int = 0) -> int:
     """CRC-32 of a tensor's bytes. It detects damage and mixed-up files, but not deliberate changes."""
     data: numpy.ndarray[Any, Any] = as_bytes(tensor.cpu().contiguous()).numpy()
-    return zlib.crc32(data.data)
+    return zlib.crc32(data.data, start)
+
+
+def _text_checksum(handoff: Handoff) -> int:
+    """CRC-32 of the token ids, the start of every tensor's checksum, so that rows of another text do not fit."""
+    return zlib.crc32(repr((handoff.prompt_token_ids, handoff.output_token_ids)).encode())
 
 
 def header_with_checksums(handoff: Handoff) -> HandoffHeader:
-    """The header of a hand-off, with the checksum of each tensor."""
-    header = handoff.header
-    specs = {name: replace(spec, crc32=checksum(handoff.tensors[name])) for name, spec in header.tensors.items()}
-    return replace(header, tensors=specs)
+    """The header of a hand-off, with its digest and the checksum of each tensor."""
+    header, start = handoff.header, _text_checksum(handoff)
+    specs = {name: replace(spec, crc32=checksum(handoff.tensors[name], start)) for name, spec in header.tensors.items()}
+    return replace(header, tensors=specs).sealed
 
 
-def assemble(header: HandoffHeader, tensors: Mapping[str, Tensor]) -> Handoff:
+def assemble(header: HandoffHeader, tensors: Mapping[str, Tensor], *, has_checksums: bool = False) -> Handoff:
     """The hand-off of a header and its received tensors.
 
     Raises:
-        InvalidHandoff: a tensor is missing, has another shape or dtype, or is damaged.
+        InvalidHandoff: a tensor is missing, has another shape or dtype, is damaged, or belongs to another text. With
+            `has_checksums`, also if a checksum is missing.
     """
+    start = _text_checksum(header.handoff)
     for name, spec in header.tensors.items():
         field, found = f"tensors.{name}", tensors.get(name)
         if found is None:
@@ -52,6 +59,9 @@ def assemble(header: HandoffHeader, tensors: Mapping[str, Tensor]) -> Handoff:
                 id="misshapen-tensor", field=field, found=f"{found.dtype} {list(found.shape)}",
                 expected=f"{spec.torch_dtype} {list(spec.shape)}",
             )  # fmt: skip
-        if spec.crc32 is not None and checksum(found) != spec.crc32:  # without one no tensor is copied to the host
+        if spec.crc32 is None and has_checksums:
+            raise InvalidHandoff(id="no-checksum", field=f"{field}.crc32", found=MISSING, expected="a checksum")
+        # A tensor without a checksum stays on its device.
+        if spec.crc32 is not None and checksum(found, start) != spec.crc32:
             raise InvalidHandoff(f"{field}: damaged, its checksum differs from the header", id="damaged", field=field)
     return header.handoff.with_tensors(tensors)

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 
-from dflash_runtime.errors import InvalidConfig, PeerUnreachable, UsageError
+from dflash_runtime.errors import PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.carrier import Carrier
-from dflash_runtime.kv_transfer.connector import TransferRole
+from dflash_runtime.kv_transfer.connector import OpenOptions, TransferRole
 from dflash_runtime.kv_transfer.control_channel import (
     ENDING_S,
     Address,
@@ -32,14 +32,15 @@ from dflash_runtime.kv_transfer.sending import SendingSide
 LOG = logging.getLogger(__name__)
 
 
-def open_channel(role: TransferRole, address: Address, greeting: Greeting, timeout_s: float) -> ControlChannel:
+def open_channel(address: Address, greeting: Greeting, options: OpenOptions) -> ControlChannel:
     """Connect two processes: the prefill side listens and the decode side connects, in either order.
 
     Raises:
         PeerUnreachable: the other side did not connect or answer in time.
-        UsageError: the port is not available, or the other side uses another carrier.
+        UsageError: the port is not available, or the other side uses another carrier or secret.
     """
-    return (listen if role == "prefill" else connect)(address, greeting, timeout_s)
+    meet = listen if options.role == "prefill" else connect
+    return meet(address, greeting, options.timeout_s, options.secret)
 
 
 class PeerConnector:
@@ -97,21 +98,18 @@ class PeerConnector:
 
     def _read_messages(self) -> None:
         side = self._sending if self.role == "prefill" else self._receiving
-        while isinstance(message := self._next_message(), Message):
-            side.read(message)
-        if isinstance(message, Bye):
-            self._lose("peer-closed", f"the process at the other end of {self.address} has closed")
-        else:
-            self._lose("peer-gone", f"the process at the other end of {self.address} is gone")
-
-    def _next_message(self) -> Message | Bye | None:
-        """The next message, or None if no more will come or it is malformed."""
-        found = self._channel.read()
+        there = f"the process at the other end of {self.address}"
         try:
-            return None if found is None else read_message(found)
-        except InvalidConfig as error:
-            LOG.error("malformed message: %s", error)
-            return None
+            while (found := self._channel.read()) is not None:
+                message = read_message(found)
+                if not isinstance(message, Message):
+                    self._lose("peer-closed", f"{there} has closed")
+                    return
+                side.read(message)
+            self._lose("peer-gone", f"{there} is gone, or has sent something else than messages")
+        except Exception as error:  # whatever a message holds, the futures end
+            LOG.debug("message over %s refused", self.address, exc_info=True)
+            self._lose("malformed-message", f"{there} has sent a malformed message: {error}")
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -170,7 +170,7 @@ def open_process_connector(backend: Backend, location: str, options: OpenOptions
     address, role, timeout_s = Address.parse(location), options.role, options.timeout_s
     store = _make_store(address, timeout_s) if role == "prefill" else None
     greeting = Greeting(carrier=backend, store_port=store.port if store is not None else 0)
-    channel = open_channel(role, address, greeting, timeout_s)
+    channel = open_channel(address, greeting, options)
     try:
         if store is None:
             limit = timedelta(seconds=timeout_s)

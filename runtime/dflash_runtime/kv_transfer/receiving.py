@@ -26,6 +26,7 @@ NOT_WANTED = "it is no longer wanted"
 class _Want:
     number: int
     futures: "list[Future[Handoff]]" = field(default_factory=list)
+    is_offered: bool = False
     has_begun: bool = False
 
 
@@ -65,7 +66,12 @@ class ReceivingSide:
     def read(self, message: Message) -> None:
         """Act on a message of the other side."""
         match message:
-            case Offer() as offer:
+            case Offer(key, number) as offer:
+                with self._lock:
+                    want = self._wants.get(key)
+                    if want is None or want.number != number or want.is_offered:
+                        return
+                    want.is_offered = True
                 self._do(lambda: self._receive(offer))
             case Refused(key, number, reason):
                 self._settle(key, number, refusal(key, reason))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dflash_runtime.documents import to_json
-from dflash_runtime.errors import CapacityError, DFlashError, PeerUnreachable
+from dflash_runtime.errors import CapacityError, DFlashError, InvalidConfig, PeerUnreachable
 from dflash_runtime.kv_transfer.carrier import Carrier, Staged
 from dflash_runtime.kv_transfer.connector import mark_written
 from dflash_runtime.kv_transfer.connector_futures import settle
@@ -32,6 +32,9 @@ from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
 
 LONGEST_MEMORY = 4096
 """How many keys are remembered as refused, and how many as given up before they were saved."""
+
+MOST_WANTED = 100_000
+"""How many keys the other side may want before they are saved."""
 
 
 @dataclass(slots=True)
@@ -131,6 +134,9 @@ class SendingSide:
             if held is not None:
                 self._begin(held, number)
             elif reason is None:
+                if len(self._book.wanted) >= MOST_WANTED:
+                    expected = f"at most {MOST_WANTED}"
+                    raise InvalidConfig("wanted keys", len(self._book.wanted), expected, id="too-many-wants")
                 self._book.wanted[key] = number
         if held is None and reason is not None:
             self._send(Refused(key, number, reason))
@@ -192,7 +198,7 @@ def _header(handoff: Handoff, staged: Staged) -> HandoffHeader:
     """The header, with checksums if all tensors are on the host. For others they would cost a copy to the host."""
     ready = replace(handoff, tensors=staged.tensors)
     on_host = all(tensor.device.type == "cpu" for tensor in staged.tensors.values())
-    return header_with_checksums(ready) if on_host else ready.header
+    return header_with_checksums(ready) if on_host else ready.header.sealed
 
 
 def _not_taken(key: str, reason: str) -> PeerUnreachable:

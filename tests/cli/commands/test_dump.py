@@ -244,6 +244,22 @@ def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) 
     save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, file, metadata)
 
 
+def flip_a_byte(file: Path) -> None:
+    """Change the last byte, which belongs to a tensor."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def without_digests(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change tensors in a dump of an earlier release, which has no digests."""
+    edit_tensors(file, **changes)
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    for item in manifest["requests"]:
+        del item["sha256"]
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
 def edit_facts(file: Path, **changes: Any) -> None:
     """Change facts in the metadata of a file."""
     with safe_open(file, framework="pt") as reader:
@@ -258,7 +274,10 @@ def edit_facts(file: Path, **changes: Any) -> None:
         (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "wrong-shape", "hidden_states"),
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "wrong-shape", "token_ids"),
         (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), None, "token_ids"),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "not-finite", "hidden_states"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "file-changed", "sha256"),
+        (lambda file: flip_a_byte(file), "file-changed", "sha256"),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids.flip(0)), "file-changed", "sha256"),
+        (lambda file: without_digests(file, hidden_states=lambda rows: rows / 0), "not-finite", "hidden_states"),
         (lambda file: save_file(load_file(file), file), None, "dflash"),
         (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "missing-key", "row"),
         (lambda file: save_file(load_file(file), file, {"dflash": "mine"}), "not-json", None),
@@ -279,6 +298,13 @@ def test_files_that_were_harmed_are_named(
     assert id in (None, done.error_id)
     assert done.error is not None
     assert str(done.error.path) == str(file)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_refused(copied: Path) -> None:
+    file = next(copied.glob("*.safetensors"))
+    (copied / "99999-0.safetensors").write_bytes(file.read_bytes())
+    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert (done.code, done.error_id) == (3, "unlisted-file")
 
 
 GONE = {"file": "gone.safetensors", "index": 0, "turn": 0, "prompt_len": 1, "answer_len": 1, "num_tokens": 2}

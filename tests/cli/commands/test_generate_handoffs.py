@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.deadline import deadline
 from dflash_testing.engine_kv import BLOCK_SIZE, prefill_layers, save_as_vllm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
@@ -124,8 +126,27 @@ def test_damaged_handoffs_are_refused_before_models_are_loaded(copied: Path) -> 
     header.write_text(text[:50])
     assert refuse(3, "--handoff-in", copied).message.startswith(f"{header}: ")
     header.write_text(text.replace('"00001"', '"00002"'))
+    assert refuse(3, "--handoff-in", copied).id == "header-damaged"
+    os.mkfifo(tensors)
+    header.write_text(text)
+    with deadline(20):
+        assert refuse(3, "--handoff-in", copied).id == "unreadable-handoff"
+    shutil.rmtree(copied / "00001")
+    (copied / "00002").rename(copied / "00001")
     renamed = refuse(3, "--handoff-in", copied)
     assert (renamed.path, renamed.field, renamed.found) == (header, "key", "00002")
+
+
+@pytest.mark.parametrize("field", ["output_token_ids", "prompt_token_ids"])
+@pytest.mark.parametrize("token", [-5, 1_000_000])
+def test_token_ids_outside_the_vocabulary_are_refused(copied: Path, field: str, token: int) -> None:
+    header = copied / "00001" / "handoff.json"
+    value = {**json.loads(header.read_text()), field: [token]}
+    value["digest"] = digest_value({key: item for key, item in value.items() if key != "digest"}, digest_size=16)
+    header.write_text(json.dumps(value))
+    error = refuse(3, "--handoff-in", copied)
+    assert (error.id, error.field, error.found) == ("token-id-out-of-range", field, token)
+    assert str(error.path) == str(copied / "00001")
 
 
 def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompts: Path) -> None:
@@ -184,6 +205,13 @@ def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path, prom
     assert refuse(2, "x", "--handoff-out", copied).id == "output-exists"
     assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
     assert sorted(item.name for item in copied.iterdir()) == ["00000", "notes.txt"]
+
+
+def test_force_removes_the_link_to_a_hand_off_and_not_the_hand_off(copied: Path, handed_off: Path) -> None:
+    (copied / "linked").symlink_to(handed_off / "00001")
+    assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
+    assert sorted(item.name for item in copied.iterdir()) == ["00000"]
+    assert (handed_off / "00001" / "handoff.json").is_file()
 
 
 TURNS = '{"turns": ["a", "b"]}\n'

@@ -1,5 +1,6 @@
 """Rows of prompts: malformed rows are named by file and line, and samples are fair."""
 
+import io
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from dflash_testing.refusals import refuses
 )
 def test_a_malformed_row_is_named_by_file_and_line(line: str, fields: dict[str, Any]) -> None:
     with refuses(RequestError, **fields) as caught:
-        parse_rows(['{"prompt": "fine"}', line], "rows.jsonl")
+        parse_rows(io.StringIO('{"prompt": "fine"}\n' + line), "rows.jsonl")
     assert caught.value.message.startswith("rows.jsonl:2: ")
 
 

@@ -1,6 +1,10 @@
 """The meter of a run on a terminal and in a log, and the output of a quiet run."""
 
+import json
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -100,3 +104,57 @@ def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == ["name  share of", "a          0.5", "b            -"]
     console.table(("", ""), [("only", "rows")])
     assert capsys.readouterr().out == "only  rows\n"
+
+
+HOSTILE = "a\nerror: forged\r\x1b[31m\x1b]0;t\x07\x7f\x9b2J\u202e\u2028"
+
+
+def is_safe(text: str) -> bool:
+    return text.endswith("\n") and "\n" not in text[:-1] and not console.CONTROLS.search(text[:-1])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_are_escaped_on_one_line(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)  # Rich draws tables on a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    for write in (console.result, console.status, console.note, console.warn, console.error, console.error_text):
+        write(HOSTILE)
+        out, err = capsys.readouterr()
+        assert is_safe(out + err), write
+        assert "forged" in out + err
+    console.table((HOSTILE,), [(HOSTILE,)], title=HOSTILE)
+    console.spans([(HOSTILE, "bold")])
+    assert all(is_safe(f"{line}\n") for line in capsys.readouterr().out.split("\n"))
+
+
+def test_answers_keep_their_lines_and_lose_their_escapes_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.result_text(HOSTILE)
+    assert capsys.readouterr().out == HOSTILE, "a pipe gets every byte"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    console.result_text(f"{console.dim('--- 1 ---')}\n\t{HOSTILE}")
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[2m--- 1 ---\x1b[0m\n\ta\nerror: forged\\r\\x1b[31m")
+    assert not console.CONTROLS_OF_TEXT.search(out)
+
+
+def test_log_records_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    console.configure(verbosity=2)
+    logging.getLogger("dflash_runtime").info("found %s", HOSTILE)
+    console.configure(verbosity=0)
+    assert is_safe(capsys.readouterr().err)
+
+
+def test_documents_stay_json_and_equal() -> None:
+    @dataclass
+    class Document:
+        KIND: ClassVar[str] = "document"
+        name: str
+
+    text = console.json_document(Document(HOSTILE))
+    assert not console.CONTROLS.search(text)
+    assert json.loads(text)["name"] == HOSTILE

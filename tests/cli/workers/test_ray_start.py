@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from dflash_cli.workers import ray_cluster
 from dflash_cli.workers.messages import Lost, WorkerSpec
 from dflash_cli.workers.ray_cluster import RayCluster
-from dflash_cli.workers.ray_start import SECRET, WorkersRequest, count_workers, joined, parse_workers
+from dflash_cli.workers.ray_start import CLUSTERS, SECRET, WorkersRequest, count_workers, joined, parse_workers
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
-from dflash_testing.processes import are_gone
+from dflash_testing.processes import are_gone, descendants, listening_addresses
 from dflash_testing.refusals import refuses
 
 AUTO = WorkersRequest("auto", None)
@@ -107,7 +108,7 @@ def test_an_absent_cluster_is_named() -> None:
 
 def test_ray_reports_ended_workers_and_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
     ray = pytest.importorskip("ray")
-    handler, before = signal.getsignal(signal.SIGTERM), set(os.environ)
+    handler, before, before_children = signal.getsignal(signal.SIGTERM), set(os.environ), descendants(os.getpid())
     with joined(WorkersRequest("local", 2), "cpu") as (_, count):
         assert count == 2
         cluster: Any = RayCluster(ray, "local", has_gpus=False, kind=light_worker())
@@ -126,10 +127,15 @@ def test_ray_reports_ended_workers_and_leaves_nothing_behind(capfd: pytest.Captu
         lost = without.wait().found
         assert (lost.id, "absent_package" in lost.reason) == ("not-started", True)
         folder = Path(ray._private.worker._global_node.get_session_dir_path())
+        home = folder.parent.parent
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700, "other users cannot reach Ray's own folder in it"
+        addresses = listening_addresses(descendants(os.getpid()) - before_children)
+        assert len(addresses) >= 4
+        assert {*addresses} == {"127.0.0.1"}
         assert signal.getsignal(signal.SIGTERM) is handler
-    assert not folder.parent.exists()
+    assert not home.exists()
     assert are_gone(processes.values())
-    assert SECRET not in set(os.environ) - before
+    assert not {SECRET, CLUSTERS} & (set(os.environ) - before)
     assert capfd.readouterr() == ("", "")
 
 

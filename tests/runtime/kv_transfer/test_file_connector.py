@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import (
     MISSING,
@@ -37,7 +38,7 @@ from dflash_testing.transfers import LIMIT_S, Peers, are_same, error_of, make_ha
 
 HEADER_KEYS = {
     "version", "kind", "key", "fingerprint", "prompt_token_ids", "output_token_ids", "params", "seed", "num_rows",
-    "state_values", "finish_reason", "note", "tensors",
+    "state_values", "finish_reason", "note", "tensors", "digest",
 }  # fmt: skip
 PARAMS = {
     "max_new_tokens": 5, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "stop_token_ids": [7],
@@ -163,6 +164,12 @@ def test_a_folder_that_cannot_be_listed_is_reported(connector: FileConnector, mo
     assert "Permission denied" in error.message
 
 
+def sealed(header: dict[str, Any]) -> dict[str, Any]:
+    """The header with the digest of its present content."""
+    rest = {name: value for name, value in header.items() if name != "digest"}
+    return {**rest, "digest": digest_value(rest, digest_size=16)}
+
+
 class TestWrongFiles:
     @pytest.fixture
     def saved(self, tmp_path: Path) -> Path:
@@ -196,16 +203,16 @@ class TestWrongFiles:
         with refuses(InvalidHandoff, "malformed-header", path=saved / HEADER):
             read_handoff(saved)
 
-    def test_the_header_has_the_keys_of_version_1(self, saved: Path) -> None:
+    def test_the_header_has_the_keys_of_version_2(self, saved: Path) -> None:
         header = json.loads((saved / HEADER).read_text())
         assert header.keys() == HEADER_KEYS
-        assert (header["version"], header["kind"], header["params"]) == (1, "handoff", PARAMS)
-        assert header["tensors"]["draft"] == {"dtype": "bfloat16", "shape": [2, 3, 2, 4, 8], "crc32": 2567939306}
+        assert (header["version"], header["kind"], header["params"]) == (2, "handoff", PARAMS)
+        assert header["tensors"]["draft"] == {"dtype": "bfloat16", "shape": [2, 3, 2, 4, 8], "crc32": 3412141102}
         assert header == to_json(header_with_checksums(make_handoff("a")))
 
     def test_a_header_of_a_later_version(self, saved: Path) -> None:
-        (saved / HEADER).write_text(json.dumps({"kind": "handoff", "version": 2}))
-        with refuses(UnsupportedError, "later-version", path=saved / HEADER, field="version", found=2):
+        (saved / HEADER).write_text(json.dumps({"kind": "handoff", "version": 3}))
+        with refuses(UnsupportedError, "later-version", path=saved / HEADER, field="version", found=3):
             read_handoff(saved)
 
     @pytest.mark.parametrize("field", sorted(HEADER_KEYS))
@@ -248,17 +255,52 @@ class TestWrongFiles:
             ("tensors", {"target": {"dtype": "bool", "shape": [-1]}}, "tensors.target.shape[0]"),
             ("tensors", {"target": {"dtype": "bool", "shape": ["64"]}}, "tensors.target.shape[0]"),
             ("tensors", {"target": {"dtype": "bool", "shape": [65]}}, "tensors.target"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [64]}}, "tensors.target.crc32"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [2**62, 2**62]}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [2**63]}}, "tensors.target.shape"),
+            ("tensors", {"target": {"dtype": "bool", "shape": [1] * 99}}, "tensors.target.shape"),
             ("tensors", {"another": {"dtype": "bool", "shape": [64]}}, "tensors.another"),
+            ("seed", 2**63, "seed"),
             ("unknown", 7, "unknown"),
         ],
     )
     def test_a_header_with_a_wrong_field(self, saved: Path, field: str, value: Any, wrong: str) -> None:
         header = json.loads((saved / HEADER).read_text())
         header[field] = value
-        (saved / HEADER).write_text(json.dumps(header))
+        (saved / HEADER).write_text(json.dumps(sealed(header)))
         with refuses(InvalidHandoff, field=wrong) as caught:
             read_handoff(saved)
         assert caught.value.path in (saved, saved / HEADER)
+
+    @pytest.mark.parametrize("field", ["output_token_ids", "prompt_token_ids", "tensors", "seed", "num_rows", "digest"])
+    def test_a_changed_header_differs_from_its_digest(self, saved: Path, field: str) -> None:
+        header = json.loads((saved / HEADER).read_text())
+        changed = {
+            "output_token_ids": [5], "prompt_token_ids": [1, 2, 5], "seed": 1, "num_rows": {"target": 2}, "digest": "",
+            "tensors": {name: {**spec, "crc32": None} for name, spec in header["tensors"].items()},
+        }  # fmt: skip
+        header[field] = changed[field]
+        if field == "tensors":
+            for spec in header["tensors"].values():
+                del spec["crc32"]
+        (saved / HEADER).write_text(json.dumps(header))
+        with refuses(InvalidHandoff, "header-damaged", path=saved / HEADER, field="digest"):
+            read_handoff(saved)
+
+    @pytest.mark.parametrize("field", ["output_token_ids", "prompt_token_ids"])
+    def test_rows_of_another_text_are_refused_even_with_a_new_digest(self, saved: Path, field: str) -> None:
+        header = json.loads((saved / HEADER).read_text())
+        header[field][-1] += 1
+        (saved / HEADER).write_text(json.dumps(sealed(header)))
+        with refuses(InvalidHandoff, "damaged", path=saved):
+            read_handoff(saved)
+
+    @pytest.mark.parametrize("name", [HEADER, TENSORS])
+    def test_a_pipe_is_refused_at_once(self, saved: Path, name: str) -> None:
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+        with deadline(10), refuses(InvalidHandoff, path=saved / name):
+            read_handoff(saved)
 
     def test_a_connector_checks_a_loaded_hand_off_in_the_same_way(self, saved: Path) -> None:
         (saved / HEADER).write_text("{}")

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import struct
 import time
 import weakref
 from concurrent.futures import wait
@@ -15,6 +16,7 @@ from dflash_runtime.errors import CapacityError, InvalidHandoff, PeerUnreachable
 from dflash_runtime.kv_transfer import process_connector
 from dflash_runtime.kv_transfer.carrier import Staged
 from dflash_runtime.kv_transfer.connector_locations import open_connector
+from dflash_runtime.kv_transfer.peer_connector import PeerConnector
 from dflash_runtime.kv_transfer.process_connector import GlooCarrier
 from dflash_runtime.kv_transfer.receiving import NOT_WANTED
 from dflash_testing.transfers import (
@@ -160,6 +162,27 @@ class TestGivingUp:
             assert outcome(decode.load("a")) == 3
 
 
+class TestMalformedMessages:
+    """A message that is none ends the futures of both sides, never the thread alone."""
+
+    @pytest.mark.parametrize(
+        ("data", "id"),
+        [
+            (b"[" * 200_000, "peer-gone"),
+            (b'{"kind": {}}', "malformed-message"),
+            (b'{"kind": "offer"}', "malformed-message"),
+        ],
+    )
+    def test_all_futures_end(self, data: bytes, id: str) -> None:
+        with open_both(free_location("gloo")) as (prefill, decode):
+            assert isinstance(prefill, PeerConnector)
+            loading = decode.load("a")
+            prefill._channel._outbox.put(struct.pack(">I", len(data)) + data)
+            assert outcome(loading) == f"PeerUnreachable {id}"
+            assert outcome(decode.load("b")) == f"PeerUnreachable {id}"
+            assert isinstance(prefill.save(make_handoff("a")).exception(LIMIT_S), PeerUnreachable)
+
+
 class TestDamage:
     def test_damage_ends_one_load_and_not_the_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
         send = GlooCarrier.send
@@ -183,7 +206,7 @@ class TestDamage:
 
     def test_a_wrong_header_is_refused_before_any_tensor_travels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            "dflash_runtime.kv_transfer.sending._header", lambda handoff, staged: {"version": 1, "kind": "letter"}
+            "dflash_runtime.kv_transfer.sending._header", lambda handoff, staged: {"version": 2, "kind": "letter"}
         )
         with open_both(free_location("gloo")) as (prefill, decode):
             saving = prefill.save(make_handoff("a"))

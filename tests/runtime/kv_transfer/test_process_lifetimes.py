@@ -65,7 +65,7 @@ class TestConnecting:
 
         def open_prefill() -> None:
             try:
-                open_connector(location, "prefill", LIMIT_S)
+                open_connector(location, "prefill", 1.0)
             except UsageError as error:
                 errors.append(error)
 

@@ -95,7 +95,7 @@ def test_the_last_token_always_runs_here(tmp_path: Path) -> None:
 def test_a_loaded_prefix_survives_its_header(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
     handoff = load(tmp_path)
-    header = to_json(handoff.header)
+    header = to_json(handoff.header.sealed)
     again = HandoffHeader.read(header).handoff
     assert again.is_beginning
     assert again.kv_len == 32

@@ -92,8 +92,8 @@ def test_an_argument_of_another_type_is_named_with_its_file(text: str, field: st
         ("vllm serve 'm", "unreadable-command"),
         ("nothing here", "no-options"),
         ("", "no-options"),
-        ("{", "malformed-json"),
-        ("[]", "malformed-json"),
+        ("{", "not-json"),
+        ("[]", "json-not-an-object"),
     ],
 )
 def test_a_file_without_arguments_or_a_command_is_refused_in_one_line(text: str, id: str, tmp_path: Path) -> None:
