@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash_cli.terminal.interruption import ReaderGone, discard
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
@@ -20,6 +22,7 @@ ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 
 _is_quiet = False
 _is_json = False
+_has_reader = True
 _verbosity = -1  # not set yet
 
 
@@ -29,7 +32,8 @@ def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: 
     `quiet` prints only results, warnings and errors. A `verbosity` of 1 logs steps of our packages, 2 every detail.
     `json` prints JSON documents instead of text.
     """
-    global _is_quiet, _verbosity, _is_json
+    global _is_quiet, _verbosity, _is_json, _has_reader
+    _has_reader = True
     _is_json = _is_json if json is None else json
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
@@ -48,9 +52,24 @@ def is_json() -> bool:
 
 
 def result(text: str, *, end: str = "\n") -> None:
-    """Write text of a result to stdout."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+    """Write text of a result to stdout. Without a reader the text is lost, but the run goes on to its verdict."""
+    global _has_reader
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _has_reader = False
+        discard(sys.stdout)
+
+
+def stop_without_reader() -> None:
+    """End a run that only writes text, if the reader of stdout has gone.
+
+    Raises:
+        ReaderGone: a result could not be written.
+    """
+    if not _has_reader:
+        raise ReaderGone
 
 
 def page(text: str) -> None:
@@ -119,9 +138,12 @@ def status(text: str) -> None:
 
 
 def error_text(text: str) -> None:
-    """Write a line to stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write a line to stderr, unless its reader has gone."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        discard(sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
