@@ -17,6 +17,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     Anchors,
     Interval,
     Summary,
+    limit_text,
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
@@ -126,8 +127,9 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
-        if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
-            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more prompts")
+        if evaluation.total.num_units < MIN_FOR_POSITIONS:
+            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more distinct prompts")
+        lines.append(limit_text(evaluation.total.num_units, interval.confidence))
     else:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
     if evaluation.anchors is not None:
@@ -223,7 +225,7 @@ def _category_table(evaluation: Evaluation) -> Table:
             shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            summary.length_text + (" (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""),
+            summary.length_text + (" (too few prompts)" if 0 < summary.num_units < MIN_UNITS else ""),
         )
         for name, summary in evaluation.categories.items()
     ]

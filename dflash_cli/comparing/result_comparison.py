@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Annotated, Any, Literal
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_COMPARED,
     AcceptanceDifference,
@@ -37,7 +37,7 @@ SAME_BY_DIGEST = {"target": "target_digest"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """The difference between two results, over all conversations or over the conversations of one category.
+    """The difference between two results, over all distinct prompts or over the prompts of one category.
 
     P-values are corrected for the number of compared results, or of categories. `estimate` is None without an
     interval.
@@ -72,11 +72,11 @@ class Contrast:
         """Whether the second acceptance length is higher, lower or equivalent; null without an interval."""
         if self.estimate is None or self.p_value is None:
             return None
-        if self.estimate.value == self.estimate.error == 0:
-            return "same"
         error_rate = 1 - self.estimate.confidence
         if self.equivalence_p_value is not None and self.equivalence_p_value < error_rate:
             return "equivalent"
+        if not self.estimate.num_differing:
+            return "same"
         if self.p_value < error_rate:
             return "higher" if self.estimate.value > 0 else "lower"
         return "undecided"
@@ -178,14 +178,15 @@ def _category(pair: Pair) -> str | None:
 
 
 def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *, is_paired: bool) -> Contrast:
-    base, other = ([(item.num_tokens, item.num_steps) for item in side if item] for side in zip(*pairs, strict=True))
+    sides = [pool_repeats(item for item in side if item) for side in zip(*pairs, strict=True)]
+    base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in sides)
     estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
     return Contrast(
         category=category,
         acceptance_lens=(tokens_per_step(base), tokens_per_step(other)),
         num_conversations=min(len(base), len(other)),
         estimate=estimate,
-        reason=None if estimate else f"an interval needs {MIN_COMPARED} prompts or more",
+        reason=None if estimate else f"an interval needs {MIN_COMPARED} distinct prompts or more",
     )
 
 

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Annotated, Any, Literal
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations, distinct_prompts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
@@ -268,6 +268,7 @@ def _pool(
             [answer.output for answer in stepped],
             max(facts.num_draft_tokens or 0, longest - 1),
             conversations=[answer.row.index for answer in stepped],
+            prompts=distinct_prompts(stepped),
             confidence=request.confidence,
             num_resamples=request.num_resamples,
         )

@@ -16,7 +16,7 @@ from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.step_costs import StepTimes
 from dflash_cli.tuning.tuned_engines import EngineSettings
 from dflash_cli.tuning.tuner import Tuning
-from dflash_runtime.documents import INLINE
+from dflash_runtime.documents import INLINE, NOT_REQUIRED
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
@@ -24,6 +24,7 @@ WAYS_LEGEND = """resized: the draft gets a block of K + 1 rows, as in engines
 narrowed: the draft gets its trained block, and K + 1 of its rows are verified
 difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
 SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
+in brackets, intervals that hold for all candidates of a batch size together
 * best at its batch size, = not certainly slower than the best"""
 CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
 ? undecided whether drafting pays, - drafting does not pay"""
@@ -97,6 +98,7 @@ class TuneDocument:
     measured: EvaluationRun
     seconds: float
     engines: Annotated[tuple[EngineSettings, ...], "empty if drafting pays at no batch size"]
+    caveats: Annotated[tuple[str, ...], NOT_REQUIRED, "batch sizes at which the settings may be slower"] = ()
 
 
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
@@ -126,6 +128,7 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
         measured=whole.measured,
         seconds=round(tuning.seconds, 6),
         engines=tuple(engines),
+        caveats=tuple(caveats(tuning.choices, tuning.overall.num_speculative_tokens)) if tuning.overall else (),
     )
 
 
@@ -145,7 +148,7 @@ def _advice(choice: Choice) -> str:
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
     if choice.payoff == "does not pay":
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
-    more = "measure more prompts or rounds" if best.interval is not None else "measure more prompts"
+    more = "measure more prompts or rounds" if best.interval is not None else f"no interval: {best.no_interval}"
     return f"{start}undecided whether drafting pays: the best, {number}, is {gain} times as fast; {more}"
 
 
@@ -153,11 +156,24 @@ def settings_line(tuning: Tuning) -> str:
     """Return the K of the printed engine settings, and the K of each range of batch sizes, in words."""
     assert tuning.overall is not None, "a pair for which drafting pays at some batch size"
     number = tuning.overall.num_speculative_tokens
-    line = f"engines resize the block: K {number} is the best one, by the geometric mean over these batch sizes"
-    if len(tuning.schedule) < 2:
-        return line
-    ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
-    return f"{line}\nengines with a K for each batch size get {ranges}"
+    lines = [f"engines resize the block: K {number} is the best one, by the geometric mean over these batch sizes"]
+    if len(tuning.schedule) > 1:
+        ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
+        lines.append(f"engines with a K for each batch size get {ranges}")
+    return "\n".join([*lines, *caveats(tuning.choices, number)])
+
+
+def caveats(choices: Sequence[Choice], number: int) -> Iterator[str]:
+    """Yield a line with the batch sizes at which the resized block of this K is not shown to pay."""
+    found: dict[str, list[str]] = {}
+    for choice in choices:
+        for item in choice.speedups:
+            is_served = item.candidate.num_speculative_tokens == number and item.candidate.way != "narrowed"
+            if choice.category is None and is_served and item.payoff != "pays":
+                found.setdefault(item.payoff, []).append(f"batch {choice.batch} ({_number(item.speedup)})")
+    for payoff, batches in found.items():
+        meaning = "is slower than plain decoding" if payoff == "does not pay" else "may be slower than plain decoding"
+        yield f"caution: K {number} {meaning} at {', '.join(batches)}"
 
 
 def ways_table(tuning: Tuning) -> Table:
