@@ -46,6 +46,23 @@ class MeasuredResult:
     def __post_init__(self) -> None:
         if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
+        if self.counts is not None and self.counts.num_speculative_tokens:
+            self._check_against(self.counts, self.counts.num_speculative_tokens + 1)
+
+    def _check_against(self, counts: AcceptanceCounts, block: int) -> None:
+        """Require lengths from 1 to `block` tokens per step, and rows that add up to the totals.
+
+        Raises:
+            ValueError: naming the length or the sums.
+        """
+        lengths = {item.name: (item.num_tokens, item.num_steps) for item in self.conversations if item.num_steps}
+        for name, (tokens, steps) in {"the total": (self.acceptance_len, 1), **lengths}.items():
+            if not steps <= tokens <= block * steps:
+                raise ValueError(f"acceptance length of {name}: found {tokens / steps:g}, expected 1 to {block}")
+        sums = tuple(sum(getattr(item, name) for item in self.conversations) for name in ("num_tokens", "num_steps"))
+        expected = (counts.num_drafts + counts.num_accepted_tokens, counts.num_drafts)
+        if self.conversations and sums != expected:
+            raise ValueError(f"tokens and steps of all prompts: found {sums}, but the totals are {expected}")
 
     @property
     @computed_key
@@ -201,4 +218,5 @@ def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
         return kind.read(file)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
-        raise file.refuse(f"malformed file of {kind.title}: {error!r}", id="malformed-result") from error
+        what = str(error) if type(error) is ValueError else repr(error)
+        raise file.refuse(f"malformed file of {kind.title}: {what}", id="malformed-result") from error

@@ -10,6 +10,7 @@ from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_r
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_COMPARED,
     AcceptanceDifference,
+    fewest_prompts,
     holm,
     paired_difference,
     tokens_per_step,
@@ -27,10 +28,17 @@ NAMED_PROMPTS = 3
 NOT_MEASURED = frozenset(
     (
         "draft", "draft_digest", "draft_modified_ns", "target_modified_ns", "date", "argv", "num_prompts",
-        "prompts_digest", "max_num_requests", "scheduling", "dflash",
+        "prompts_digest", "max_num_requests", "scheduling", "dflash", "lock_sha256",
     )
 )  # fmt: skip
 """Facts in which compared results may differ: the draft itself, and facts that do not affect answers."""
+MACHINE = frozenset(
+    (
+        "device", "device_name", "kernels", "python", "torch", "transformers", "prefix_cache", "confidence",
+        "num_resamples",
+    )
+)  # fmt: skip
+"""Facts about machine and releases, which change rounding at most. A gate only warns of them."""
 SAME_BY_DIGEST = {"target": "target_digest"}
 """Names that are ignored if both results have the digest of the named file."""
 
@@ -114,6 +122,25 @@ def compare_results(
     )
 
 
+def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) -> None:
+    """Require that results to be judged were measured alike, except for settings in `allowed` and the machine.
+
+    Raises:
+        UsageError: naming the settings that differ.
+    """
+    for item in comparisons:
+        differing = [name for name in item.unlike if name not in MACHINE and name not in allowed]
+        if differing:
+            values = ", ".join(f"{name} {item.unlike[name][0]} -> {item.unlike[name][1]}" for name in differing)
+            raise UsageError(
+                f"{item.other.name} and {item.base.name} cannot be judged by a gate: {values}",
+                id="incomparable-results",
+                field="--gate",
+                found=differing,
+                hint=f"measure both alike, or allow the difference with --allow-unlike {','.join(differing)}",
+            )
+
+
 def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | None) -> None:
     """Require that no result is lower than the first, in total or in a category.
 
@@ -139,7 +166,8 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
                 field="acceptance_len",
                 found=total.estimate.lower_bound,
                 expected=f"at least {-tolerance:g}",
-                hint="measure more prompts if the difference itself is small",
+                hint=f"even equal results rule it out from {fewest_prompts(total.estimate, tolerance)} distinct "
+                "prompts on; measure more prompts, or raise --tolerance",
             )
         for line in item.categories:
             if line.estimate and line.verdict == "lower" and line.estimate.value < -(tolerance or 0):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen
+from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen, share_of_fall
 from dflash_cli.acceptance.intervals.resampling import estimate, freedom_of, influence
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile, student_tail
@@ -135,6 +135,12 @@ class AcceptanceDifference:
         effect /= self.num_prompts + 1
         kept = self.num_prompts / (self.num_prompts + 1)
         return self.value * kept + effect, math.hypot(self.error, effect)
+
+
+def fewest_prompts(difference: AcceptanceDifference, tolerance: float) -> int:
+    """Return the number of equal prompts from which on a drop by more than `tolerance` is ruled out."""
+    share = share_of_fall(difference.base, tolerance)
+    return 1 if share >= 1 else math.ceil(math.log(1 - difference.confidence) / math.log1p(-share))
 
 
 def tokens_per_step(counts: TokenCounts) -> float | None:

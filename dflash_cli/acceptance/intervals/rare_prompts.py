@@ -29,10 +29,7 @@ class ShareOfPrompts:
 
         It is 0 if no share is enough, and 1 if the change is in the other direction.
         """
-        if change < 0:
-            needed = -change / ((length + change) * (length - 1)) if length + change > 1 else math.inf
-        else:
-            needed = change / (length + change)
+        needed = share_of_fall(length, -change) if change < 0 else change / (length + change)
         return self._at_most(needed) if needed < 1 else 0.0
 
     def _at_most(self, share: float) -> float:
@@ -41,6 +38,11 @@ class ShareOfPrompts:
         return sum(
             math.comb(total, count) * share**count * (1 - share) ** (total - count) for count in range(self.count + 1)
         )
+
+
+def share_of_fall(length: float, fall: float) -> float:
+    """Return the share of prompts without accepted tokens that lowers a length by `fall`; infinite if none does."""
+    return fall / ((length - fall) * (length - 1)) if length - fall > 1 else math.inf
 
 
 def fallen(length: float, share: float) -> float:
