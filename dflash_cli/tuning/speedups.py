@@ -15,7 +15,7 @@ candidate is level with the best unless an interval, corrected for the number of
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -23,8 +23,8 @@ from dflash_cli.acceptance.conversation_counts import pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
 from dflash_cli.acceptance.intervals.resampling import tail_widths
 from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.round_intervals import half_width
 from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_runtime.documents import HIDDEN, INLINE, NOT_REQUIRED, computed_key
 
@@ -206,12 +206,5 @@ def _ratio_width(times: Times, others: Times, confidence: float) -> float:
     """Return half the width of the interval of the log ratio of times, paired by round if both have equal lengths."""
     if len(times) == len(others):
         logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
-        return _half_width(logs, confidence)
-    return math.hypot(*(_half_width([math.log(item) for item in side], confidence) for side in (times, others)))
-
-
-def _half_width(values: Sequence[float], confidence: float) -> float:
-    """Return half the width of the interval of the mean; infinite for a single value."""
-    if len(values) < 2:
-        return math.inf
-    return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        return half_width(logs, confidence)
+    return math.hypot(*(half_width([math.log(item) for item in side], confidence) for side in (times, others)))

@@ -12,8 +12,9 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table
 from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_cli.tuning.speedups import Choice, Speedup
-from dflash_cli.tuning.step_costs import StepTimes
+from dflash_cli.tuning.step_costs import StepTimes, Times
 from dflash_cli.tuning.tuned_engines import EngineSettings
 from dflash_cli.tuning.tuner import Tuning
 from dflash_runtime.documents import INLINE, NOT_REQUIRED
@@ -191,10 +192,10 @@ def ways_table(tuning: Tuning) -> Table:
 
 def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     """Return milliseconds of a step by batch size: plain decoding, then each candidate, as columns and rows."""
-    rows = [("plain", *(f"{fmean(tuning.costs.plain[batch]):.2f}" for batch in batches))]
+    rows = [("plain", *(_time(tuning.costs.plain[batch]) for batch in batches))]
     for candidate in sorted(tuning.costs.drafting.keys() & tuning.evaluations.keys()):
         times = tuning.costs.drafting[candidate]
-        cells = [f"{fmean(times[batch]):.2f}" if batch in times else "-" for batch in batches]
+        cells = [_time(times[batch]) if batch in times else "-" for batch in batches]
         rows.append((_name(candidate), *cells))
     return _columns("ms of a step", batches), rows
 
@@ -234,7 +235,7 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
     """Yield legends with their tables. A table with many batch sizes is split into several."""
     if tuning.ways:
         yield WAYS_LEGEND, ways_table(tuning)
-    for batches in _split(tuning.costs.batches, 6):
+    for batches in _split(tuning.costs.batches, 3):
         yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
     for batches in _split(tuning.costs.batches, 3):
         yield SPEED_LEGEND, speed_table(tuning, batches)
@@ -248,6 +249,10 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
 
 def _split(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def _time(times: Times) -> str:
+    return _number(fmean(times), mean_interval(times))
 
 
 def _mark(choice: Choice, candidate: Candidate) -> str:
