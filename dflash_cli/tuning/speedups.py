@@ -90,18 +90,18 @@ def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confid
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
     """Return the candidate with the highest geometric mean of speed-ups, for an engine with one K for all batch sizes.
 
-    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size, or if even
-    the best candidate is not faster than plain decoding.
+    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size, and even
+    the best candidate is not faster than plain decoding on average.
     """
     choices = [item for item in choices if item.category is None]
-    if all(item.payoff == "does not pay" for item in choices):
-        return None
     logs: dict[Candidate, list[float]] = {}
     for choice in choices:
         for item in choice.speedups:
             if item.candidate.way != "narrowed":
                 logs.setdefault(item.candidate, []).append(math.log(item.speedup))
-    return max((item for item in logs if fmean(logs[item]) > 0), key=lambda item: fmean(logs[item]), default=None)
+    best = max(logs, key=lambda item: fmean(logs[item]), default=None)
+    is_gain = best is not None and fmean(logs[best]) > 0
+    return best if is_gain or any(item.payoff == "pays" for item in choices) else None
 
 
 def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
