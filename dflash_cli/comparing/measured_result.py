@@ -46,15 +46,17 @@ class MeasuredResult:
     def __post_init__(self) -> None:
         if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
-        if self.counts is not None and self.counts.num_speculative_tokens:
-            self._check_against(self.counts, self.counts.num_speculative_tokens + 1)
 
-    def _check_against(self, counts: AcceptanceCounts, block: int) -> None:
-        """Require lengths from 1 to `block` tokens per step, and rows that add up to the totals.
+    def check_counts(self) -> "MeasuredResult":
+        """Require lengths from 1 to K + 1 tokens per step, and rows that add up to the totals.
 
         Raises:
             ValueError: naming the length or the sums.
         """
+        counts = self.counts
+        if counts is None or not counts.num_speculative_tokens:
+            return self
+        block = counts.num_speculative_tokens + 1
         lengths = {item.name: (item.num_tokens, item.num_steps) for item in self.conversations if item.num_steps}
         for name, (tokens, steps) in {"the total": (self.acceptance_len, 1), **lengths}.items():
             if not steps <= tokens <= block * steps:
@@ -63,6 +65,7 @@ class MeasuredResult:
         expected = (counts.num_drafts + counts.num_accepted_tokens, counts.num_drafts)
         if self.conversations and sums != expected:
             raise ValueError(f"tokens and steps of all prompts: found {sums}, but the totals are {expected}")
+        return self
 
     @property
     @computed_key
@@ -216,7 +219,7 @@ def read_result(path: Path) -> MeasuredResult:
 
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
-        return kind.read(file)
+        return kind.read(file).check_counts()
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
         what = str(error) if type(error) is ValueError else repr(error)
         raise file.refuse(f"malformed file of {kind.title}: {what}", id="malformed-result") from error
