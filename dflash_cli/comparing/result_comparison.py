@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_COMPARED,
+    MIN_UNEVEN,
     AcceptanceDifference,
     fewest_prompts,
     holm,
@@ -209,12 +210,16 @@ def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *,
     sides = [pool_repeats(item for item in side if item) for side in zip(*pairs, strict=True)]
     base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in sides)
     estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
+    is_uneven = not is_paired and max(len(base), len(other)) > 2 * min(len(base), len(other)) >= 2 * MIN_COMPARED
+    reason = f"an interval needs {MIN_COMPARED} distinct prompts or more"
+    if is_uneven:
+        reason = f"one sample has over twice as many prompts, so the other needs {MIN_UNEVEN} distinct prompts or more"
     return Contrast(
         category=category,
         acceptance_lens=(tokens_per_step(base), tokens_per_step(other)),
         num_conversations=min(len(base), len(other)),
         estimate=estimate,
-        reason=None if estimate else f"an interval needs {MIN_COMPARED} distinct prompts or more",
+        reason=None if estimate else reason,
     )
 
 

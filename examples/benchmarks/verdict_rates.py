@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from dflash_cli.acceptance.intervals.acceptance_difference import (
+    MIN_UNEVEN,
     AcceptanceDifference,
     paired_moments,
     unpaired_moments,
@@ -144,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_head(["called different, though equal", "samples", *(f"{count} prompts" for count in PROMPTS)])
     for name in options.worlds:
         for kind in ("paired", "unpaired", "unpaired, 1 to 4"):
-            rates = (false_differences(WORLDS[name], count, options.replications, kind) for count in PROMPTS)
-            print_row([name, kind, *(f"{rate:.1f}" for rate in rates)])
+            counts = [count for count in PROMPTS if kind != "unpaired, 1 to 4" or count >= MIN_UNEVEN]
+            rates = [f"{false_differences(WORLDS[name], count, options.replications, kind):.1f}" for count in counts]
+            print_row([name, kind, *["-"] * (len(PROMPTS) - len(rates)), *rates])
     print()
     print_head(["fall on 5% of prompts", "rate", *(f"{count} prompts" for count in (*PROMPTS, 512))])
     for noise, text in ((0.0, "the others stay equal"), (NOISE, "the others vary")):

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MIN_COMPARED = 12
 """With fewer prompts, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
+MIN_UNEVEN = 48
+"""Fewest prompts of a side if the other side has more than twice as many."""
 MIN_DIFFERING = 6
 """With fewer prompts that differ, not even equal signs of all of them are significant at 5%."""
 TokenCounts = Sequence[tuple[float, int]]
@@ -163,10 +165,13 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
 
 
 def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
-    """Return `other` minus `base` over different prompts, or None if there are too few on either side."""
+    """Return `other` minus `base` over different prompts, or None if there are too few on either side.
+
+    A side with over twice as many prompts does not balance the skewness of a small side.
+    """
     sides = [[item for item in side if item[1]] for side in (base, other)]
-    num_prompts = min(len(side) for side in sides)
-    if num_prompts < MIN_COMPARED:
+    num_prompts, most = sorted(len(side) for side in sides)
+    if num_prompts < (MIN_UNEVEN if most > 2 * num_prompts else MIN_COMPARED):
         return None
     return _difference(unpaired_moments, sides, confidence, num_prompts, num_prompts)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_COMPARED,
     MIN_DIFFERING,
+    MIN_UNEVEN,
     AcceptanceDifference,
     holm,
     paired_difference,
@@ -193,6 +194,9 @@ def test_few_conversations_are_not_compared() -> None:
     counts = [(3, 1)] * (MIN_COMPARED - 1) + [(0, 0)]
     assert paired_difference(counts, counts, 0.95) is None
     assert unpaired_difference(counts, [(3, 1)] * 99, 0.95) is None
+    assert unpaired_difference([(3, 1)] * (MIN_UNEVEN - 1), [(3, 1)] * 200, 0.95) is None, "samples of uneven size"
+    assert unpaired_difference([(3, 1)] * MIN_UNEVEN, [(3, 1)] * 200, 0.95) is not None
+    assert unpaired_difference([(3, 1)] * 20, [(3, 1)] * 40, 0.95) is not None
     assert paired_difference([(0, 0)] * 20, [(3, 1)] * 20, 0.95) is None
     assert paired_difference([*counts, (0, 0)], [*counts, (2, 1)], 0.95) is not None
 
