@@ -44,6 +44,11 @@ class RunningAcceptance:
         return list(self._conversations.values())
 
 
+def _unit(answer: Answer) -> Hashable:
+    """Return the answer's distinct prompt. Under several conditions, repeats of a prompt are told apart."""
+    return answer.row.digest if answer.row.condition is None else answer.row.prompt_index
+
+
 class AcceptanceProgress:
     """Shows the number of answers and the acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
 
@@ -69,13 +74,13 @@ class AcceptanceProgress:
     def resume(self, answers: Sequence[Answer]) -> None:
         """Count answers of an earlier run. They do not affect the estimate of the time left."""
         for answer in answers:
-            self._acceptance.add(answer.output, answer.row.prompt_index)
+            self._acceptance.add(answer.output, _unit(answer))
         self._num_done += len(answers)
         self._meter.resume(self._num_done)
 
     def __call__(self, event: Event) -> None:
         if event.answer is not None:
-            self._acceptance.add(event.answer.output, event.answer.row.prompt_index)
+            self._acceptance.add(event.answer.output, _unit(event.answer))
             self._num_done += 1
             self._num_failed += event.answer.output.error is not None
             self._meter.update(self._num_done, self._acceptance.text)

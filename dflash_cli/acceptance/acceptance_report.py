@@ -17,6 +17,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     Anchors,
     Interval,
     Summary,
+    limit_text,
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
@@ -27,6 +28,9 @@ from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
 from dflash_runtime.phrases import shorten
 
 TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
+MEANING = "tokens per verify step, in whole blocks, the target's own included (as in vLLM)"
+PAST_END = 0.95
+"""If the answers keep a smaller share of the counted tokens, the legend gives the length up to their ends too."""
 REJECTED = "tokens most often rejected"
 BAR_WIDTH = 24
 NAME_WIDTH = 16
@@ -121,15 +125,17 @@ def legend(evaluation: Evaluation) -> str:
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.acceptance_len_interval
     lines = [
-        "average number of tokens committed per verify step, the target's own token included (vLLM's definition)",
+        MEANING,
         f"at most {block}: {block - 1} drafted tokens and the target's own",
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
-        if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
-            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more prompts")
+        if evaluation.total.num_units < MIN_FOR_POSITIONS:
+            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more distinct prompts")
+        lines.append(limit_text(evaluation.total.num_units, interval.confidence))
     else:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
+    lines += past_end(evaluation.total)
     if evaluation.anchors is not None:
         anchors = evaluation.anchors
         length = value_text(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
@@ -138,6 +144,14 @@ def legend(evaluation: Evaluation) -> str:
     if evaluation.conditions:
         lines.append("by condition: mean tokens per prompt; difference to the first condition, paired by prompt")
     return "\n".join([*lines, *evaluation.prompts.lines])
+
+
+def past_end(total: Summary) -> list[str]:
+    """Return a line if many counted tokens lie past the ends of the answers."""
+    committed, length = (total.definitions.get(name) for name in ("committed", "vllm"))
+    if committed is None or length is None or committed >= PAST_END * length:
+        return []
+    return [f"answers end within their last blocks: {committed:.3f} tokens per step are part of an answer"]
 
 
 def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
@@ -223,7 +237,7 @@ def _category_table(evaluation: Evaluation) -> Table:
             shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            summary.length_text + (" (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""),
+            summary.length_text + (" (too few prompts)" if 0 < summary.num_units < MIN_UNITS else ""),
         )
         for name, summary in evaluation.categories.items()
     ]

@@ -1,11 +1,11 @@
 """Acceptance under each condition of a run, and its difference to the first condition, paired by prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated
 
-from dflash_cli.acceptance.conversation_counts import count_conversations
+from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
@@ -39,11 +39,12 @@ def compare_conditions(
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if answer.row.condition_name == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}
+    prompts = dict(zip((answer.row.prompt_index for answer in answers), distinct_prompts(answers), strict=True))
     found = []
     for condition in drafted:
         name, base = condition.name, counts[drafted[0].name]
         shared = [key for key in base if key in counts[name]]
-        sides = [base[key] for key in shared], [counts[name][key] for key in shared]
+        sides = _pool(base, shared, prompts), _pool(counts[name], shared, prompts)
         is_first = condition is drafted[0]
         difference = None if is_first else paired_difference(*sides, confidence)
         found.append(
@@ -65,6 +66,17 @@ def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:
     rows = sorted({answer.row.index: answer.row.prompt_index for answer in answers}.items())
     counts = count_conversations(answers)
     return {prompt: (item.num_tokens, item.num_steps) for (_, prompt), item in zip(rows, counts, strict=True)}
+
+
+def _pool(
+    counts: Mapping[int, tuple[float, int]], shared: Sequence[int], prompts: Mapping[int, str]
+) -> list[tuple[float, int]]:
+    """Return tokens and steps by distinct prompt."""
+    found: dict[str, tuple[float, int]] = {}
+    for index in shared:
+        tokens, steps = found.get(prompts[index], (0, 0))
+        found[prompts[index]] = tokens + counts[index][0], steps + counts[index][1]
+    return list(found.values())
 
 
 def _mean_prompt_len(answers: Sequence[Answer]) -> float | None:

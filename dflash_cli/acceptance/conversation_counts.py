@@ -84,14 +84,32 @@ def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[Conver
     return tuple(_add_up(members) if members[0].condition is not None else members[0] for members in groups.values())
 
 
+def pool_repeats(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
+    """Return one conversation per distinct prompt: counts of repeats are added up, because they are not independent."""
+    groups: dict[str, list[ConversationCounts]] = {}
+    for item in conversations:
+        groups.setdefault(item.digest, []).append(item)
+    return tuple(_sum(members) for members in groups.values())
+
+
+def distinct_prompts(answers: "Sequence[Answer]") -> list[str]:
+    """Return the name of each answer's distinct prompt: its digest under the first condition that has an answer."""
+    names: dict[int, str] = {}
+    for answer in sorted(answers, key=lambda item: item.row.index):
+        names.setdefault(answer.row.prompt_index, answer.row.digest)
+    return [names[answer.row.prompt_index] for answer in answers]
+
+
 def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
     digests = " ".join(sorted(item.digest for item in items))
-    return replace(
-        items[0],
-        digest=digest_text(digests),
-        condition=", ".join(item.condition or "" for item in items),
-        **{name: sum(getattr(item, name) for item in items) for name in COUNTED},
-    )
+    condition = ", ".join(item.condition or "" for item in items)
+    return replace(_sum(items), digest=digest_text(digests), condition=condition)
+
+
+def _sum(items: Sequence[ConversationCounts]) -> ConversationCounts:
+    if len(items) == 1:
+        return items[0]
+    return replace(items[0], **{name: sum(getattr(item, name) for item in items) for name in COUNTED})
 
 
 def _count(answers: "Sequence[Answer]") -> ConversationCounts:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
 from dflash_cli.acceptance.intervals.proportions import wilson_interval
 from dflash_cli.acceptance.intervals.statistics import Interval
@@ -143,7 +143,7 @@ def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape
 
     A comparison between conversations would also find long prompts of another kind.
     """
-    both = [item for item in conversations if 0 < item.num_far_steps < item.num_steps]
+    both = [item for item in pool_repeats(conversations) if 0 < item.num_far_steps < item.num_steps]
     near = [(item.num_tokens - item.num_far_tokens, item.num_steps - item.num_far_steps) for item in both]
     far = [(item.num_far_tokens, item.num_far_steps) for item in both]
     found = paired_difference(near, far, CONFIDENCE)

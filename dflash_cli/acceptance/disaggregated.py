@@ -32,7 +32,7 @@ class SideBySide:
         return cls(
             one_engine=tokens_per_step(one),
             disaggregated=tokens_per_step(two),
-            difference_interval=difference.interval if difference is not None else None,
+            difference_interval=difference.student_interval if difference is not None else None,
         )
 
     @property

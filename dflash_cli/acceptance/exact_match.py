@@ -7,6 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
 from dflash_cli.acceptance.intervals.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
+from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
@@ -53,7 +54,7 @@ class PlainMatch:
     num_only_draft: Annotated[int, "prompts answered right only with the draft"]
     num_only_plain: Annotated[int, "prompts answered right only without the draft"]
     num_same_text: int
-    difference_interval: Interval
+    difference_interval: Annotated[Interval | None, "null with too few prompts"]
 
     @property
     @computed_key
@@ -92,15 +93,20 @@ class ExactMatch:
     @property
     def lines(self) -> list[str]:
         """The result in words."""
+        few = "; too few prompts for an interval" if self.interval is None else ""
         under = f" ({self.condition})" if self.condition is not None else ""
         cut = f"; {plural(self.num_cut, 'answer')} cut before the end" if self.num_cut else ""
-        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
+        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{few}{cut}"
         return [found, *(self.plain.lines if self.plain is not None else ())]
 
 
 def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...]:
-    """Return the exact match of each condition with a draft that has answers with references."""
-    scored = [answer for answer in answers if parse_number(answer.row.reference) is not None]
+    """Return the exact match of each condition with a draft that has answers with references.
+
+    A repeated prompt counts once.
+    """
+    distinct = {(answer.row.digest, answer.row.is_plain): answer for answer in reversed(answers)}.values()
+    scored = [answer for answer in reversed(distinct) if parse_number(answer.row.reference) is not None]
     plain = {_key(answer.row): answer for answer in scored if answer.row.is_plain}
     groups: dict[str | None, list[Answer]] = {}
     for answer in scored:
@@ -119,22 +125,25 @@ def _score(
         num_scored=len(answers),
         num_correct=num_correct,
         num_cut=sum(answer.output.finish_reason is FinishReason.LENGTH for answer in answers),
-        interval=wilson_interval(num_correct, len(answers), confidence),
+        interval=wilson_interval(num_correct, len(answers), confidence) if len(answers) >= MIN_UNITS else None,
         plain=_pair(pairs, confidence) if pairs else None,
     )
 
 
 def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMatch:
+    is_enough = len(pairs) >= MIN_UNITS
     right = [(_is_right(answer), _is_right(other)) for answer, other in pairs]
     both, only_draft, only_plain = (right.count(item) for item in ((True, True), (True, False), (False, True)))
     return PlainMatch(
         num_pairs=len(pairs),
         num_correct=both + only_plain,
-        interval=wilson_interval(both + only_plain, len(pairs), confidence),
+        interval=wilson_interval(both + only_plain, len(pairs), confidence) if is_enough else None,
         num_only_draft=only_draft,
         num_only_plain=only_plain,
         num_same_text=sum(answer.output.token_ids == other.output.token_ids for answer, other in pairs),
-        difference_interval=paired_share_interval(both, only_plain, only_draft, len(pairs), confidence),
+        difference_interval=paired_share_interval(both, only_plain, only_draft, len(pairs), confidence)
+        if is_enough
+        else None,
     )
 
 

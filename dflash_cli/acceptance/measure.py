@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.condition_results import compare_conditions
-from dflash_cli.acceptance.conversation_counts import count_conversations
+from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
 from dflash_cli.acceptance.exact_match import score
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
@@ -151,12 +151,12 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
     interval = total.acceptance_len_interval
     lower = interval.low if interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
-    if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
+    if value is None and 0 < total.num_units < MIN_UNITS and use_lower_bound:
         raise GateFailed(
-            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
+            f"{name}: {plural(total.num_units, 'distinct prompt')} measured, expected {MIN_UNITS} or more",
             id="too-few-prompts",
             field="num_prompts",
-            found=total.num_conversations,
+            found=total.num_units,
             expected=f"{MIN_UNITS} or more",
             hint="measure more prompts, or use --gate point",
         )
@@ -177,6 +177,7 @@ def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan
         [answer.output for answer in answers],
         session.num_draft_tokens,
         conversations=[answer.row.prompt_index for answer in answers],
+        prompts=distinct_prompts(answers),
         confidence=request.confidence,
         num_resamples=request.num_resamples,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.borrowed_ends import borrow_ends
+from dflash_cli.acceptance.conversation_counts import distinct_prompts
 from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
 from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
@@ -311,6 +312,7 @@ def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
         [answer.output for answer in answers],
         ready.num_drafts,
         conversations=[answer.row.index for answer in answers],
+        prompts=distinct_prompts(answers),
         confidence=ready.request.confidence,
         num_resamples=ready.request.num_resamples,
     )

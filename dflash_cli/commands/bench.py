@@ -8,19 +8,25 @@ from dflash_cli.terminal.options import BlockOptions, CausalityOptions, EngineOp
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from dflash_cli.acceptance.intervals.statistics import Interval
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.prompt_source import PromptSource
     from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
+    from dflash_cli.tuning.step_parts import StepParts
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens per step")
-STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
+STEP_COLUMNS = ("batch", "plain ms", "drafting ms")
+PART_COLUMNS = ("batch", "draft ms", "verify ms", "rest ms")
 LEGEND = """decoding only, while all requests of the batch are running
 tokens per step: committed per request and step with a draft; ms: time of a step
-draft, verify, rest: parts of the drafting ms, measured by leaving out first the draft, then the target"""
+draft, verify, rest: parts of the drafting ms, measured by leaving out first the draft, then the target
+in brackets, 95% intervals over rounds"""
+ONE_ROUND = "no intervals: one round was timed, and an interval needs two or more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,10 @@ class BenchRequest(EngineOptions, BlockOptions, PromptOptions, CausalityOptions,
         if self.num_speculative_tokens == 0:
             raise UsageError(
                 field="--num-speculative-tokens", found=0, expected="1 or more: 0 leaves nothing to compare"
+            )
+        if self.min_speedup is not None and self.rounds < 2:
+            raise UsageError(
+                field="--rounds", found=self.rounds, expected="2 or more: one timing does not decide --min-speedup"
             )
         if not self.concurrency:
             raise UsageError(field="--concurrency", found=[], expected="one number of requests or more")
@@ -129,10 +139,22 @@ def command(request: BenchRequest) -> None:
     """Measure and print."""
     found = bench(request)
     console.show(found, lambda: _print(found.speeds))
+    for notice in _doubts(found.speeds):
+        console.warn(notice)
     if request.min_speedup is not None:
         from dflash_cli.tuning.speed import check_speedup
 
-        check_speedup(found.speeds, request.min_speedup)
+        doubt = check_speedup(found.speeds, request.min_speedup)
+        if doubt is not None:
+            console.warn(doubt)
+
+
+def _doubts(speeds: "Sequence[BatchSpeed]") -> "Iterator[Notice]":
+    """Yield a warning for each batch size where the parts of a step exceed the step."""
+    for speed in speeds:
+        if speed.parts is not None and not speed.parts.adds_up:
+            text = f"batch {speed.batch}: draft and verify do not add up to the step, so the parts are unsafe; "
+            yield Notice(f"{text}measure with more --rounds on an idle machine", id="parts-do-not-add-up")
 
 
 def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpeed]":
@@ -147,35 +169,45 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
 
 
 def _headline(speeds: "Sequence[BatchSpeed]") -> str:
-    return "speedup by drafting: " + ", ".join(f"{speed.speedup:.2f} at batch {speed.batch}" for speed in speeds)
+    found = (f"{_text(speed.speedup, speed.speedup_interval)} at batch {speed.batch}" for speed in speeds)
+    return "speedup by drafting: " + ", ".join(found)
+
+
+def _text(value: float, interval: "Interval | None") -> str:
+    from dflash_cli.acceptance.intervals.statistics import value_text
+
+    return value_text(value, interval, ".2f")
 
 
 def _print(speeds: "Sequence[BatchSpeed]") -> None:
-    console.result(*_headline(speeds).split("\n"))
-    console.result(*LEGEND.split("\n"))
+    legend = LEGEND if speeds[0].speedup_interval is not None else LEGEND.rpartition("\n")[0] + f"\n{ONE_ROUND}"
+    console.result(*_headline(speeds).split("\n"), *legend.split("\n"))
     console.result("")
     rows = [row for speed in speeds for row in _rows(speed)]
     console.table(SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for row in rows])
     console.result("")
     console.table(STEP_COLUMNS, [(row[0], *row[len(SPEED_COLUMNS) :]) for row in rows])
+    console.result("")
+    console.table(PART_COLUMNS, [_parts(speed.batch, speed.parts) for speed in speeds if speed.parts is not None])
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
     """The row of a batch size, and a second row if the engine adapts the verify width."""
-    parts = speed.parts
-    times = [parts.draft_ms, parts.verify_ms, parts.rest_ms] if parts is not None else []
-    rows = [_row(speed, str(speed.batch), speed.speculative, times)]
-    if speed.adaptive is not None:
-        rows.append(_row(speed, f"{speed.batch} adaptive", speed.adaptive, []))
+    rows = [_row(speed.plain, str(speed.batch), speed.speculative, speed.speedup, speed.speedup_interval)]
+    if speed.adaptive is not None and speed.adaptive_speedup is not None:
+        name, interval = f"{speed.batch} adaptive", speed.adaptive_speedup_interval
+        rows.append(_row(speed.plain, name, speed.adaptive, speed.adaptive_speedup, interval))
     return rows
 
 
-def _row(speed: "BatchSpeed", name: str, arm: "Speed", parts_ms: "Sequence[float]") -> tuple[str, ...]:
-    plain = speed.plain
-    figures = (
-        f"{plain.tokens_per_second:.1f}", f"{arm.tokens_per_second:.1f}",
-        f"{arm.tokens_per_second / plain.tokens_per_second:.2f}", f"{arm.tokens_per_step:.2f}",
-        f"{plain.step_ms:.2f}", f"{arm.step_ms:.2f}",
+def _row(plain: "Speed", name: str, arm: "Speed", speedup: float, interval: "Interval | None") -> tuple[str, ...]:
+    return (
+        name, f"{plain.tokens_per_second:.1f}", f"{arm.tokens_per_second:.1f}", _text(speedup, interval),
+        f"{arm.tokens_per_step:.2f}", _text(plain.step_ms, plain.step_ms_interval),
+        _text(arm.step_ms, arm.step_ms_interval),
     )  # fmt: skip
-    shown = [f"{ms:.2f}" for ms in parts_ms] or ["-"] * 3
-    return (name, *figures, *shown)
+
+
+def _parts(batch: int, parts: "StepParts") -> tuple[str, ...]:
+    spans = [(parts.draft_ms, parts.draft_ms_interval), (parts.verify_ms, parts.verify_ms_interval)]
+    return (str(batch), *(_text(*span) for span in spans), _text(parts.rest_ms, None))

@@ -50,6 +50,15 @@ class ComparisonRequest(VerdictOptions):
         ),
     ] = None  # fmt: skip
 
+    allow_unlike: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAME,...", group=ESSENTIALS, is_setting=False,
+            help="Settings in which results of a --gate may differ, as the warning names them, such as temperature. "
+            "Default: none, so the gate refuses such results.",
+        ),
+    ] = ()  # fmt: skip
+
     def check(self) -> None:
         super().check()
         if len(self.results) < 2:
@@ -100,9 +109,11 @@ def compare(request: ComparisonRequest) -> Comparisons:
 def command(request: ComparisonRequest) -> None:
     """Compare and print."""
     from dflash_cli.comparing.comparison_report import warning
-    from dflash_cli.comparing.result_comparison import check_no_regression
+    from dflash_cli.comparing.result_comparison import check_comparable, check_no_regression
 
     found = compare(request)
+    if request.gate is not None:
+        check_comparable(found.items, request.allow_unlike)
     for text in filter(None, map(warning, found.items)):
         console.warn(text)
     console.show(found, lambda: _print(found.items, found.tolerance))

@@ -93,7 +93,9 @@ def command(request: ExplanationRequest) -> None:
         ("source", found.source),
     ):
         width = WIDTH if label != "fix" else 10 + len(text)  # a command to copy is on one line
-        console.result(*textwrap.wrap(console.as_typed(text), width, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
+        console.result(
+            *textwrap.wrap(console.as_typed(text), width, initial_indent=f"{label:10}", subsequent_indent=" " * 10)
+        )
     if found.text:
         console.result("", *(line for part in found.text.split("\n\n") for line in textwrap.wrap(part, WIDTH)))
 

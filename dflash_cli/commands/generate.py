@@ -287,6 +287,8 @@ def _open_sinks(
         text = TextSink(rows)
         stack.callback(text.end_line)
         yield text
+    if not request.check_lossless:
+        yield lambda _: console.stop_without_reader()
 
 
 def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:

@@ -81,8 +81,10 @@ def _show(found: "Probed") -> None:
     from dflash_cli.probing import probe_report
 
     of_runs = [Notice(f"{run.name}: {note}", id=note.id) for run in found.runs for note in run.notes]
-    for note in (*found.notes, *of_runs):
+    for note in found.notes:
         console.note(note)
+    for note in of_runs:  # they make a figure unsafe, so --quiet keeps them
+        console.warn(note)
     if console.is_json():
         console.result_json(found)
         return

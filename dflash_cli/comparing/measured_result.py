@@ -48,6 +48,26 @@ class MeasuredResult:
         if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
 
+    def check_counts(self) -> "MeasuredResult":
+        """Require lengths from 1 to K + 1 tokens per step, and rows that add up to the totals.
+
+        Raises:
+            ValueError: naming the length or the sums.
+        """
+        counts = self.counts
+        if counts is None or not counts.num_speculative_tokens:
+            return self
+        block = counts.num_speculative_tokens + 1
+        lengths = {item.name: (item.num_tokens, item.num_steps) for item in self.conversations if item.num_steps}
+        for name, (tokens, steps) in {"the total": (self.acceptance_len, 1), **lengths}.items():
+            if not steps <= tokens <= block * steps:
+                raise ValueError(f"acceptance length of {name}: found {tokens / steps:g}, expected 1 to {block}")
+        sums = tuple(sum(getattr(item, name) for item in self.conversations) for name in ("num_tokens", "num_steps"))
+        expected = (counts.num_drafts + counts.num_accepted_tokens, counts.num_drafts)
+        if self.conversations and sums != expected:
+            raise ValueError(f"tokens and steps of all prompts: found {sums}, but the totals are {expected}")
+        return self
+
     @property
     @computed_key
     def num_conversations(self) -> int:
@@ -200,8 +220,8 @@ MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
-        return kind.read(file)
+        return kind.read(file).check_counts()
     except MALFORMED as error:
-        raise file.refuse(
-            f"malformed file of {kind.title}: {shorten(repr(error), MAX_SHOWN_CHARS)}", id="malformed-result"
-        ) from error
+        what = str(error) if type(error) is ValueError else repr(error)
+        text = f"malformed file of {kind.title}: {shorten(what, MAX_SHOWN_CHARS)}"
+        raise file.refuse(text, id="malformed-result") from error

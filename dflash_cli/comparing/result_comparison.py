@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Annotated, Any, Literal
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_COMPARED,
+    MIN_UNEVEN,
     AcceptanceDifference,
+    fewest_prompts,
     holm,
     paired_difference,
     tokens_per_step,
@@ -27,17 +29,24 @@ NAMED_PROMPTS = 3
 NOT_MEASURED = frozenset(
     (
         "draft", "draft_digest", "draft_modified_ns", "target_modified_ns", "date", "argv", "num_prompts",
-        "prompts_digest", "max_num_requests", "scheduling", "dflash",
+        "prompts_digest", "max_num_requests", "scheduling", "dflash", "lock_sha256",
     )
 )  # fmt: skip
 """Facts in which compared results may differ: the draft itself, and facts that do not affect answers."""
+MACHINE = frozenset(
+    (
+        "device", "device_name", "kernels", "python", "torch", "transformers", "prefix_cache", "confidence",
+        "num_resamples",
+    )
+)  # fmt: skip
+"""Facts about machine and releases, which change rounding at most. A gate only warns of them."""
 SAME_BY_DIGEST = {"target": "target_digest"}
 """Names that are ignored if both results have the digest of the named file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """The difference between two results, over all conversations or over the conversations of one category.
+    """The difference between two results, over all distinct prompts or over the prompts of one category.
 
     P-values are corrected for the number of compared results, or of categories. `estimate` is None without an
     interval.
@@ -72,11 +81,11 @@ class Contrast:
         """Whether the second acceptance length is higher, lower or equivalent; null without an interval."""
         if self.estimate is None or self.p_value is None:
             return None
-        if self.estimate.value == self.estimate.error == 0:
-            return "same"
         error_rate = 1 - self.estimate.confidence
         if self.equivalence_p_value is not None and self.equivalence_p_value < error_rate:
             return "equivalent"
+        if not self.estimate.num_differing:
+            return "same"
         if self.p_value < error_rate:
             return "higher" if self.estimate.value > 0 else "lower"
         return "undecided"
@@ -114,6 +123,25 @@ def compare_results(
     )
 
 
+def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) -> None:
+    """Require that results to be judged were measured alike, except for settings in `allowed` and the machine.
+
+    Raises:
+        UsageError: naming the settings that differ.
+    """
+    for item in comparisons:
+        differing = [name for name in item.unlike if name not in MACHINE and name not in allowed]
+        if differing:
+            values = ", ".join(f"{name} {item.unlike[name][0]} -> {item.unlike[name][1]}" for name in differing)
+            raise UsageError(
+                f"{item.other.name} and {item.base.name} cannot be judged by a gate: {values}",
+                id="incomparable-results",
+                field="--gate",
+                found=differing,
+                hint=f"measure both alike, or allow the difference with --allow-unlike {','.join(differing)}",
+            )
+
+
 def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | None) -> None:
     """Require that no result is lower than the first, in total or in a category.
 
@@ -139,7 +167,8 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
                 field="acceptance_len",
                 found=total.estimate.lower_bound,
                 expected=f"at least {-tolerance:g}",
-                hint="measure more prompts if the difference itself is small",
+                hint=f"even equal results rule it out from {fewest_prompts(total.estimate, tolerance)} distinct "
+                "prompts on; measure more prompts, or raise --tolerance",
             )
         for line in item.categories:
             if line.estimate and line.verdict == "lower" and line.estimate.value < -(tolerance or 0):
@@ -178,14 +207,19 @@ def _category(pair: Pair) -> str | None:
 
 
 def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *, is_paired: bool) -> Contrast:
-    base, other = ([(item.num_tokens, item.num_steps) for item in side if item] for side in zip(*pairs, strict=True))
+    sides = [pool_repeats(item for item in side if item) for side in zip(*pairs, strict=True)]
+    base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in sides)
     estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
+    is_uneven = not is_paired and max(len(base), len(other)) > 2 * min(len(base), len(other)) >= 2 * MIN_COMPARED
+    reason = f"an interval needs {MIN_COMPARED} distinct prompts or more"
+    if is_uneven:
+        reason = f"one sample has over twice as many prompts, so the other needs {MIN_UNEVEN} distinct prompts or more"
     return Contrast(
         category=category,
         acceptance_lens=(tokens_per_step(base), tokens_per_step(other)),
         num_conversations=min(len(base), len(other)),
         estimate=estimate,
-        reason=None if estimate else f"an interval needs {MIN_COMPARED} prompts or more",
+        reason=None if estimate else reason,
     )
 
 

@@ -1,12 +1,15 @@
 """Read an evaluation back from the document of `eval-acceptance --json`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.measured_result import ResultFile
 from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_number
 
 HINT = "write one with: dflash eval-acceptance DRAFT --json > result.json"
 
@@ -33,9 +36,41 @@ def read_evaluation(file: ResultFile) -> Evaluation:
     """Return the evaluation in a file.
 
     Raises:
-        UsageError: the file is not a document of `eval-acceptance`.
+        UsageError: the file is not a document of `eval-acceptance`, or its figures contradict each other.
     """
-    return file.read(Evaluation, HINT)
+    evaluation = file.read(Evaluation, HINT)
+    total = evaluation.total
+    for name, summary in (("the total", total), *evaluation.categories.items()):
+        _check_counts(file, name, summary)
+    stated, found = file.parsed.get("acceptance_len"), total.counts.acceptance_len
+    if is_number(stated) and not math.isclose(stated, found or 0, rel_tol=1e-6):
+        raise _contradiction(file, "acceptance_len", stated, found)
+    return evaluation
+
+
+def _check_counts(file: ResultFile, name: str, summary: Summary) -> None:
+    """Require that the histogram, the counts by position and the sums describe the same steps."""
+    counts, histogram = summary.counts, summary.histogram
+    accepted = [sum(histogram[place:]) for place in range(1, counts.num_speculative_tokens + 1)]
+    pairs = {
+        "histogram": (sum(histogram), counts.num_drafts),
+        "per_pos_accepted": (list(counts.per_pos_accepted), accepted),
+        "num_accepted_tokens": (counts.num_accepted_tokens, sum(accepted)),
+    }
+    for field, (found, expected) in pairs.items():
+        if found != expected:
+            raise _contradiction(file, f"{name}: {field}", found, expected)
+
+
+def _contradiction(file: ResultFile, field: str, found: object, expected: object) -> UsageError:
+    return UsageError(
+        id="contradictory-result",
+        path=file.path,
+        field=field,
+        found=found,
+        expected=f"{expected}, which the file's other counts give",
+        hint="the file was changed or damaged; measure again",
+    )
 
 
 def _read(file: ResultFile) -> Evaluation:

@@ -5,8 +5,9 @@ prompt has its own. A longer filler continues a shorter one. Dedicated to the pu
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -49,6 +50,8 @@ RESULTS = (
 )  # fmt: skip
 INTRODUCTION = "From the log book of the station:"
 END = "End of the log book."
+FRAMES = ((f"{INTRODUCTION} ", f"{END}\n\n"), ("", "\n\n"))
+"""Texts before and after the filler, tried in order: a few missing tokens have no room for the first ones."""
 SENTENCES_A_PARAGRAPH = 6
 MANY_TOKENS = 64
 """More tokens than any sentence has. A text too long by this many stays too long without one sentence."""
@@ -73,8 +76,9 @@ def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> 
 
 
 def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, chat: bool) -> PromptRow | None:
-    """Return the row with filler in front, so that its first turn has `num_tokens` tokens or up to one sentence less.
+    """Return the row with filler in front, so that its first turn has `num_tokens` tokens.
 
+    The filler is cut within a sentence. If no cut gives the exact number, the turn has the closest smaller number.
     Returns None if the row is already longer.
 
     Raises:
@@ -89,26 +93,43 @@ def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, cha
             found="prompt_token_ids",
         )
     missing = num_tokens - count_tokens(row, tokenizer, chat=chat)
-    if missing < 0:
-        return None
+    if missing <= 0:
+        return row if missing == 0 else None
     assert tokenizer is not None
     sentences = _draw(filler(row.digest), missing, tokenizer)
-    while sentences:
-        padded = _put_in_front(row, f"{INTRODUCTION} {''.join(sentences)}{END}\n\n")
-        over = count_tokens(padded, tokenizer, chat=chat) - num_tokens
-        if over <= 0:
-            return padded
-        del sentences[-max(1, over // MANY_TOKENS) :]
+
+    def over(head: str, end: str, text: str) -> int:
+        return count_tokens(_put_in_front(row, head + text + end), tokenizer, chat=chat) - num_tokens
+
+    for start, end in FRAMES:
+        num_kept = len(sentences)
+        while num_kept and (excess := over(start, end, "".join(sentences[:num_kept]))) > 0:
+            num_kept -= max(1, excess // MANY_TOKENS)
+        num_kept = max(0, num_kept)
+        head, rest = start + "".join(sentences[:num_kept]), "".join(sentences[num_kept:])
+        if over(head, end, "") <= 0:
+            return _put_in_front(row, head + _cut(rest, partial(over, head, end)) + end)
     return row
 
 
+def _cut(text: str, over: Callable[[str], int]) -> str:
+    """Return the beginning of a text that fills a prompt best. `over` counts the tokens too many; none for no text."""
+    low, high = 0, 1
+    while high < len(text) and over(text[:high]) <= 0:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if over(text[:middle]) <= 0 else (low, middle)
+    return text[:low]
+
+
 def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> list[str]:
-    """Return enough sentences for `num_tokens` tokens, counted one by one."""
+    """Return one sentence more than `num_tokens` tokens need, counted one by one."""
     drawn: list[str] = []
     while num_tokens > 0:
         drawn.append(next(sentences))
         num_tokens -= len(tokenizer.encode(drawn[-1]))
-    return drawn
+    return [*drawn, next(sentences)]
 
 
 def _put_in_front(row: PromptRow, text: str) -> PromptRow:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from dflash_cli.acceptance.acceptance_report import position_table
+from dflash_cli.acceptance.acceptance_report import MEANING, position_table
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.probing.attribution import Attribution
@@ -41,7 +41,7 @@ def legend(found: Probed) -> list[str]:
     if not found.is_engaged:
         return []
     interval = found.runs[0].total.acceptance_len_interval
-    lines = ["average number of tokens a verify step gives, the target's own included (vLLM's definition)"]
+    lines = [MEANING]
     if interval is not None:
         lines.append(f"in brackets, the {100 * interval.confidence:g}% interval over prompts")
     return lines

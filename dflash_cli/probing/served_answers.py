@@ -18,7 +18,7 @@ COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
 class CounterWatch:
     """Finds the steps of each answer from the counters before and after it, if requests come one at a time.
 
-    `num_foreign` counts answers during which other clients sent requests too. Their steps are unknown.
+    `num_foreign` counts answers during which requests of other clients ran too. Their steps are unknown.
     """
 
     def __init__(self, server: InferenceServer, before: ServerCounters) -> None:
@@ -33,13 +33,25 @@ class CounterWatch:
         self._last = now or self._last
         if risen is None or risen.histogram is None:
             return None
-        if risen.num_requests is not None and risen.num_requests > 1:
+        if (risen.num_requests or 0) > 1 or exceeds_answers(risen, len(served.token_ids), 1):
             self.num_foreign += 1
             return None
         try:
             return ServedSteps.of_histogram(risen.histogram)
         except ValueError:  # counters of another server
             return None
+
+
+def exceeds_answers(risen: ServerCounters, num_tokens: int, num_answers: int) -> bool:
+    """Return whether counters rose by more tokens than the answers have, so that other requests ran too.
+
+    A server may count one token more per answer, such as the end of a text. The last step of an answer may accept
+    tokens past its end.
+    """
+    most = num_tokens + num_answers
+    committed = (risen.num_drafts or 0) + (risen.num_accepted_tokens or sum(risen.per_pos_accepted))
+    past_end = len(risen.per_pos_accepted) * num_answers
+    return (risen.num_tokens or 0) > most or bool(risen.per_pos_accepted and committed > most + past_end)
 
 
 def await_counters(

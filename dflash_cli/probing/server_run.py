@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Annotated, Any, Literal
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations, distinct_prompts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
@@ -20,7 +20,7 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import ServerUnreachable
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
-from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters
+from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters, exceeds_answers
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.errors import DFlashError
@@ -247,6 +247,9 @@ def _count(
         others = plural(risen.num_requests - len(found), "request")
         text = f"the server counted {others} more than this run sent: its counters include other clients"
         notes.append(Notice(text, id="other-clients-counted"))
+    elif not num_extra and exceeds_answers(risen, num_tokens, len(found)):
+        text = f"the server counted {risen.num_tokens or 'more'} tokens and answered {num_tokens}: requests of other "
+        notes.append(Notice(f"{text}clients ran meanwhile, and its counters include them", id="other-clients-counted"))
     if watch is not None and watch.num_foreign:
         text = f"{plural(watch.num_foreign, 'answer')} without own steps: other clients sent requests meanwhile"
         notes.append(Notice(text, id="steps-of-other-clients"))
@@ -268,6 +271,7 @@ def _pool(
             [answer.output for answer in stepped],
             max(facts.num_draft_tokens or 0, longest - 1),
             conversations=[answer.row.index for answer in stepped],
+            prompts=distinct_prompts(stepped),
             confidence=request.confidence,
             num_resamples=request.num_resamples,
         )

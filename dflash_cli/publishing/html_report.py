@@ -30,7 +30,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
     evaluations = [item.evaluation for item in results]
     return page.get_template("page.html").render(
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
-        subtitle="Tokens committed per verify step, in total, by position and by category",
+        subtitle="Tokens per verify step, in total, by position and by category",
         results=[_result(place, item) for place, item in enumerate(results)],
         notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),

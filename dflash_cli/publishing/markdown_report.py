@@ -32,24 +32,24 @@ def to_markdown(results: Sequence[StoredEvaluation]) -> str:
 
 def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """Return the report of one evaluation. Backslashes keep the lines of the legend apart."""
-    explained = "\\\n".join([*legend(evaluation).splitlines(), TABLE_NOTE])
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", explained, ""]
+    explained = "\\\n".join(map(as_text, [*legend(evaluation).splitlines(), TABLE_NOTE]))
+    lines = [f"# {as_text(title)}", "", f"**{as_text(headline(evaluation))}**", "", explained, ""]
     if evaluation.prompts.warning is not None:
-        lines += [f"Note: {evaluation.prompts.warning}.", ""]
+        lines += [f"Note: {as_text(evaluation.prompts.warning)}.", ""]
     for paragraph in (*(shape.lines for shape in evaluation.shapes), *evaluation.remarks):
-        lines += [*paragraph, ""]
-    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
+        lines += [*map(as_text, paragraph), ""]
+    lines += [f"- {name}: {as_code(str(value))}" for name, value in provenance(evaluation).items()]
     if evaluation.failed:
-        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failed)]
+        lines += ["", "## Not measured", "", *(f"- {as_text(failure.error)}" for failure in evaluation.failed)]
     for name, (columns, rows) in tables(evaluation).items():
         if name == REJECTED:
-            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
+            rows = [(as_code(token), *numbers, as_code(chosen)) for token, *numbers, chosen in rows]
         lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
     return "\n".join(lines) + "\n"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Vertical bars in cells are escaped."""
+    """Return the lines of a table. Cells are escaped, except inline code from `as_code`."""
     return [_table_line(columns), _table_line(["---"] * len(columns)), *map(_table_line, rows)]
 
 
@@ -59,11 +59,29 @@ def _row(place: int, stored: StoredEvaluation) -> list[str]:
     return [letter(place), stored.name, str(stored.evaluation.settings.get("draft")), *numbers, total.length_text]
 
 
-def _table_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def as_text(text: str) -> str:
+    """Return the text on one line, so that Markdown and HTML in it stay text."""
+    escaped = re.sub(r"([\\`*<>|]|\b_|_\b|\](?=[(\[]))", r"\\\1", " ".join(text.split()))
+    return re.sub(r"^([#+-]|\d+[.)])(?= )", r"\\\1", escaped)
 
 
-def _as_code(text: str) -> str:
-    """Return the text as inline code, so that Markdown and HTML in it stay text and spaces stay."""
+def as_code(text: str) -> str:
+    """Return the text as inline code on one line, so that Markdown and HTML in it stay text and spaces stay."""
+    text = re.sub(r"[\r\n\v\f\x85\u2028\u2029]", " ", text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
+    return _Code(f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}")
+
+
+def as_block(text: str) -> list[str]:
+    """Return the lines of a fenced shell command, whatever backticks it has."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [f"{fence}sh", text, fence]
+
+
+class _Code(str):
+    """Inline code, in which only a table's bars are escaped."""
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("|", "\\|") if isinstance(cell, _Code) else as_text(cell) for cell in cells)
+    return f"| {' | '.join(escaped)} |"

@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline
+from dflash_cli.acceptance.acceptance_report import MEANING, Evaluation, command_line, headline, past_end
+from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.exports.export_format import name_of
-from dflash_cli.publishing.markdown_report import markdown_table
+from dflash_cli.publishing.markdown_report import as_block, as_code, as_text, markdown_table
 
 TAGS = ("dflash", "speculative-decoding")
 METRIC = "acceptance_length"
@@ -78,7 +79,7 @@ def _hub_name(evaluation: Evaluation) -> str | None:
 
 def _results(evaluation: Evaluation) -> list[EvalResult]:
     """Return the acceptance length over all prompts, and by category."""
-    groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *evaluation.categories.items()]
+    groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *_published(evaluation).items()]
     source = evaluation.prompts.name.rpartition("/")[2]
     return [
         EvalResult(
@@ -113,20 +114,25 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
     lines = [
         "## Acceptance",
         "",
-        f"**{headline(evaluation)}**",
+        f"**{as_text(headline(evaluation))}**",
         "",
-        "Average number of tokens committed per verify step, the target's own token included (vLLM's definition).",
-        f"{name} drafts {total.counts.num_speculative_tokens} tokens per step for {target}. {_interval_line(total)}",
+        *(f"{as_text(line[:1].upper() + line[1:])}." for line in (MEANING, *past_end(evaluation.total))),
+        f"{as_text(name)} drafts {total.counts.num_speculative_tokens} tokens per step for {as_text(target)}. "
+        + _interval_line(total),
         "",
     ]
     if source.warning is not None:
-        lines += [f"Note: {source.warning}.", ""]
+        lines += [f"Note: {as_text(source.warning)}.", ""]
     lines += [*markdown_table(("category", "prompts", "steps", "acceptance length"), _rows(evaluation)), ""]
+    withheld = sorted(evaluation.categories.keys() - _published(evaluation).keys())
+    if withheld:
+        names = as_text(", ".join(withheld))
+        lines += [f"Categories with fewer than {MIN_UNITS} distinct prompts are left out: {names}.", ""]
     lines += ["Share of the steps that accept each position: " + _shares(total), ""]
     lines += ["Measured with " + "; ".join(_conditions(evaluation)) + ".", ""]
     for engine, command in serve_commands.items():
-        lines += [f"Serve it with {engine}:", "", "```sh", command, "```", ""]
-    return [*lines, "Measure it again:", "", "```sh", command_line(evaluation), "```", ""]
+        lines += [f"Serve it with {engine}:", "", *as_block(command), ""]
+    return [*lines, "Measure it again:", "", *as_block(command_line(evaluation)), ""]
 
 
 def _interval_line(total: Summary) -> str:
@@ -135,8 +141,13 @@ def _interval_line(total: Summary) -> str:
     return f"Brackets hold the {100 * total.acceptance_len_interval.confidence:g}% interval over prompts."
 
 
+def _published(evaluation: Evaluation) -> dict[str, Summary]:
+    """Return the categories with enough prompts to say something about other prompts."""
+    return {name: item for name, item in evaluation.categories.items() if item.num_units >= MIN_UNITS}
+
+
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
-    groups = [*evaluation.categories.items(), ("all", evaluation.total)]
+    groups = [*_published(evaluation).items(), ("all", evaluation.total)]
     return [
         (category, str(summary.num_conversations), str(summary.counts.num_drafts), summary.length_text)
         for category, summary in groups
@@ -151,9 +162,11 @@ def _shares(total: Summary) -> str:
 
 def _conditions(evaluation: Evaluation) -> list[str]:
     settings, measured = evaluation.settings, evaluation.measured
-    found = [f"prompts `{evaluation.prompts.name.rpartition('/')[2]}` (digest {measured.prompts_digest})"]
-    found += [f"{key} {settings[key]}" for key in CONDITIONS if settings.get(key) is not None]
+    prompts = as_code(evaluation.prompts.name.rpartition("/")[2])
+    found = [f"prompts {prompts} (digest {measured.prompts_digest})"]
+    found += [f"{key} {as_text(str(settings[key]))}" for key in CONDITIONS if settings.get(key) is not None]
     found += [
         f"{role} digest {settings[f'{role}_digest']}" for role in ("draft", "target") if f"{role}_digest" in settings
     ]
-    return [*found, f"dflash-cli {measured.packages.get('dflash-cli')} on {measured.device_name}, {measured.date}"]
+    release, device = measured.packages.get("dflash-cli"), as_text(measured.device_name)
+    return [*found, f"dflash-cli {release} on {device}, {measured.date}"]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash_cli.terminal.interruption import ReaderGone, discard
+
 if TYPE_CHECKING:
     import logging
 
@@ -28,6 +30,7 @@ CONTROLS_OF_TEXT = re.compile(f"(?!\x1b\\[[02]m)(?![\t\n]){CONTROLS.pattern}")
 
 _is_quiet = False
 _is_json = False
+_has_reader = True
 _verbosity = -1  # not set yet
 _typed: tuple[re.Pattern[str], str] | None = None
 
@@ -38,7 +41,8 @@ def configure(*, quiet: bool | None = None, verbosity: int | None = None, json: 
     `quiet` prints only results, warnings and errors. A `verbosity` of 1 logs steps of our packages, 2 every detail.
     `json` prints JSON documents instead of text.
     """
-    global _is_quiet, _verbosity, _is_json
+    global _is_quiet, _verbosity, _is_json, _has_reader
+    _has_reader = True
     _is_json = _is_json if json is None else json
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
@@ -78,14 +82,33 @@ def safe_line(text: str) -> str:
 
 def result(*lines: str) -> None:
     """Write lines of a result to stdout. Each argument is one line."""
-    sys.stdout.write("".join(f"{safe_line(line)}\n" for line in lines))
-    sys.stdout.flush()
+    _write("".join(f"{safe_line(line)}\n" for line in lines))
 
 
 def result_text(text: str) -> None:
     """Write text with lines of its own to stdout, such as an answer. A file or a pipe gets it unchanged."""
-    sys.stdout.write(CONTROLS_OF_TEXT.sub(_escape, text) if is_terminal() else text)
-    sys.stdout.flush()
+    _write(CONTROLS_OF_TEXT.sub(_escape, text) if is_terminal() else text)
+
+
+def _write(text: str) -> None:
+    """Write to stdout. Without a reader the text is lost, but the run goes on to its verdict."""
+    global _has_reader
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _has_reader = False
+        discard(sys.stdout)
+
+
+def stop_without_reader() -> None:
+    """End a run that only writes text, if the reader of stdout has gone.
+
+    Raises:
+        ReaderGone: a result could not be written.
+    """
+    if not _has_reader:
+        raise ReaderGone
 
 
 def page(text: str) -> None:
@@ -155,9 +178,12 @@ def status(text: str) -> None:
 
 
 def error_text(text: str) -> None:
-    """Write a line to stderr."""
-    sys.stderr.write(safe_line(text) + "\n")
-    sys.stderr.flush()
+    """Write a line to stderr, unless its reader has gone."""
+    try:
+        sys.stderr.write(safe_line(text) + "\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        discard(sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:

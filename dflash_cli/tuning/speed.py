@@ -6,6 +6,7 @@ greedy. `step_parts.py` measures the shares of draft and target, over fewer step
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,19 @@ from typing import Annotated, ClassVar
 
 import torch
 
+from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.run_facts import PairRun
+from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width, mean_interval
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.documents import computed_key
+from dflash_runtime.documents import NOT_REQUIRED, computed_key
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
@@ -43,6 +47,18 @@ class Speed:
     tokens_per_second: float
     step_ms: float
     tokens_per_step: Annotated[float, "of one request"]
+    step_ms_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+
+    @classmethod
+    def of(cls, windows: Sequence[Window], batch: int) -> "Speed":
+        """Return the speed over all rounds together."""
+        num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
+        return cls(
+            tokens_per_second=num_tokens / seconds,
+            step_ms=1000 * seconds / num_steps,
+            tokens_per_step=num_tokens / num_steps / batch,
+            step_ms_interval=mean_interval(_step_times(windows)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +73,8 @@ class BatchSpeed:
     speculative: Speed
     parts: StepParts | None = None
     adaptive: Speed | None = None
+    speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds; null with one round"] = None
+    adaptive_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
 
     @property
     @computed_key
@@ -107,8 +125,7 @@ class SpeedRequest:
 
     def num_runs(self, pair: LoadedPair) -> int:
         """Return the number of rounds to run, including a warm-up round for each measurement."""
-        num_ways = 2 if _adapting(pair) is None else 3
-        return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
+        return len(self.batches) * len(_arms(pair)) * (self.num_rounds + 1)
 
 
 def smallest(config: EngineConfig) -> EngineConfig:
@@ -142,17 +159,51 @@ def measure_speeds(
         UsageError: answers are too short to measure.
         RequestError: a prompt does not fit the model.
     """
-    count = counting(observe)
+    count, arms = counting(observe), _arms(pair)
     for batch in request.batches:
-        plain, speculative = (_measure(item, request, batch, count) for item in (pair.without_draft(), pair))
-        adapting = _adapting(pair)
+        found = dict(zip(arms, measure_rounds([*arms.values()], request, batch, count), strict=True))
+        speeds = {name: Speed.of(windows, batch) for name, windows in found.items()}
+        intervals = {
+            name: _ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"])
+            for name in ("speculative", "adaptive")
+            if name in found
+        }
         yield BatchSpeed(
             batch=batch,
-            plain=plain,
-            speculative=speculative,
-            parts=_measure_parts(pair, request, batch, speculative.step_ms, count),
-            adaptive=_measure(adapting, request, batch, count) if adapting is not None else None,
+            plain=speeds["plain"],
+            speculative=speeds["speculative"],
+            speedup_interval=intervals["speculative"],
+            adaptive=speeds.get("adaptive"),
+            adaptive_speedup_interval=intervals.get("adaptive"),
+            parts=StepParts.of_steps(*(_step_times(found[name]) for name in ("speculative", "no draft", "no target"))),
         )
+
+
+def _arms(pair: LoadedPair) -> "dict[str, Arm]":
+    """Return the arms of a comparison: without and with the draft, with adaptive width, and without each model."""
+    adapting = _adapting(pair)
+    return {
+        "plain": Arm(pair.without_draft()),
+        "speculative": Arm(pair),
+        **({} if adapting is None else {"adaptive": Arm(adapting)}),
+        "no draft": Arm(silence_draft(pair), max_new_tokens=PART_TOKENS),
+        "no target": Arm(silence_target(pair), max_new_tokens=PART_TOKENS),
+    }
+
+
+def _step_times(windows: Sequence[Window]) -> list[float]:
+    """Return the milliseconds of a step in each round."""
+    return [1000 * seconds / num_steps for _, num_steps, seconds in windows]
+
+
+def _ratio_interval(windows: Sequence[Window], plain: Sequence[Window], one: Speed, other: Speed) -> Interval | None:
+    """Return the interval of a speed-up over rounds, each of which times both arms on the same prompts."""
+    rates = [[tokens / seconds for tokens, _, seconds in item] for item in (windows, plain)]
+    half = half_width([math.log(fast / slow) for fast, slow in zip(*rates, strict=True)], CONFIDENCE)
+    if math.isinf(half):
+        return None
+    ratio = one.tokens_per_second / other.tokens_per_second
+    return Interval(ratio * math.exp(-half), ratio * math.exp(half), CONFIDENCE)
 
 
 def counting(observe: Callable[[int], None]) -> Callable[[], None]:
@@ -161,8 +212,8 @@ def counting(observe: Callable[[int], None]) -> Callable[[], None]:
     return lambda: observe(next(numbers))
 
 
-def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
-    """Require a speed-up of at least `minimum` at every batch size.
+def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> Notice | None:
+    """Require a speed-up of at least `minimum` at every batch size. Returns a warning if chance may explain it.
 
     Raises:
         GateFailed: naming the batch size with the lowest speed-up.
@@ -176,51 +227,42 @@ def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
             found=worst.speedup,
             expected=f"at least {minimum:g}",
         )
-
-
-def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
-    """Return the speed at a batch size over all rounds together."""
-    (windows,) = measure_rounds([(pair, None)], request, batch, count)
-    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
-    return Speed(
-        tokens_per_second=num_tokens / seconds,
-        step_ms=1000 * seconds / num_steps,
-        tokens_per_step=num_tokens / num_steps / batch,
+    unsure = [item for item in speeds if item.speedup_interval is not None and item.speedup_interval.low < minimum]
+    if not unsure:
+        return None
+    found = ", ".join(
+        f"batch {item.batch} ({value_text(item.speedup, item.speedup_interval, '.2f')})" for item in unsure
     )
+    return Notice(f"a speedup below {minimum:g} is possible at {found}; more --rounds decide", id="speedup-uncertain")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side of a timed comparison: a pair, a verify width (None for whole blocks), and the longest answer."""
+
+    pair: LoadedPair
+    verify_width: int | None = None
+    max_new_tokens: int | None = None
 
 
 def measure_rounds(
-    arms: Sequence[tuple[LoadedPair, int | None]], request: SpeedRequest, batch: int, count: Callable[[], None]
+    arms: Sequence[Arm], request: SpeedRequest, batch: int, count: Callable[[], None]
 ) -> list[list[Window]]:
-    """Return the timed rounds of each arm at a batch size. An arm is a pair and a verify width, None for whole blocks.
+    """Return the timed rounds of each arm at a batch size.
 
     The arms alternate, so that a disturbance of the machine affects all of them. An untimed warm-up round comes first,
     to compile kernels and capture CUDA graphs.
     """
     rounds = request.rounds(batch)
-    llms = [(LLM(_sized(pair, rounds, request.max_new_tokens)), width) for pair, width in arms]
+    lengths = [min(arm.max_new_tokens or request.max_new_tokens, request.max_new_tokens) for arm in arms]
+    llms = [LLM(_sized(arm.pair, rounds, length)) for arm, length in zip(arms, lengths, strict=True)]
     windows: list[list[Window]] = [[] for _ in arms]
     for prompts in [rounds[0], *rounds]:
-        for (llm, width), of_arm in zip(llms, windows, strict=True):
-            of_arm.append(_run(llm, prompts, request.max_new_tokens, width))
+        for arm, llm, length, of_arm in zip(arms, llms, lengths, windows, strict=True):
+            of_arm.append(_run(llm, prompts, length, arm.verify_width))
             _check_steps(of_arm[-1][1])
             count()
     return [of_arm[1:] for of_arm in windows]
-
-
-def _measure_parts(
-    pair: LoadedPair, request: SpeedRequest, batch: int, whole_ms: float, count: Callable[[], None]
-) -> StepParts:
-    """Return the parts of a step, from a round without the draft and one without the target, each after a warm-up."""
-    rounds, num_tokens = request.rounds(batch)[:1], min(PART_TOKENS, request.max_new_tokens)
-    times = []
-    for silent in (silence_draft(pair), silence_target(pair)):
-        llm = LLM(_sized(silent, rounds, num_tokens))
-        for _ in range(2):
-            _, num_steps, seconds = _run(llm, rounds[0], num_tokens)
-            count()
-        times.append(1000 * seconds / num_steps)
-    return StepParts.of_steps(whole_ms, *times)
 
 
 def _adapting(pair: LoadedPair) -> LoadedPair | None:

@@ -4,8 +4,9 @@
 
 Acceptance length and times are measured separately, so each has its own interval. The interval of the length comes from
 resampling prompts. The interval of the ratio of times comes from Student's t over the timed rounds, paired by round. On
-a log scale the speed-up is a sum, and MOVER combines the intervals of the terms (Zou and Donner 2008). A single time
-counts as exact.
+a log scale the speed-up is a sum, and MOVER combines the intervals of the terms (Zou and Donner 2008). The intervals
+of a batch size hold for all its candidates together (Bonferroni), because the best of several is chosen by its figure.
+A single time has no interval, so nothing is decided.
 
 Candidates are compared with the best one in tokens per millisecond, paired by prompt. The plain step cancels out. A
 candidate is level with the best unless an interval, corrected for the number of comparisons, shows that it is slower.
@@ -14,16 +15,18 @@ candidate is level with the best unless an interval, corrected for the number of
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.conversation_counts import pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.resampling import tail_widths
 from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.acceptance.intervals.student import student_quantile
 from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.round_intervals import half_width
 from dflash_cli.tuning.step_costs import StepCosts, Times
-from dflash_runtime.documents import HIDDEN, INLINE, computed_key
+from dflash_runtime.documents import HIDDEN, INLINE, NOT_REQUIRED, computed_key
 
 Payoff = Literal["pays", "does not pay", "undecided"]
 Arm = tuple[TokenCounts, Times]
@@ -32,11 +35,12 @@ Arm = tuple[TokenCounts, Times]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """A candidate's speed-up over plain decoding. `interval` is None if too few prompts were measured."""
+    """A candidate's speed-up over plain decoding."""
 
     candidate: Annotated[Candidate, INLINE]
     speedup: float
-    interval: Interval | None
+    interval: Annotated[Interval | None, "for all candidates of the batch size together"]
+    no_interval: Annotated[str | None, NOT_REQUIRED, "why there is no interval"] = None
 
     @property
     @computed_key
@@ -86,17 +90,18 @@ def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confid
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
     """Return the candidate with the highest geometric mean of speed-ups, for an engine with one K for all batch sizes.
 
-    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size.
+    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size, and even
+    the best candidate is not faster than plain decoding on average.
     """
     choices = [item for item in choices if item.category is None]
-    if all(item.payoff == "does not pay" for item in choices):
-        return None
     logs: dict[Candidate, list[float]] = {}
     for choice in choices:
         for item in choice.speedups:
             if item.candidate.way != "narrowed":
                 logs.setdefault(item.candidate, []).append(math.log(item.speedup))
-    return max(logs, key=lambda candidate: fmean(logs[candidate]), default=None)
+    best = max(logs, key=lambda item: fmean(logs[item]), default=None)
+    is_gain = best is not None and fmean(logs[best]) > 0
+    return best if is_gain or any(item.payoff == "pays" for item in choices) else None
 
 
 def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
@@ -126,10 +131,12 @@ def _choose(
     evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, category: str | None, batch: int, confidence: float
 ) -> Choice | None:
     """Return the choice, or None if no candidate has both verify steps and a step time."""
+    timed = [candidate for candidate in evaluations if costs.of(candidate, batch) is not None]
+    level = 1 - (1 - confidence) / max(1, len(timed))
     found = [
         item
-        for candidate, evaluation in evaluations.items()
-        if (item := speedup(evaluation, costs, candidate, category, batch)) is not None
+        for candidate in timed
+        if (item := speedup(evaluations[candidate], costs, candidate, category, batch, level)) is not None
     ]
     if not found:
         return None
@@ -143,7 +150,7 @@ def _choose(
 
 
 def speedup(
-    evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int
+    evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int, confidence: float
 ) -> Speedup | None:
     """Return a candidate's speed-up on the prompts of a category; None if steps or times are unknown."""
     summary = evaluation.total if category is None else evaluation.categories[category]
@@ -152,19 +159,30 @@ def speedup(
         return None
     plain = costs.plain[batch]
     value = length * fmean(plain) / fmean(times)
-    if summary.acceptance_len_interval is None:
-        return Speedup(candidate=candidate, speedup=value, interval=None)
-    confidence = summary.acceptance_len_interval.confidence
-    of_times = _ratio_width(plain, times, confidence)
-    above = math.hypot(math.log(summary.acceptance_len_interval.high / length), of_times)
-    below = math.hypot(math.log(length / summary.acceptance_len_interval.low), of_times)
+    of_length, of_times = summary.acceptance_len_interval, _ratio_width(plain, times, confidence)
+    if of_length is None or math.isinf(of_times):
+        reason = summary.acceptance_len_no_interval or "each step time was measured once, and an interval needs more"
+        return Speedup(candidate=candidate, speedup=value, interval=None, no_interval=reason)
+    wider = _widening(_arm(evaluation, category, times)[0], of_length.confidence, confidence)
+    above = math.hypot(wider * math.log(of_length.high / length), of_times)
+    below = math.hypot(wider * math.log(length / of_length.low), of_times)
     interval = Interval(value * math.exp(-below), value * math.exp(above), confidence)
     return Speedup(candidate=candidate, speedup=value, interval=interval)
 
 
+def _widening(counts: TokenCounts, confidence: float, wanted: float) -> float:
+    """Return the width of the acceptance length's interval of confidence `wanted`, relative to the other's."""
+    import numpy as np
+
+    units = np.array([[[item for item in counts if item[1]]]], dtype=float)
+    if confidence == wanted or not units.size:
+        return 1.0
+    return float(tail_widths(units, wanted)[0] / tail_widths(units, confidence)[0])
+
+
 def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> Arm:
     assert times is not None, "a candidate that has a speed-up"
-    conversations = (item for item in evaluation.conversations if category in (None, item.category))
+    conversations = pool_repeats(item for item in evaluation.conversations if category in (None, item.category))
     return [(item.num_tokens, item.num_steps) for item in conversations], times
 
 
@@ -181,19 +199,12 @@ def is_slower(arm: Arm, best: Arm, confidence: float) -> bool:
     if difference is None or length is None:
         return False
     of_times = _ratio_width(best_times, times, confidence)
-    return difference.value + math.hypot(difference.interval.high - difference.value, length * of_times) < 0
+    return difference.value + math.hypot(difference.half_width, length * of_times) < 0
 
 
 def _ratio_width(times: Times, others: Times, confidence: float) -> float:
     """Return half the width of the interval of the log ratio of times, paired by round if both have equal lengths."""
     if len(times) == len(others):
         logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
-        return _half_width(logs, confidence)
-    return math.hypot(*(_half_width([math.log(item) for item in side], confidence) for side in (times, others)))
-
-
-def _half_width(values: Sequence[float], confidence: float) -> float:
-    """Return half the width of the interval of the mean; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        return half_width(logs, confidence)
+    return math.hypot(*(half_width([math.log(item) for item in side], confidence) for side in (times, others)))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from dflash_cli.comparing.measured_result import ResultFile
 from dflash_cli.tuning.candidates import WAYS, Candidate, resize
-from dflash_cli.tuning.speed import SpeedRequest, counting, measure_rounds
+from dflash_cli.tuning.speed import Arm, SpeedRequest, counting, measure_rounds
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, from_json
@@ -137,7 +137,7 @@ def measure_step_costs(
         UsageError: answers are too short to measure.
     """
     count = counting(observe)
-    arms = [(pair.without_draft(), None), *((resize(pair, item, config), item.verify_width) for item in candidates)]
+    arms = [Arm(pair.without_draft()), *(Arm(resize(pair, item, config), item.verify_width) for item in candidates)]
     found: list[dict[int, Times]] = [{} for _ in arms]
     for batch in request.batches:
         for times, windows in zip(found, measure_rounds(arms, request, batch, count), strict=True):

@@ -8,12 +8,16 @@ Axis letters: R requests, K drafted tokens, T flat rows, F features, V vocabular
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from dflash_cli.acceptance.intervals.statistics import Interval
+from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.documents import NOT_REQUIRED, computed_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +26,34 @@ class StepParts:
 
     draft_ms: float
     verify_ms: float
-    rest_ms: float
+    rest_ms: Annotated[float, "of the step, less draft and verify; below 0 if these exceed the step"]
+    draft_ms_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+    verify_ms_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
 
     @classmethod
-    def of_steps(cls, whole: float, without_draft: float, without_target: float) -> "StepParts":
+    def of_steps(
+        cls, whole: Sequence[float], without_draft: Sequence[float], without_target: Sequence[float]
+    ) -> "StepParts":
         """Return the parts, given milliseconds of steps with both models, without the draft and without the target.
 
-        A part is at least 0: noise can make a step without a model slower.
+        Each has one value per round. Noise can make a step without a model slower, so a part can be negative.
         """
-        draft, verify = max(0.0, whole - without_draft), max(0.0, whole - without_target)
-        return cls(draft_ms=draft, verify_ms=verify, rest_ms=max(0.0, whole - draft - verify))
+        draft, verify = (
+            [one - two for one, two in zip(whole, item, strict=True)] for item in (without_draft, without_target)
+        )
+        return cls(
+            draft_ms=fmean(draft),
+            verify_ms=fmean(verify),
+            rest_ms=fmean(whole) - fmean(draft) - fmean(verify),
+            draft_ms_interval=mean_interval(draft),
+            verify_ms_interval=mean_interval(verify),
+        )
+
+    @property
+    @computed_key
+    def adds_up(self) -> bool:
+        """Whether every part is 0 or more. Otherwise the rounds were disturbed, or the parts overlap in time."""
+        return min(self.draft_ms, self.verify_ms, self.rest_ms) >= 0
 
 
 def silence_draft(pair: LoadedPair) -> LoadedPair:

@@ -88,7 +88,7 @@ class Tuning(Shown):
     def summary(self) -> list[str]:
         best = self.overall
         found = (
-            "drafting pays at no batch size"
+            "no K is faster than plain decoding over all batch sizes"
             if best is None
             else f"best over all batch sizes: K {best.num_speculative_tokens}"
         )

@@ -12,11 +12,12 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table
 from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_cli.tuning.speedups import Choice, Speedup
-from dflash_cli.tuning.step_costs import StepTimes
+from dflash_cli.tuning.step_costs import StepTimes, Times
 from dflash_cli.tuning.tuned_engines import EngineSettings
 from dflash_cli.tuning.tuner import Tuning
-from dflash_runtime.documents import INLINE
+from dflash_runtime.documents import INLINE, NOT_REQUIRED
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
@@ -24,6 +25,7 @@ WAYS_LEGEND = """resized: the draft gets a block of K + 1 rows, as in engines
 narrowed: the draft gets its trained block, and K + 1 of its rows are verified
 difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
 SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
+in brackets, intervals that hold for all candidates of a batch size together
 * best at its batch size, = not certainly slower than the best"""
 CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
 ? undecided whether drafting pays, - drafting does not pay"""
@@ -97,6 +99,7 @@ class TuneDocument:
     measured: EvaluationRun
     seconds: float
     engines: Annotated[tuple[EngineSettings, ...], "empty if drafting pays at no batch size"]
+    caveats: Annotated[tuple[str, ...], NOT_REQUIRED, "batch sizes at which the settings may be slower"] = ()
 
 
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
@@ -126,6 +129,7 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
         measured=whole.measured,
         seconds=round(tuning.seconds, 6),
         engines=tuple(engines),
+        caveats=tuple(caveats(tuning.choices, tuning.overall.num_speculative_tokens)) if tuning.overall else (),
     )
 
 
@@ -145,7 +149,7 @@ def _advice(choice: Choice) -> str:
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
     if choice.payoff == "does not pay":
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
-    more = "measure more prompts or rounds" if best.interval is not None else "measure more prompts"
+    more = "measure more prompts or rounds" if best.interval is not None else f"no interval: {best.no_interval}"
     return f"{start}undecided whether drafting pays: the best, {number}, is {gain} times as fast; {more}"
 
 
@@ -153,11 +157,24 @@ def settings_line(tuning: Tuning) -> str:
     """Return the K of the printed engine settings, and the K of each range of batch sizes, in words."""
     assert tuning.overall is not None, "a pair for which drafting pays at some batch size"
     number = tuning.overall.num_speculative_tokens
-    line = f"engines resize the block: K {number} is the best one, by the geometric mean over these batch sizes"
-    if len(tuning.schedule) < 2:
-        return line
-    ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
-    return f"{line}\nengines with a K for each batch size get {ranges}"
+    lines = [f"engines resize the block: K {number} is the best one, by the geometric mean over these batch sizes"]
+    if len(tuning.schedule) > 1:
+        ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
+        lines.append(f"engines with a K for each batch size get {ranges}")
+    return "\n".join([*lines, *caveats(tuning.choices, number)])
+
+
+def caveats(choices: Sequence[Choice], number: int) -> Iterator[str]:
+    """Yield a line with the batch sizes at which the resized block of this K is not shown to pay."""
+    found: dict[str, list[str]] = {}
+    for choice in choices:
+        for item in choice.speedups:
+            is_served = item.candidate.num_speculative_tokens == number and item.candidate.way != "narrowed"
+            if choice.category is None and is_served and item.payoff != "pays":
+                found.setdefault(item.payoff, []).append(f"batch {choice.batch} ({_number(item.speedup)})")
+    for payoff, batches in found.items():
+        meaning = "is slower than plain decoding" if payoff == "does not pay" else "may be slower than plain decoding"
+        yield f"caution: K {number} {meaning} at {', '.join(batches)}"
 
 
 def ways_table(tuning: Tuning) -> Table:
@@ -175,10 +192,10 @@ def ways_table(tuning: Tuning) -> Table:
 
 def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     """Return milliseconds of a step by batch size: plain decoding, then each candidate, as columns and rows."""
-    rows = [("plain", *(f"{fmean(tuning.costs.plain[batch]):.2f}" for batch in batches))]
+    rows = [("plain", *(_time(tuning.costs.plain[batch]) for batch in batches))]
     for candidate in sorted(tuning.costs.drafting.keys() & tuning.evaluations.keys()):
         times = tuning.costs.drafting[candidate]
-        cells = [f"{fmean(times[batch]):.2f}" if batch in times else "-" for batch in batches]
+        cells = [_time(times[batch]) if batch in times else "-" for batch in batches]
         rows.append((_name(candidate), *cells))
     return _columns("ms of a step", batches), rows
 
@@ -218,7 +235,7 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
     """Yield legends with their tables. A table with many batch sizes is split into several."""
     if tuning.ways:
         yield WAYS_LEGEND, ways_table(tuning)
-    for batches in _split(tuning.costs.batches, 6):
+    for batches in _split(tuning.costs.batches, 3):
         yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
     for batches in _split(tuning.costs.batches, 3):
         yield SPEED_LEGEND, speed_table(tuning, batches)
@@ -232,6 +249,10 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
 
 def _split(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def _time(times: Times) -> str:
+    return _number(fmean(times), mean_interval(times))
 
 
 def _mark(choice: Choice, candidate: Candidate) -> str:

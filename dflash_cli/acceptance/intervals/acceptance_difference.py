@@ -1,67 +1,148 @@
 """The difference of two acceptance lengths, with its standard error, interval and p-values.
 
-An acceptance length is a ratio of sums: tokens over steps. The difference of two lengths is linearised, so each
-conversation contributes one number. Student's t is computed over these numbers. If both lengths come from the same
-conversations, each pair contributes one number. Otherwise each side is computed alone, with Welch's degrees of freedom.
+An acceptance length is a ratio of sums: tokens over steps. The difference of two lengths is linearised, so each prompt
+contributes one number. Student's t is computed over these numbers. If both lengths come from the same prompts, each
+pair contributes one number. Otherwise each side is computed alone, with Welch's degrees of freedom.
 
-Simulations, repeated in the tests, decided the form. A long conversation pulls both lengths of its pair, so a pair's
-number uses the lengths of all other conversations. Without this correction, 8 of 100 tests at 5% find a difference
-where none exists. For independent sides the correction is too careful: 2 of 100. A bootstrap fails like the form
-without the correction, and costs more. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947.
+Simulations (docs/measurements/coverage.md) decided the form. A long prompt pulls both lengths of its pair, so a
+prompt's number uses the lengths of all other prompts. The degrees of freedom come from the fourth moment, because few
+prompts may cause most of the spread. Sources: Cochran 1977, chapter 6; MacKinnon and White 1985, HC3; Welch 1947;
+Satterthwaite 1946.
 
-numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N
-conversations, 2 tokens and steps.
+`rare_prompts.py` bounds prompts that the samples lack. Claims that a difference is small include these prompts.
+
+numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N prompts,
+2 tokens and steps.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.acceptance.intervals.resampling import estimate, influence
+from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen, share_of_fall
+from dflash_cli.acceptance.intervals.resampling import estimate, freedom_of, influence
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile, student_tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Floats = NDArray[Any]
 
 MIN_COMPARED = 12
-"""With fewer conversations, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
+"""With fewer prompts, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
+MIN_UNEVEN = 48
+"""Fewest prompts of a side if the other side has more than twice as many."""
+MIN_DIFFERING = 6
+"""With fewer prompts that differ, not even equal signs of all of them are significant at 5%."""
 TokenCounts = Sequence[tuple[float, int]]
-"""Tokens that the verify steps of each conversation committed, and the number of these steps."""
+"""Tokens that the verify steps of each distinct prompt committed, and the number of these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceDifference:
-    """One acceptance length minus another, with its standard error and degrees of freedom."""
+    """The acceptance length `other` minus `base`, with its standard error and degrees of freedom.
 
-    value: float
+    `num_differing` of `num_prompts` prompts have other counts on the two sides. If few differ, Student's t knows too
+    little of them: interval and bounds then contain all differences that so few differing prompts leave possible.
+    """
+
+    base: float
+    other: float
     error: float
-    freedom: int
+    freedom: float
     confidence: float
+    num_prompts: int
+    num_differing: int
+
+    @property
+    def value(self) -> float:
+        return self.other - self.base
+
+    @property
+    def half_width(self) -> float:
+        """Half the width of Student's interval."""
+        return student_quantile((1 + self.confidence) / 2, self.freedom) * self.error
+
+    @property
+    def student_interval(self) -> Interval:
+        """The interval of the prompts that differ, without room for other kinds."""
+        return Interval(self.value - self.half_width, self.value + self.half_width, self.confidence)
 
     @property
     def interval(self) -> Interval:
-        width = student_quantile(1 - (1 - self.confidence) / 2, self.freedom) * self.error
-        return Interval(self.value - width, self.value + width, self.confidence)
+        found = self.student_interval
+        if not self._is_sparse:
+            return found
+        share = self._sparse.upper((1 - self.confidence) / 2)
+        high = risen(self._start, share) - self.base
+        return Interval(min(found.low, self._fall(share)), max(found.high, high), self.confidence)
 
     @property
     def p_value(self) -> float:
-        """Two-sided p-value: probability of a difference this large if the true difference is zero."""
-        return min(1.0, 2 * student_tail(abs(_ratio(self.value, self.error)), self.freedom))
+        """Two-sided p-value: probability of a difference this large if the true difference is zero.
+
+        It is at least the p-value of equal signs of all prompts that differ.
+        """
+        tail = student_tail(abs(_ratio(self.value, self.error)), self.freedom)
+        return min(1.0, 2 * max(tail, 0.5**self.num_differing))
 
     def equivalence_p_value(self, tolerance: float) -> float:
         """Return the probability of a difference this small if the true one is `tolerance`: two one-sided tests.
 
         Source: Schuirmann 1987.
         """
-        return student_tail(_ratio(tolerance - abs(self.value), self.error), self.freedom)
+        return max(self._tail(-self.value, tolerance, -1), self._tail(self.value, tolerance, 1))
 
     @property
     def lower_bound(self) -> float:
-        """Lower end of the one-sided interval of the same confidence."""
-        return self.value - student_quantile(self.confidence, self.freedom) * self.error
+        """Lower end of the one-sided interval of the same confidence, with room for a kind that the prompts lack."""
+        value, error = (self.value, self.error) if self._is_sparse else self._with_unseen(-1)
+        bound = value - student_quantile(self.confidence, self.freedom) * error
+        return min(bound, self._fall(self._sparse.upper(1 - self.confidence))) if self._is_sparse else bound
+
+    @property
+    def _is_sparse(self) -> bool:
+        return self.num_differing < MIN_DIFFERING or self.error == 0
+
+    @property
+    def _sparse(self) -> ShareOfPrompts:
+        """The prompts that differ, or that break a pattern without exception."""
+        return ShareOfPrompts(self.num_differing if self.error else 0, self.num_prompts)
+
+    @property
+    def _start(self) -> float:
+        """The length of all prompts that do not differ."""
+        return self.base if self.error else self.other
+
+    def _fall(self, share: float) -> float:
+        return fallen(self._start, share) - self.base
+
+    def _tail(self, value: float, tolerance: float, direction: int) -> float:
+        """Return the probability of so small a value in one direction if the true one is `tolerance`."""
+        tail = student_tail(_ratio(tolerance - value, self.error), self.freedom)
+        if self._is_sparse:
+            room = tolerance - direction * (self._start - self.base)
+            return max(tail, self._sparse.tail_of(self._start, direction * room))
+        moved, error = self._with_unseen(direction)
+        return student_tail(_ratio(tolerance - direction * moved, error), self.freedom)
+
+    def _with_unseen(self, direction: int) -> tuple[float, float]:
+        """Return value and error with one more prompt of mean size: without accepted tokens, or with steps for free.
+
+        This prompt moves the bounds about as far as exact bounds of a share do that no sampled prompt belongs to.
+        """
+        effect = -self.other * (self.other - 1) if direction < 0 else self.other
+        effect /= self.num_prompts + 1
+        kept = self.num_prompts / (self.num_prompts + 1)
+        return self.value * kept + effect, math.hypot(self.error, effect)
+
+
+def fewest_prompts(difference: AcceptanceDifference, tolerance: float) -> int:
+    """Return the number of equal prompts from which on a drop by more than `tolerance` is ruled out."""
+    share = share_of_fall(difference.base, tolerance)
+    return 1 if share >= 1 else math.ceil(math.log(1 - difference.confidence) / math.log1p(-share))
 
 
 def tokens_per_step(counts: TokenCounts) -> float | None:
@@ -71,54 +152,78 @@ def tokens_per_step(counts: TokenCounts) -> float | None:
 
 
 def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
-    """Return `other` minus `base` over the same conversations, or None if there are too few.
+    """Return `other` minus `base` over the same prompts, or None if there are too few.
 
-    Conversations without steps on both sides are left out.
+    Prompts without steps on both sides are left out.
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] or pair[1][1]]
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
     if len(pairs) < MIN_COMPARED or any(sum(steps > 0 for _, steps in side) < 2 for side in sides):
         return None
-    import numpy as np
-
-    value, error = paired_moments(*(np.array(side, dtype=float) for side in sides))
-    return AcceptanceDifference(value=float(value), error=float(error), freedom=len(pairs) - 1, confidence=confidence)
+    num_differing = sum(one[0] * two[1] != two[0] * one[1] for one, two in pairs)
+    return _difference(paired_moments, sides, confidence, len(pairs), num_differing)
 
 
 def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
-    """Return `other` minus `base` over different conversations, or None if there are too few on either side."""
+    """Return `other` minus `base` over different prompts, or None if there are too few on either side.
+
+    A side with over twice as many prompts does not balance the skewness of a small side.
+    """
     sides = [[item for item in side if item[1]] for side in (base, other)]
-    if min(len(side) for side in sides) < MIN_COMPARED:
+    num_prompts, most = sorted(len(side) for side in sides)
+    if num_prompts < (MIN_UNEVEN if most > 2 * num_prompts else MIN_COMPARED):
         return None
+    return _difference(unpaired_moments, sides, confidence, num_prompts, num_prompts)
+
+
+def _difference(
+    moments: "Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]",
+    sides: Sequence[TokenCounts],
+    confidence: float,
+    num_prompts: int,
+    num_differing: int,
+) -> AcceptanceDifference:
     import numpy as np
 
-    value, error, freedom = unpaired_moments(*(np.array(side, dtype=float) for side in sides))
-    return AcceptanceDifference(value=float(value), error=float(error), freedom=int(freedom), confidence=confidence)
+    _, error, freedom = moments(*(np.array(side, dtype=float) for side in sides))
+    base, other = (sum(tokens for tokens, _ in side) / sum(steps for _, steps in side) for side in sides)
+    return AcceptanceDifference(
+        base=base,
+        other=other,
+        error=float(error),
+        freedom=float(freedom),
+        confidence=confidence,
+        num_prompts=num_prompts,
+        num_differing=num_differing,
+    )
 
 
-def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any]]":
-    """Return the difference and its standard error, both [...], from two arrays [..., N, 2]."""
+def paired_moments(base: "Floats", other: "Floats") -> "tuple[Floats, Floats, Floats]":
+    """Return the difference, its standard error and its degrees of freedom, all [...], from two arrays [..., N, 2]."""
     import numpy as np
 
     units = np.stack([base, other], axis=-3)
-    return estimate(units), np.sqrt(np.square(influence(units, leaves_out=True)).sum(axis=-1))
+    variance, freedom = _variance(influence(units, leaves_out=True))
+    return estimate(units), np.sqrt(variance), freedom
 
 
-def unpaired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
-    """Return the difference, its standard error and its degrees of freedom, rounded down, all [...]."""
+def unpaired_moments(base: "Floats", other: "Floats") -> "tuple[Floats, Floats, Floats]":
+    """Return the difference, its standard error and its degrees of freedom, all [...], from two arrays [..., N, 2]."""
     import numpy as np
 
     sides = [side[..., None, :, :] for side in (base, other)]
-    freedoms = [side.shape[-2] - 1 for side in sides]
-    squares = [
-        np.square(influence(side)).sum(axis=-1) * (freedom + 1) / freedom
-        for side, freedom in zip(sides, freedoms, strict=True)
-    ]
-    total = squares[0] + squares[1]
-    each = sum(square**2 / freedom for square, freedom in zip(squares, freedoms, strict=True))
+    (one, freedom), (two, other_freedom) = (_variance(influence(side, leaves_out=True)) for side in sides)
+    total = one + two
     with np.errstate(invalid="ignore"):
-        freedom = np.where(total > 0, np.floor(total**2 / each), sum(freedoms))
-    return estimate(sides[1]) - estimate(sides[0]), np.sqrt(total), freedom
+        welch = total**2 / (one**2 / freedom + two**2 / other_freedom)
+    return estimate(sides[1]) - estimate(sides[0]), np.sqrt(total), np.where(total > 0, welch, freedom)
+
+
+def _variance(influences: "Floats") -> "tuple[Floats, Floats]":
+    """Return the variance of a sum of contributions, and its degrees of freedom, `[..., N]` -> `[...]`."""
+    import numpy as np
+
+    return np.square(influences).sum(axis=-1), np.minimum(freedom_of(influences), influences.shape[-1] - 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -62,7 +62,8 @@ def tail_widths(units: "Floats", confidence: float) -> "Floats":
     import numpy as np
 
     worth = _worth(units)
-    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in _freedom(units).tolist()]
+    freedoms = freedom_of(influence(units, leaves_out=True)).tolist()
+    quantiles = [student_quantile((1 + confidence) / 2, freedom) for freedom in freedoms]
     widths: Floats = np.sqrt(worth / (worth - 1)) * np.array(quantiles)
     return widths
 
@@ -76,12 +77,15 @@ def _worth(units: "Floats") -> "Floats":
     return worth
 
 
-def _freedom(units: "Floats") -> "Floats":
-    """Return the degrees of freedom of the estimated variance, from its fourth moment: `[W]`."""
+def freedom_of(influences: "Floats") -> "Floats":
+    """Return the degrees of freedom of an estimated variance, from its fourth moment, `[..., U]` -> `[...]`.
+
+    `influences` are contributions that leave their unit out.
+    """
     import numpy as np
 
-    num_units = units.shape[2]
-    squares = np.square(influence(units, leaves_out=True))
+    num_units = influences.shape[-1]
+    squares = np.square(influences)
     total, fourth = squares.sum(axis=-1), np.square(squares).sum(axis=-1)
     with np.errstate(invalid="ignore"):
         carrying = np.where(fourth > 0, total**2 / fourth, num_units / 3)

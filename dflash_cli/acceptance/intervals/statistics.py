@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
+from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
@@ -36,6 +37,12 @@ class Interval:
     confidence: float
 
 
+def limit_text(num_prompts: int, confidence: float) -> str:
+    """`64 distinct prompts can lack a kind of prompt that is rarer than 1 in 21`, at the interval's error rate."""
+    share = ShareOfPrompts(0, num_prompts).upper(1 - confidence)
+    return f"{num_prompts} distinct prompts can lack a kind of prompt that is rarer than 1 in {int(1 / share)}"
+
+
 def value_text(value: float | None, interval: Interval | None = None, form: str = ".3f") -> str:
     """`3.439 [3.241, 3.659]`: a value with its interval if it has one. A missing value is `-`."""
     if value is None:
@@ -49,7 +56,7 @@ class Summary:
     """Acceptance over a set of requests."""
 
     counts: Annotated[AcceptanceCounts, INLINE]
-    acceptance_len_interval: Annotated[Interval | None, "over resampled conversations"]
+    acceptance_len_interval: Annotated[Interval | None, "over resampled prompts"]
     acceptance_len_no_interval: Annotated[str | None, "why there is no interval"]
     per_pos_intervals: Annotated[tuple[Interval | None, ...], "intervals of per_pos_acceptance_rates"]
     per_pos_conditional_intervals: Annotated[
@@ -60,12 +67,20 @@ class Summary:
     histogram: Annotated[tuple[int, ...], "number of steps that committed 1, 2, ... K + 1 tokens"]
     num_requests: int
     num_conversations: int
+    num_distinct_prompts: Annotated[
+        int | None, NOT_REQUIRED, "units of the intervals: repeats of a prompt count as one"
+    ] = None
     num_tokens: int
     definitions: Annotated[Mapping[str, float | None], "acceptance by each project's own definition"]
 
     def __post_init__(self) -> None:
         if not self.per_pos_conditional_intervals:
             object.__setattr__(self, "per_pos_conditional_intervals", (None,) * len(self.counts.per_pos_accepted))
+
+    @property
+    def num_units(self) -> int:
+        """Number of distinct prompts; in results of earlier releases, number of conversations."""
+        return self.num_conversations if self.num_distinct_prompts is None else self.num_distinct_prompts
 
     @property
     def length_text(self) -> str:
@@ -129,17 +144,20 @@ def summarise(
     num_speculative_tokens: int,
     *,
     conversations: Sequence[Hashable] | None = None,
+    prompts: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> Summary:
     """Return counts, intervals and the acceptance by every definition, over all requests together.
 
-    `conversations` names the conversation of each request. Without it, each request is its own conversation.
+    `conversations` names the conversation of each request, by default its own. `prompts` names the distinct prompt of
+    each request, by default its conversation: repeats of a prompt are not independent, so prompts are resampled.
     """
     names = range(len(outputs)) if conversations is None else conversations
+    prompts = names if prompts is None else prompts
     counts = count_acceptance(outputs, num_speculative_tokens)
-    lengths = _lengths_by_conversation(outputs, names, num_speculative_tokens)
+    lengths = _lengths_by_prompt(outputs, prompts, num_speculative_tokens)
     reason = _why_none(len(lengths), num_resamples)
     intervals: list[Interval | None] = [None] * (2 * num_speculative_tokens + 1)
     if reason is None:
@@ -147,11 +165,14 @@ def summarise(
         asked = _enough_for_interval(units)
         found = _intervals(units[asked], confidence=confidence, num_resamples=num_resamples, seed=seed)
         for place, interval in zip(asked, found, strict=True):
-            intervals[place] = interval if place == 0 or interval.low < interval.high else None
+            intervals[place] = interval if interval.low < interval.high else None
+        if intervals[0] is None:
+            intervals[0] = _interval_of_equals(counts.acceptance_len, len(lengths), num_speculative_tokens, confidence)
     return Summary(
         counts=counts,
         num_requests=len(outputs),
         num_conversations=len(set(names)),
+        num_distinct_prompts=len(set(prompts)),
         num_tokens=sum(len(output.token_ids) for output in outputs),
         acceptance_len_interval=intervals[0],
         acceptance_len_no_interval=reason,
@@ -166,7 +187,7 @@ def summarise(
 
 
 def running_interval(sample: StepCounts) -> tuple[float, float] | None:
-    """Return the ends of a cheap 95% interval, for progress displays. `sample` has one item per conversation."""
+    """Return the ends of a cheap 95% interval, for progress displays. `sample` has one item per distinct prompt."""
     if _why_none(len(sample)) is not None:
         return None
     low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
@@ -188,11 +209,11 @@ def paired_interval(
 
 
 def _why_none(num_units: int, num_resamples: int = 1) -> Notice | None:
-    """Return why this number of conversations is too small for an interval, or None if it is large enough."""
+    """Return why this number of distinct prompts is too small for an interval, or None if it is large enough."""
     if not num_units:
         return Notice("no verify steps", id="no-steps")
     if num_units < MIN_UNITS:
-        text = f"{plural(num_units, 'prompt')}, and an interval needs {MIN_UNITS} or more"
+        text = f"{plural(num_units, 'distinct prompt')}, and an interval needs {MIN_UNITS} or more"
         return Notice(text, id="too-few-prompts")
     return None if num_resamples else Notice("no bootstrap was requested", id="no-bootstrap")
 
@@ -220,12 +241,22 @@ def pooled_acceptance_len(counts: StepCounts) -> float:
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
 
 
-def _lengths_by_conversation(
-    outputs: Sequence[RequestOutput], conversations: Sequence[Hashable], num_speculative_tokens: int
+def _interval_of_equals(
+    length: float | None, num_prompts: int, num_speculative_tokens: int, confidence: float
+) -> Interval | None:
+    """Return the interval if all prompts have the same length: as many others as the rule of three leaves possible."""
+    if length is None:
+        return None
+    share = ShareOfPrompts(0, num_prompts).upper((1 - confidence) / 2)
+    return Interval(fallen(length, share), risen(length, share, num_speculative_tokens + 1), confidence)
+
+
+def _lengths_by_prompt(
+    outputs: Sequence[RequestOutput], prompts: Sequence[Hashable], num_speculative_tokens: int
 ) -> list[list[int]]:
-    """Return the number of steps that committed 1, 2, ... K + 1 tokens, for each conversation with steps."""
+    """Return the number of steps that committed 1, 2, ... K + 1 tokens, for each distinct prompt with steps."""
     found: dict[Hashable, list[int]] = {}
-    for output, name in zip(outputs, conversations, strict=True):
+    for output, name in zip(outputs, prompts, strict=True):
         if output.acceptance_lengths:
             lengths = found.setdefault(name, [0] * (num_speculative_tokens + 1))
             for length in output.acceptance_lengths:

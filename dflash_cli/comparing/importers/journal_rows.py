@@ -33,6 +33,9 @@ class JournalRows(ResultFormat):
         for row in rows:
             widths = row.verify_widths or [counts.num_speculative_tokens + 1] * len(row.acceptance_lengths)
             for length, width in zip(row.acceptance_lengths, widths, strict=True):
+                if not 1 <= length <= width:
+                    text = f"prompt {row.index + 1}: a step of {length} tokens, expected 1 to {width}"
+                    raise file.refuse(text, id="malformed-result")
                 counts.add(length - 1, width - 1)
         pooled = pool_conditions(_conversation(turns) for turns in conversations.values())
         return self.of_counts(file, counts, conversations=pooled, facts=settings)

@@ -24,6 +24,12 @@ class VllmBench(ResultFormat):
                 id="no-acceptance",
             )
         num_drafts = document["spec_decode_num_drafts"]
+        if not num_drafts:
+            raise file.refuse(
+                "the server drafted nothing during vllm bench serve",
+                "look in the server's log for the reason; dflash probe URL tests a running server",
+                id="no-steps",
+            )
         rates = document["spec_decode_per_position_acceptance_rates"]
         return self.of_length(
             file,

@@ -8,6 +8,7 @@ import pytest
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress, RunningAcceptance
 from dflash_cli.acceptance.intervals.statistics import summarise
 from dflash_cli.generation.answers import Answer, Event
+from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
@@ -82,10 +83,20 @@ def test_a_resumed_run_counts_the_stored_answers(capsys: pytest.CaptureFixture[s
 def test_a_prompt_is_one_conversation_under_all_conditions() -> None:
     progress = AcceptanceProgress(24)
     for index in range(24):
-        row = PromptRow(index=index, kind="prompt", value="x", prompt_index=index % 12)
+        condition = Condition(context_len=1000 * (1 + index // 12))
+        row = PromptRow(index=index, kind="prompt", value="x", prompt_index=index % 12, condition=condition)
         progress(Event(row, (), None, Answer(row, 0, output(index, [2 + index % 12 % 3] * 10), "")))
     running = RunningAcceptance()
     for index in range(12):
         running.add(output(index, [2 + index % 3] * 20), index)
     assert running.text in progress.text
     assert re.findall(r"\d+", progress.text.replace(running.text, "")) == ["24", "24"]
+
+
+def test_a_repeated_prompt_is_one_unit_of_the_progress() -> None:
+    """Twelve rows of four prompts have no interval, like the result."""
+    progress = AcceptanceProgress(12)
+    for index in range(12):
+        row = PromptRow(index=index, kind="prompt", value=str(index % 4))
+        progress(Event(row, (), None, Answer(row, 0, output(index, [2 + index % 3] * 10), "")))
+    assert "[" not in progress.text

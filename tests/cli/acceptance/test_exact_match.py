@@ -38,7 +38,7 @@ def test_a_reference_is_a_number_and_nothing_else() -> None:
 
 def answer(index: int, text: str, condition: Condition | None = None, *, reference: str | None = "9") -> Answer:
     row = PromptRow(
-        index=index + 100 * (condition is not None), kind="prompt", value="x", reference=reference,
+        index=index + 100 * (condition is not None), kind="prompt", value=f"x{index}", reference=reference,
         condition=condition, prompt_index=index,
     )  # fmt: skip
     output = RequestOutput(
@@ -81,6 +81,18 @@ def test_each_condition_is_scored_and_paired_alone() -> None:
     assert on.plain is not None
     assert off.plain is not None
     assert (on.plain.num_only_draft, off.plain.num_only_plain) == (1, 1)
+
+
+def test_a_share_of_few_prompts_has_no_interval() -> None:
+    """Like an acceptance length, from 12 distinct prompts on. A repeated prompt counts once."""
+    for number, has_interval in ((2, False), (11, False), (12, True)):
+        drafted, plain = ([answer(index, "9", condition) for index in range(number)] for condition in (None, PLAIN))
+        (found,) = score([*drafted, *plain], 0.95)
+        assert found.plain is not None
+        intervals = (found.interval, found.plain.interval, found.plain.difference_interval)
+        assert [item is not None for item in intervals] == [has_interval] * 3
+    (found,) = score([answer(index % 4, "9") for index in range(32)], 0.95)
+    assert (found.num_scored, found.interval) == (4, None)
 
 
 def test_without_references_nothing_is_scored() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dflash_cli.commands.bench import _rows
+from dflash_cli.acceptance.intervals.statistics import Interval
+from dflash_cli.commands.bench import _doubts, _rows
 from dflash_cli.main import app
 from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
 from dflash_cli.tuning.step_parts import StepParts
@@ -47,19 +48,25 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
         gain = item["speculative"]["tokens_per_second"] / item["plain"]["tokens_per_second"]
         assert item["speedup"] == pytest.approx(gain)
         assert item["adaptive"] is None, "widths adapt where steps are CUDA graphs"
-        assert {"draft_ms", "verify_ms", "rest_ms"} == item["parts"].keys()
-        assert min(item["parts"].values()) >= 0
+        parts = item["parts"]
+        assert parts["rest_ms"] == pytest.approx(
+            item["speculative"]["step_ms"] - parts["draft_ms"] - parts["verify_ms"], abs=0.2 * item["plain"]["step_ms"]
+        )
+        assert parts["draft_ms_interval"]["low"] < parts["draft_ms"] < parts["draft_ms_interval"]["high"]
+        assert item["speedup_interval"]["low"] < item["speedup"] < item["speedup_interval"]["high"]
+        assert item["plain"]["step_ms_interval"] is not None
 
 
 def test_text_leads_with_the_speedup() -> None:
     lines = run("tiny", "--concurrency", "1", "-n", "12", "--rounds", "1", "--device", "cpu").stdout.splitlines()
     assert lines[0].startswith("speedup by drafting: ")
     assert lines[0].endswith(" at batch 1")
-    assert [line.split()[:3] for line in (lines[-5], lines[-2])] == [
-        ["batch", "plain", name] for name in ("tokens/s", "ms")
-    ]
-    assert [line.split()[0] for line in (lines[-4], lines[-1])] == ["1", "1"]
-    assert max(map(len, lines[-5:])) <= 80
+    assert [line.split()[:3] for line in (lines[-8], lines[-5], lines[-2])] == [
+        ["batch", "plain", "tokens/s"], ["batch", "plain", "ms"], ["batch", "draft", "ms"],
+    ]  # fmt: skip
+    assert [line.split()[0] for line in (lines[-7], lines[-4], lines[-1])] == ["1", "1", "1"]
+    assert max(map(len, lines[-8:])) <= 80
+    assert "[" not in "".join(lines), "one round has no interval"
 
 
 def test_tokens_a_step_are_the_engines_acceptance() -> None:
@@ -78,7 +85,7 @@ def test_prompts_are_taken_in_turns() -> None:
     request = SpeedRequest(prompts=[[1], [2], [3]], batches=[2], max_new_tokens=8, num_rounds=2)
     assert request.rounds(2) == [[[1], [2]], [[3], [1]]]
     llm = bundled_llm(bundled_draft_model(), 7)
-    assert request.num_runs(llm.pair) == 10
+    assert request.num_runs(llm.pair) == 12
 
 
 def test_progress_counts_every_round() -> None:
@@ -120,9 +127,22 @@ def test_a_part_of_a_step_is_the_time_of_its_model(name: str) -> None:
 
 
 def test_parts_of_a_step_add_up() -> None:
-    parts = StepParts.of_steps(10.0, 8.0, 3.0)
-    assert (parts.draft_ms, parts.verify_ms, parts.rest_ms) == (2.0, 7.0, 1.0)
-    assert StepParts.of_steps(10.0, 11.0, 3.0) == StepParts(draft_ms=0.0, verify_ms=7.0, rest_ms=3.0)
+    parts = StepParts.of_steps([9.0, 11.0], [8.0, 8.0], [2.0, 4.0])
+    assert (parts.draft_ms, parts.verify_ms, parts.rest_ms, parts.adds_up) == (2.0, 7.0, 1.0, True)
+    assert parts.draft_ms_interval is not None
+    assert parts.draft_ms_interval.high == pytest.approx(2 + 12.7062 * 1)
+    assert parts.verify_ms_interval is not None
+    assert parts.verify_ms_interval.low == parts.verify_ms_interval.high == 7
+    assert StepParts.of_steps([10.0], [8.0], [3.0]).draft_ms_interval is None
+
+
+@pytest.mark.parametrize("times", [([51.0], [20.0], [14.0]), ([10.0], [11.0], [3.0])])
+def test_parts_that_exceed_the_step_are_named(times: tuple[list[float], ...]) -> None:
+    """Draft 31 and verify 37 of a step of 51, and a step that is slower without its draft."""
+    parts = StepParts.of_steps(*times)
+    assert not parts.adds_up
+    (notice,) = _doubts([replace(speeds(1.5)[0], parts=parts)])
+    assert notice.id == "parts-do-not-add-up"
 
 
 def test_adaptive_width_has_a_row_of_its_own() -> None:
@@ -147,6 +167,17 @@ def test_the_gate_names_the_batch_that_gains_least() -> None:
         check_speedup(speeds(1.6, 1.2, 1.4), 1.5)
     assert caught.value.exit_code == 3
     assert re.findall(r"[\d.]+", caught.value.message) == ["1.20", "2", "1.5"], "the speed-up, its batch, the gate"
+
+
+def test_a_speedup_that_chance_may_explain_is_a_warning() -> None:
+    (sure,) = speeds(1.6)
+    unsure = replace(sure, speedup_interval=Interval(1.2, 2.1, 0.95))
+    assert check_speedup([sure], 1.5) is None
+    found = check_speedup([unsure], 1.5)
+    assert found is not None
+    assert found.id == "speedup-uncertain"
+    with refuses(UsageError, field="--rounds", found=1):
+        run("tiny", "--rounds", "1", "--min-speedup", "1.1")
 
 
 def test_impossible_measurements_are_refused(tmp_path: Path) -> None:

@@ -227,6 +227,23 @@ def test_traffic_of_others_is_noticed(prompts: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("style", ["vllm", "llama.cpp"])
+def test_a_request_of_others_that_does_not_end_is_noticed(style: Any, prompts: Path) -> None:
+    """Its tokens and steps are counted, but no request. At one request at a time, steps of other answers stay exact."""
+    with serving(FakeEngine(style=style)) as engine:
+        (sound,) = probe(engine, "-p", prompts, *FEW)["runs"]
+    with serving(FakeEngine(style=style, runs_beside=True)) as engine:
+        together = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+        alone = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json", "-q")
+    assert "other-clients-counted" in together.notices
+    assert {"other-clients-counted", "steps-of-other-clients"} <= set(alone.notices)
+    assert "other clients" in alone.err, "--quiet keeps it, because the counted figure is unsafe"
+    (run,) = json.loads(alone.out)["runs"]
+    assert run["origin"] == "answers"
+    assert (run["num_conversations"], run["counted"]["num_drafts"] > sound["num_drafts"]) == (7, True)
+    assert run["num_drafts"] < sound["num_drafts"]
+
+
 def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", is_shared=True)) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json")

@@ -159,7 +159,10 @@ def test_a_document_of_a_later_release_is_unsupported(tmp_path: Path) -> None:
 
 
 def test_a_result_without_draft_steps_is_refused(tmp_path: Path) -> None:
-    empty: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [0] * 4, "per_pos_verified": [0] * 4}
+    empty: dict[str, Any] = {
+        "num_drafts": 0, "num_accepted_tokens": 0, "histogram": [0] * 5, "per_pos_accepted": [0] * 4,
+        "per_pos_verified": [0] * 4,
+    }  # fmt: skip
     path = write_evaluation(tmp_path / "plain.json", drawn_evaluation(), **empty)
     with refuses(UsageError, "no-steps", path=path):
         read_evaluations([path])

@@ -12,8 +12,8 @@ from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 
-MOST_MISSING = 64
-"""The tokens of the longest sentence with the bundled tokenizer, which was trained on Python."""
+MOST_MISSING = 2
+"""One more letter of filler may be several tokens, so the exact number is not always reached."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_no_sentence_comes_twice_and_a_seed_is_a_text() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("length", [300, 1024, 4096])
+@pytest.mark.parametrize("length", [60, 128, 300, 1024, 4096])
 def test_a_prompt_gets_the_length_that_was_asked_for(name: str, length: int, tokenizer: Tokenizer) -> None:
     row = make_row(*ROWS[name])
     padded = pad_row(row, length, tokenizer, chat=True)

@@ -1,7 +1,9 @@
 """Model cards: the Hub's library reads them, and inserting a section keeps all other bytes of a card."""
 
 import json
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,13 @@ import yaml
 from huggingface_hub import ModelCard as HubCard
 
 from dflash_cli.acceptance.acceptance_report import command_line
+from dflash_cli.acceptance.intervals.statistics import summarise
 from dflash_cli.publishing.card_insertion import BLOCK_MARKS, METADATA_MARKS, insert_card
+from dflash_cli.publishing.markdown_report import evaluation_to_markdown
 from dflash_cli.publishing.model_card import ModelCard
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
-from dflash_testing.evaluations import drawn_evaluation, write_evaluation
+from dflash_testing.evaluations import drawn_evaluation, request_output, write_evaluation
 from dflash_testing.refusals import refuses
 
 CARD = ModelCard({"tags": ["dflash"], "base_model": "org/target"}, "## Acceptance\n\n2.8\n")
@@ -148,3 +152,37 @@ def test_the_document_of_an_insertion_names_kept_metadata() -> None:
     assert "tags" in done.err
     assert support.run_main("card", "r.json", "--insert", "absent.md").code == 4
     assert support.run_main("card", "r.json", "-o", "README.md").code == 2
+
+
+def test_names_in_a_card_stay_text(result: Path) -> None:
+    """Markdown, HTML and line breaks in names, prompts and commands cannot add lines, links or rows."""
+    hostile = "a|b\n\n# Title\n<img src=x> [x](http://y) `c` *d*"
+    evaluation = drawn_evaluation(draft=f"org/{hostile}")
+    argv = ("dflash", "eval-acceptance", "```\n# Title")
+    evaluation = replace(
+        evaluation,
+        categories={hostile: next(iter(evaluation.categories.values()))},
+        prompts=replace(evaluation.prompts, name=hostile),
+        measured=replace(evaluation.measured, argv=argv, device_name=hostile),
+    )
+    write_evaluation(result, evaluation)
+    for text in (made("--engine", "none").partition("\n---\n")[2], evaluation_to_markdown(evaluation, hostile)):
+        fence = re.search(r"^(`{4,})sh\n(.*?)\n\1$", text, re.MULTILINE | re.DOTALL)
+        outside = text.replace(fence[0], "") if fence is not None else text
+        assert not [line for line in outside.splitlines() if line.startswith("# Title")]
+        bare = re.sub(r"(`+).+?\1", "", re.sub(r"\\.", "", outside))
+        assert not {"<img", "](http", "*d*"} & {part for part in ("<img", "](http", "*d*") if part in bare}
+        for table in re.findall(r"(?:^\|.*\n)+", outside, re.MULTILINE):
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_card_withholds_categories_of_few_prompts(result: Path) -> None:
+    """Their length is not published, neither in the table nor in the metadata."""
+    evaluation = drawn_evaluation()
+    few = summarise([request_output([2, 3, 4], index) for index in range(11)], 4)
+    write_evaluation(result, replace(evaluation, categories={**evaluation.categories, "tiny one": few}))
+    made("--engine", "none", "-o", "README.md")
+    card = HubCard.load("README.md", ignore_metadata_errors=False)
+    assert [item.dataset_config for item in card.data.eval_results or []] == [None, *evaluation.categories]
+    assert [line for line in card.text.splitlines() if line.startswith("| tiny one")] == []
+    assert "left out: tiny one." in card.text

@@ -17,6 +17,7 @@ import pytest
 from dflash_cli.acceptance.acceptance_report import command_line, headline, tables
 from dflash_cli.comparing.stored_evaluation import read_evaluations
 from dflash_cli.publishing.csv_report import COLUMNS
+from dflash_cli.publishing.drawing import NAME_LENGTH
 from dflash_cli.publishing.figures import find_figures
 from dflash_cli.publishing.report_format import choose_format, write_report
 from dflash_runtime.errors import UnsupportedError, UsageError
@@ -92,6 +93,17 @@ def test_texts_of_a_result_are_escaped_in_a_page(files: Path) -> None:
     assert HOSTILE not in page
     assert "<b>more</b>" not in page
     assert "&lt;/td&gt;&lt;script" in page
+
+
+def test_labels_fit_their_drawing_at_every_width_of_the_page(files: Path) -> None:
+    """A label ends at its anchor. With any font of the style sheet, the longest label of a row starts inside."""
+    page = written("a.json", "-o", "report.html")
+    sizes = [int(size) for size in re.findall(r"svg text \{ font(?:-size)?: (\d+)px", page)]
+    ends = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">', page)
+    room = max(map(float, ends))
+    assert sizes
+    assert max(sizes) * 0.58 * NAME_LENGTH <= room, "0.58 is the mean width of letters, as a share of the font size"
+    assert "overflow-x: auto" in page.partition("@media (max-width")[2].partition("@media")[0], "a narrow page scrolls"
 
 
 def test_a_page_has_results_tables_and_provenance(files: Path) -> None:

@@ -1,5 +1,6 @@
 """Signals, readers that end, closed streams and full disks, with the real entry point."""
 
+import errno
 import json
 import os
 import re
@@ -10,10 +11,13 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import ReaderGone
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -125,6 +129,38 @@ def test_an_ignored_interruption_stays_ignored() -> None:
 def test_a_reader_that_ends_early_is_not_an_error(line: str) -> None:
     done = shell(line)
     assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("streams", ["2>&1", "2>/dev/null"])
+def test_a_verdict_survives_a_reader_that_has_gone(streams: str, tmp_path: Path) -> None:
+    """`true` reads nothing. Two files of totals cannot be judged, which still gives the exit code."""
+    totals = {"model_id": "m", "request_throughput": 1, "spec_decode_acceptance_length": 3.0,
+              "spec_decode_num_drafts": 10, "spec_decode_accepted_tokens": 20,
+              "spec_decode_per_position_acceptance_rates": [1, 0.7, 0.3]}  # fmt: skip
+    path = tmp_path / "totals.json"
+    path.write_text(json.dumps(totals))
+    assert shell(f"dflash compare {path} {path} --gate no-regression {streams} | true").code == 3
+
+
+class Gone(StringIO):
+    """A stream whose reader has gone."""
+
+    def flush(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_every_writer_survives_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    console.configure()
+    console.stop_without_reader()
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", Gone())
+    console.table(("a",), [("1",)], title="title")
+    console.show({}, lambda: console.result("text"))
+    console.warn("text")
+    with pytest.raises(ReaderGone):
+        console.stop_without_reader()
+    console.configure()
+    console.stop_without_reader()
 
 
 def test_a_text_with_a_reader_that_ends_early_is_not_an_error() -> None:

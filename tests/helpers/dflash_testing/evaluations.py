@@ -97,6 +97,9 @@ def _draw(generator: random.Random, chance: float, num_drafted: int) -> int:
 
 
 def write_evaluation(path: Path, evaluation: Evaluation, **changes: Any) -> Path:
-    """The document of an evaluation as a file; `changes` replace keys of it."""
-    path.write_text(json.dumps(to_json(evaluation) | changes))
+    """The document of an evaluation as a file; `changes` replace keys of it. The length follows from the counts."""
+    content = to_json(evaluation) | changes
+    accepted, steps = content["num_accepted_tokens"], content["num_drafts"]
+    length = 1 + accepted / steps if isinstance(steps, int) and steps else None
+    path.write_text(json.dumps({**content, "acceptance_len": length, **changes}))
     return path

@@ -71,6 +71,7 @@ class FakeEngine:
     faults         number of the request, from 0 -> its fault; request 0 is the probe's trial
     resets_at      the request before which counters fall to 0
     is_shared      another user sends a request beside every request
+    runs_beside    another user's request runs beside every second request and does not end
     worse_loaded   how many fewer drafts are accepted while more than one request runs
     changes_at     the position at which an answer differs while more than one request runs
     gap            nats between the two tokens at that position
@@ -92,6 +93,7 @@ class FakeEngine:
     faults: Mapping[int, Fault] = field(default_factory=dict)
     resets_at: int | None = None
     is_shared: bool = False
+    runs_beside: bool = False
     worse_loaded: int = 0
     changes_at: int | None = None
     gap: float = 0.05
@@ -137,8 +139,9 @@ class FakeEngine:
 
     def count(self, text: Text) -> None:
         counts, steps = self.counts, text.accepted
-        for _ in range(2 if self.is_shared else 1):
-            counts["requests"] += 1
+        beside = self.is_shared or (self.runs_beside and counts["requests"] % 2)
+        for place in range(2 if beside else 1):
+            counts["requests"] += place == 0 or self.is_shared
             counts["tokens"] += len(text.token_ids)
             counts["drafts"] += len(steps)
             counts["drafted"] += K * len(steps)

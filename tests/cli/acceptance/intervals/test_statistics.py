@@ -162,3 +162,22 @@ def test_positions_have_the_interval_of_their_share_of_steps() -> None:
         exact = paired_interval([(0, 10)] * 40, counts, confidence=0.95, num_resamples=500, seed=0)
         assert exact is not None
         assert (interval.low, interval.high) == pytest.approx((exact.low, exact.high))
+
+
+def test_repeats_of_a_prompt_are_one_unit() -> None:
+    """Four prompts, 16 times each, have no interval. Sixteen prompts twice have the interval of sixteen."""
+    rows = [output([2 + index % 5, 3]) for index in range(32)]
+    few = summarise(rows, 7, prompts=[index % 4 for index in range(32)])
+    assert (few.acceptance_len_interval, few.num_conversations, few.num_distinct_prompts) == (None, 32, 4)
+    assert few.acceptance_len_no_interval is not None
+    assert getattr(few.acceptance_len_no_interval, "id", None) == "too-few-prompts"
+    half, twice = summarise(rows[:16], 7), summarise([*rows[:16], *rows[:16]], 7, prompts=[*range(16), *range(16)])
+    assert half.acceptance_len_interval == twice.acceptance_len_interval
+
+
+def test_equal_prompts_have_the_interval_of_the_rule_of_three() -> None:
+    """If all 60 prompts have 4 tokens per step, 6% of all prompts may still have 1, or 8."""
+    found = summarise([output([4, 4]) for _ in range(60)], 7).acceptance_len_interval
+    share = 1 - 0.025 ** (1 / 60)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((4 / (1 + 3 * share), 4 / (1 - share / 2)))

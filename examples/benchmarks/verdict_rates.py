@@ -1,0 +1,166 @@
+"""Measure how often comparisons, gates and `tune` claim a false thing, in the worlds of `interval_coverage.py`.
+
+    python examples/benchmarks/verdict_rates.py           # tables of docs/measurements/coverage.md: ten minutes
+    python examples/benchmarks/verdict_rates.py --replications 1000 --worlds heavy
+
+10,000 replications, so the standard error of a rate of 5% is 0.2. A verdict at 95% may be false in at most 5.5 of 100.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from dflash_cli.acceptance.intervals.acceptance_difference import (
+    MIN_UNEVEN,
+    AcceptanceDifference,
+    paired_moments,
+    unpaired_moments,
+)
+from dflash_cli.acceptance.intervals.resampling import tail_widths
+from dflash_cli.tuning.round_intervals import half_width
+from interval_coverage import (
+    CONFIDENCE,
+    WORLDS,
+    Floats,
+    Generator,
+    World,
+    as_units,
+    draw_counts,
+    parts_of,
+    print_head,
+    print_row,
+    true_ratio,
+    widened,
+)
+
+PROMPTS = (12, 16, 32, 64, 128)
+LUCK = 0.08
+"""Spread of the chance of one prompt between two drafts that are equally good."""
+SHARE, BEFORE, AFTER = 0.05, 4.0, 1.5
+"""A draft that falls from 4 to 1.5 tokens per step on 5% of the prompts."""
+NOISE = 0.1
+"""Spread of the steps of the other prompts, as a share of their number."""
+ROUND_NOISE = 0.05
+"""Spread of the logarithm of a step time between rounds."""
+
+
+def draw_sides(world: World, rng: Generator, shape: tuple[int, int]) -> list[Floats]:
+    """Tokens and steps `[replications, prompts, 2]` of two equally good drafts on the same prompts and lengths."""
+    chance, median = world.draw(rng, shape)
+    spread = np.exp(world.sigma * rng.normal(size=shape)) if world.sigma else math.inf
+    length = np.clip(median * spread, 2, world.longest)
+    sides = []
+    for _ in range(2):
+        moved = np.clip(chance + LUCK * rng.normal(size=shape), 0.02, 0.97)
+        fixed = replace(world, draw=partial(_fixed, moved, length), sigma=1e-9)
+        sides.append(as_units(draw_counts(fixed, rng, shape, 1))[:, 0])
+    return sides
+
+
+def _fixed(chance: Floats, length: Floats, *_: object) -> tuple[Floats, Floats]:
+    return chance, length
+
+
+def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[AcceptanceDifference]:
+    """Yield the difference in each replication, as `dflash compare` computes it."""
+    _, error, freedom = (paired_moments if is_paired else unpaired_moments)(base, other)
+    first, second = (side.sum(axis=1) for side in (base, other))
+    num_prompts = min(base.shape[1], other.shape[1])
+    num_differing = np.full(len(base), num_prompts)
+    if is_paired:
+        num_differing = (base[..., 0] * other[..., 1] != other[..., 0] * base[..., 1]).sum(axis=1)
+    rows = (first[:, 0] / first[:, 1], second[:, 0] / second[:, 1], error, freedom, num_differing)
+    for was, now, spread, free, count in zip(*(row.tolist() for row in rows), strict=True):
+        yield AcceptanceDifference(
+            base=was, other=now, error=spread, freedom=free, confidence=CONFIDENCE, num_prompts=num_prompts,
+            num_differing=count,
+        )  # fmt: skip
+
+
+def false_differences(world: World, count: int, replications: int, kind: str) -> float:
+    """Percent of replications in which two equally good drafts are called different."""
+    rng, found = np.random.default_rng(count), []
+    for part in parts_of(replications):
+        if kind == "paired":
+            base, other = draw_sides(world, rng, (part, count))
+        else:
+            sizes = (count, count if kind == "unpaired" else 4 * count)
+            base, other = (as_units(draw_counts(world, rng, (part, size), 1))[:, 0] for size in sizes)
+        found += [item.p_value < 1 - CONFIDENCE for item in differences(base, other, is_paired=kind == "paired")]
+    return 100 * float(np.mean(found))
+
+
+def draw_fall(rng: Generator, shape: tuple[int, int], noise: float) -> tuple[Floats, Floats]:
+    """Tokens and steps of a draft, and of another that falls on few prompts. The texts are the same."""
+    base = np.broadcast_to(np.array([200.0, 200 / BEFORE]), (*shape, 2))
+    steps = np.maximum(25, np.rint(200 / BEFORE * (1 + noise * rng.normal(size=shape))))
+    steps = np.where(rng.random(shape) < SHARE, np.rint(200 / AFTER), steps)
+    return base, np.stack([base[..., 0], steps], axis=-1)
+
+
+def false_passes(count: int, replications: int, noise: float) -> tuple[float, float]:
+    """Percent of replications in which a gate passes the fall, if its tolerance is just the true fall, and coverage."""
+    base, other = (side.sum(axis=(0, 1)) for side in draw_fall(np.random.default_rng(9), (2000, 1000), noise))
+    edge = float(base[0] / base[1] - other[0] / other[1])
+    rng, passed, covered = np.random.default_rng(count), [], []
+    for part in parts_of(replications):
+        for item in differences(*draw_fall(rng, (part, count), noise), is_paired=True):
+            passed.append(item.lower_bound >= -edge or item.equivalence_p_value(edge) < 1 - CONFIDENCE)
+            covered.append(item.interval.low <= -edge <= item.interval.high)
+    return 100 * float(np.mean(passed)), 100 * float(np.mean(covered))
+
+
+def false_payoffs(num_candidates: int, num_rounds: int, replications: int, count: int = 24) -> float:
+    """Percent of replications in which the best of several candidates is said to pay. All are as fast as plain steps.
+
+    The candidates have independent prompts, which is the worst case.
+    """
+    world, rng, found = WORLDS["categories"], np.random.default_rng(num_candidates), []
+    length, level = true_ratio(world, 1), 1 - (1 - CONFIDENCE) / num_candidates
+    for part in parts_of(replications):
+        units = as_units(draw_counts(world, rng, (part * num_candidates, count), 1))
+        estimates = units[:, 0, :, 0].sum(axis=1) / units[:, 0, :, 1].sum(axis=1)
+        wider = tail_widths(units, level) / tail_widths(units, CONFIDENCE)
+        below = (wider * np.log(estimates / widened(units, 1000)[:, 0])).reshape(part, -1)
+        noise = ROUND_NOISE * rng.normal(size=(part, 1 + num_candidates, num_rounds))
+        plain, drafting = np.exp(noise[:, :1]), length * np.exp(noise[:, 1:])
+        speedups = estimates.reshape(part, -1) * plain.mean(axis=-1) / drafting.mean(axis=-1)
+        for place, best in enumerate(speedups.argmax(axis=1)):
+            of_times = half_width((noise[place, 0] - noise[place, 1 + best]).tolist(), level)
+            found.append(math.log(speedups[place, best]) > math.hypot(below[place, best], of_times))
+    return 100 * float(np.mean(found))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    names = [name for name, world in WORLDS.items() if world.repeats == 1]
+    parser.add_argument("--worlds", type=lambda text: text.split(","), default=names)
+    parser.add_argument("--replications", type=int, default=10_000)
+    options = parser.parse_args(arguments)
+    print_head(["called different, though equal", "samples", *(f"{count} prompts" for count in PROMPTS)])
+    for name in options.worlds:
+        for kind in ("paired", "unpaired", "unpaired, 1 to 4"):
+            counts = [count for count in PROMPTS if kind != "unpaired, 1 to 4" or count >= MIN_UNEVEN]
+            rates = [f"{false_differences(WORLDS[name], count, options.replications, kind):.1f}" for count in counts]
+            print_row([name, kind, *["-"] * (len(PROMPTS) - len(rates)), *rates])
+    print()
+    print_head(["fall on 5% of prompts", "rate", *(f"{count} prompts" for count in (*PROMPTS, 512))])
+    for noise, text in ((0.0, "the others stay equal"), (NOISE, "the others vary")):
+        found = [false_passes(count, options.replications, noise) for count in (*PROMPTS, 512)]
+        for place, rate in enumerate(("passes the gate", "interval covers")):
+            print_row([text, rate, *(f"{item[place]:.1f}" for item in found)])
+    print()
+    print_head(["said to pay, though as fast as plain", "2 rounds", "4 rounds", "8 rounds"])
+    for number in (1, 5):
+        rates = (false_payoffs(number, num_rounds, options.replications) for num_rounds in (2, 4, 8))
+        print_row([f"best of {number}", *(f"{rate:.1f}" for rate in rates)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
