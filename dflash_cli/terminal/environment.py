@@ -23,7 +23,7 @@ SECRET_TEXT = re.compile(r"\b(?:hf|sk|ghp|gho|nvapi)[_-][\w-]{16,}|(?<=://)[^/@\
 """Tokens in the forms of hubs and APIs, and the user and password of a URL."""
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 INSTALLED = ("entry_points.txt", "RECORD", "installed-files.txt", "SOURCES.txt")
-"""Files of a distribution that list its scripts, and its modules in the order in which importlib.metadata reads them."""
+"""Files that list the scripts and modules of a distribution, in the order in which importlib.metadata reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
