@@ -40,6 +40,14 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rows
 
 
+@pytest.fixture(scope="module")
+def enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The answers of ENOUGH, and their result beside them."""
+    rows = tmp_path_factory.mktemp("enough") / "rows.jsonl"
+    rows.with_name("result.json").write_text(run(*ENOUGH, "--output", str(rows), "--json").stdout)
+    return rows
+
+
 @pytest.fixture
 def rows(answered: Path, tmp_path: Path) -> Path:
     """A copy of the answers of SMALL, which a test may change."""
@@ -50,8 +58,8 @@ def bundled_rows() -> list[PromptRow]:
     return gather_rows([], str(tiny_directory() / "prompts.jsonl"))
 
 
-def test_the_figures_are_the_runtimes() -> None:
-    document = json.loads(run(*ENOUGH, "--json").stdout)
+def test_the_figures_are_the_runtimes(enough: Path) -> None:
+    document = json.loads(enough.with_name("result.json").read_text())
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(document["settings"]["stop_token_ids"]))
     rows = sample_rows(bundled_rows(), 12, seed=0)
     prompts = [bundled_prompts()[row.index] for row in rows]
@@ -68,8 +76,8 @@ def test_the_figures_are_the_runtimes() -> None:
     assert low < document["acceptance_len"] < high
 
 
-def test_tables_name_every_definition() -> None:
-    text = run(*SMALL, "--all").stdout
+def test_tables_name_every_definition(rows: Path) -> None:
+    text = run(*SMALL, "--output", str(rows), "--resume", "--all").stdout
     assert text.startswith("acceptance length ")
     for word in ("by position", "\nvllm ", "zlab", "sglang", "mlx_ratio", "committed", "by category"):
         assert word in text
@@ -85,8 +93,8 @@ def test_steps_of_the_first_prompts_are_shown() -> None:
     assert (refused.error_id, refused.field) == ("two-results-on-stdout", "--trace")
 
 
-def test_one_definition_leads_and_says_what_it_counts() -> None:
-    text = run("tiny", *ENOUGH).stdout
+def test_one_definition_leads_and_says_what_it_counts(enough: Path) -> None:
+    text = run("tiny", *ENOUGH, "--output", str(enough), "--resume").stdout
     headline, definition, legend = text.splitlines()[:3]
     assert re.match(r"acceptance length [\d.]+ \[", headline)
     assert "vLLM" in definition
@@ -97,12 +105,14 @@ def test_one_definition_leads_and_says_what_it_counts() -> None:
 
 
 @pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
-def test_a_gate_that_is_met_passes(minimum: str, gate: str) -> None:
-    assert run(*ENOUGH, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
+def test_a_gate_that_is_met_passes(minimum: str, gate: str, enough: Path) -> None:
+    resumed = [*ENOUGH, "--output", str(enough), "--resume"]
+    assert run(*resumed, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
 
 
-def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
-    done = support.run_main("eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json")
+def test_a_gate_that_is_missed_exits_3_after_the_result(rows: Path) -> None:
+    resumed = [*SMALL, "--output", rows, "--resume"]
+    done = support.run_main("eval-acceptance", *resumed, "--min-acceptance", "7.9", "--json")
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert (done.error_id, done.field) == ("acceptance-too-low", "acceptance length")
@@ -273,9 +283,8 @@ def test_given_and_rendered_prompts_have_digests_of_their_own(tmp_path: Path) ->
     assert plain["rendered_prompts_digest"] != chat["rendered_prompts_digest"]
 
 
-def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    whole = json.loads(run(*ENOUGH, "--output", str(rows), "--json").stdout)
+def test_a_smaller_resumed_run_deletes_no_answer(enough: Path, tmp_path: Path) -> None:
+    rows, whole = Path(shutil.copy(enough, tmp_path)), json.loads(enough.with_name("result.json").read_text())
     before = rows.read_bytes()
     smaller = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
     assert rows.read_bytes() == before
