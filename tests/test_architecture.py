@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,18 @@ FORBIDDEN = {
 }
 EVERYWHERE = {"click", "kernels", "runtime", "pickle"}
 TORCH_FREE = {"torch", "transformers", "numpy"}
+SLOW = TORCH_FREE | {"pydantic"}
+
+
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def imports(file: Path) -> Iterator[str]:
     """Top-level names a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -56,57 +64,49 @@ def test_only_the_console_writes_to_the_terminal() -> None:
         for file in (ROOT / folder).rglob("*.py"):
             if file.name == "console.py":
                 continue
-            calls = [node.func.id for node in ast.walk(ast.parse(file.read_text()))
+            calls = [node.func.id for node in nodes(file)
                      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]  # fmt: skip
             assert "print" not in calls, file
 
 
-def modules_after(arguments: list[str], depth: int = 1) -> set[str]:
-    """The modules that a command has loaded when it ends, the first `depth` parts of their names."""
+def modules_after(*commands: list[str]) -> list[set[str]]:
+    """The modules that one process has loaded after each command, the first two parts of their names."""
     code = (
         "import sys\n"
         f"sys.path[:0] = {[str(ROOT), str(ROOT / 'runtime'), str(ROOT / 'kernels')]!r}\n"
-        f"sys.argv = ['dflash', *{arguments!r}]\n"
         "from dflash_cli.main import main\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
-        f"parts = range(1, {depth + 1})\n"
-        "found = {'.'.join(name.split('.')[:n]) for name in sys.modules for n in parts}\n"
-        "sys.stderr.write('MODULES ' + ' '.join(sorted(found)))\n"
+        f"for arguments in {commands!r}:\n"
+        "    sys.argv = ['dflash', *arguments]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n        assert end.code in (0, None), end.code\n"
+        "    found = {'.'.join(name.split('.')[:n]) for name in sys.modules for n in (1, 2)}\n"
+        "    sys.stderr.write('MODULES ' + ' '.join(sorted(found)) + '\\n')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stderr.split("MODULES ")[1].split())
+    return [set(line.split()[1:]) for line in done.stderr.splitlines() if line.startswith("MODULES ")]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_commands_that_read_headers_or_nothing_import_no_slow_library() -> None:
+    naming = ["--to", "speculators", "--target", "tiny", "--target-name", "org/name"]
+    commands = [
         ["--version"],
         ["inspect", "tiny"],
         ["inspect", "tiny", "tiny:reduced"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny:reduced", "--json"],
-        [
-            "convert",
-            "tiny",
-            "unused",
-            "--to",
-            "speculators",
-            "--target",
-            "tiny",
-            "--target-name",
-            "org/name",
-            "--dry-run",
-        ],
-    ],
-    ids=" ".join,
-)
-def test_header_commands_never_import_torch(arguments: list[str]) -> None:
-    assert not modules_after(arguments) & TORCH_FREE
+        ["-q", "inspect", "tiny", "--tensors"],
+        ["explain", "C20"],
+        ["serve-command", "tiny", "--engine", "vllm"],
+        ["env"],
+        ["convert", "tiny", "unused", *naming, "--dry-run"],
+    ]
+    for command, loaded in zip(commands, modules_after(*commands), strict=True):
+        assert not loaded & SLOW, command
 
 
 def test_help_draws_nothing_with_rich() -> None:
-    assert "rich" not in modules_after(["--help"])
+    (loaded,) = modules_after(["--help"])
+    assert "rich" not in loaded
 
 
 def test_transformers_finds_its_own_kernels_from_the_repository_root() -> None:
@@ -152,23 +152,18 @@ def test_a_cycle_through_a_late_import_would_be_seen(tmp_path: Path) -> None:
     assert DRAWING["circles"](found) == [["package.a", "package.b"]]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(tmp_path: Path) -> None:
+    naming = ["--to", "speculators", "--target-name", "org/name"]
+    commands = [
         ["inspect", "tiny"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny", "--ignore", "S02"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "none"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "roundtrip"],
-    ],
-    ids=" ".join,
-)
-def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    loaded = modules_after([item.format(out=tmp_path / "out") for item in arguments], depth=2)
+        ["convert", "tiny", str(tmp_path / "copied"), *naming, "--verify", "none"],
+        ["convert", "tiny", str(tmp_path / "verified"), *naming, "--verify", "roundtrip"],
+    ]
     measuring = {f"dflash_cli.{room}" for room in DRAWING["WINGS"]["measuring"]}
-    assert not loaded & (measuring | TORCH_FREE)
+    for command, loaded in zip(commands, modules_after(*commands), strict=True):
+        assert not loaded & (measuring | TORCH_FREE), command
 
 
 def test_the_drawing_in_the_documents_is_true() -> None:
@@ -200,15 +195,14 @@ def engine_files() -> set[str]:
 
 def code_words(file: Path) -> set[str]:
     """The words of a file's names and texts, without docstrings, sources of rules, and effects of rules."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             skipped.add(node.value)
         elif isinstance(node, ast.keyword) and node.arg in ("source", "effect"):
             skipped |= set(ast.walk(node.value))
     texts: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
             texts += re.findall(r"[\w-]+", node.value)
         for field in ("id", "attr", "arg", "name", "module"):

@@ -341,8 +341,12 @@ class LLM:
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> str:
-    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, commits 4 tokens."""
+    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, commits 4 tokens.
+
+    Beside it is a torch without devices, which loads at once.
+    """
     (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "torch.py").write_text("class cuda:\n    is_available = staticmethod(lambda: False)\n")
     (tmp_path / "site" / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     return str(tmp_path / "site")
 

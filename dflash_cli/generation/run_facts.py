@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +129,7 @@ def command_and_date() -> dict[str, Any]:
     }
 
 
+@cache
 def release_of(name: str) -> str | None:
     """Return the installed version of a package, or None."""
     if name == "dflash-cli":

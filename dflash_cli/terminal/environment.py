@@ -22,6 +22,8 @@ SECRET_OPTION = re.compile(r"--?(?:[\w-]*[-_])?(?:token|password|secret|key)", r
 SECRET_TEXT = re.compile(r"\b(?:hf|sk|ghp|gho|nvapi)[_-][\w-]{16,}|(?<=://)[^/@\s]+(?=@)")
 """Tokens in the forms of hubs and APIs, and the user and password of a URL."""
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
+INSTALLED = ("entry_points.txt", "RECORD", "installed-files.txt", "SOURCES.txt")
+"""Files that list the scripts and modules of a distribution, in the order in which importlib.metadata reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -90,6 +92,8 @@ def find_conflicts() -> list[str]:
     """Other distributions that own the `dflash` script or one of our modules."""
     found = []
     for distribution in metadata.distributions():
+        if not any(NAMES[0] in (distribution.read_text(file) or "") for file in INSTALLED):
+            continue  # to parse the lists of every package takes seconds
         name = distribution.metadata["Name"] or ""
         if name.lower().replace("_", "-") == DISTRIBUTION:
             continue

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import dflash_cli
+from dflash_cli.terminal import console
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
+from dflash_testing.searches import shorten_search
 
 
 @pytest.mark.parametrize("name", sorted(set(dflash_cli.__all__) - {"__version__"}))
@@ -65,7 +67,7 @@ def test_a_draft_that_would_be_misread_is_not_run(tmp_path: Path) -> None:
 
 
 def test_speed_is_measured() -> None:
-    found = dflash_cli.bench(draft="tiny", prompts=[[5, 6, 7]], concurrency=(1,), rounds=1, max_new_tokens=40)
+    found = dflash_cli.bench(draft="tiny", prompts=[[5, 6, 7]], concurrency=(1,), rounds=1, max_new_tokens=16)
     (speed,) = found.speeds
     assert (speed.batch, speed.speedup > 0) == (1, True)
     assert found.to_json()["num_rounds"] == 1
@@ -123,12 +125,10 @@ def test_text_is_generated() -> None:
 
 
 def test_every_other_verb_returns_its_result(tmp_path: Path) -> None:
-    evaluation = dflash_cli.evaluate(draft="tiny", num_prompts=12, max_new_tokens=24)
-    results = []
-    for name in ("a", "b"):
-        results.append(tmp_path / f"{name}.json")
-        outcome = support.invoke("eval-acceptance", "tiny", "--num-prompts", 12, "-n", 24, "--json")
-        results[-1].write_text(outcome.out)
+    evaluation = dflash_cli.evaluate(draft="tiny", num_prompts=12, max_new_tokens=16)
+    results = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in results:
+        path.write_text(console.json_document(evaluation))
     found: dict[str, Any] = {
         "evaluate": evaluation,
         "compare": dflash_cli.compare(results=tuple(results)),
@@ -159,7 +159,8 @@ def test_an_argument_without_its_keyword_is_refused_by_naming_it() -> None:
     assert refused.value.hint == "in Python: engine=['vllm']"
 
 
-def test_a_pair_is_diagnosed() -> None:
-    found = dflash_cli.diagnose(draft="tiny", num_prompts=4, max_new_tokens=8)
+def test_a_pair_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch, "rope")
+    found = dflash_cli.diagnose(draft="tiny", num_prompts=4, max_new_tokens=16)
     assert not found.cause.has_cause
     assert found.report.search is not None

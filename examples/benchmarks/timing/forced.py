@@ -40,7 +40,8 @@ def draw_table(rates: Sequence[float], seed: int = 0) -> Tensor:
     A request reads the entry of its remaining tokens, so it reads each entry at most once.
     """
     levels = (torch.arange(TABLE_SIZE, dtype=torch.float64) + 0.5) / TABLE_SIZE
-    counts = (levels[:, None] < torch.tensor(rates, dtype=torch.float64)).sum(1)
+    ascending = torch.tensor(sorted(rates), dtype=torch.float64)
+    counts = len(rates) - torch.searchsorted(ascending, levels, right=True)
     return counts[torch.randperm(TABLE_SIZE, generator=torch.Generator().manual_seed(seed))]
 
 

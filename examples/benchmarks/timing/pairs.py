@@ -44,7 +44,7 @@ class Shape:
 SHAPES = {
     "qwen3-8b": Shape(4096, 12288, 36, 32, (1, 9, 17, 25, 33), is_tied=False),
     "qwen3-4b": Shape(2560, 9728, 36, 32, (1, 9, 17, 25, 33), is_tied=True),
-    "small": Shape(512, 1024, 2, 4, (0, 1), is_tied=True, vocab=2048, kv_heads=2, draft_layers=1),
+    "small": Shape(128, 256, 2, 4, (0, 1), is_tied=True, vocab=512, kv_heads=2, draft_layers=1),
 }
 
 

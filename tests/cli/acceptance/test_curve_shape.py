@@ -79,9 +79,11 @@ def conversation(index: int, near: float, far: float, generator: np.random.Gener
     """Draw 100 steps after a prompt of 60 tokens. Acceptance is `far` once the context has reached 316 tokens."""
     ease = generator.normal(0, 0.08)
     lengths: list[int] = []
+    length = 60
     for _ in range(100):
-        chance = np.clip((near if 60 + sum(lengths) < 316 else far) + ease, 0.05, 0.95)
+        chance = min(0.95, max(0.05, (near if length < 316 else far) + ease))
         lengths.append(min(8, int(generator.geometric(1 - chance))))
+        length += lengths[-1]
     turns = [TurnSteps(60, lengths, lengths)]
     return ConversationCounts(digest=str(index), name=str(index), category=None, condition=None, **count_turns(turns))
 

@@ -30,9 +30,9 @@ SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 3}
 @pytest.mark.parametrize("sampling", [pytest.param({}, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"])
 def test_the_walk_has_the_steps_of_a_live_run(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Equal draft tokens, accepted and committed tokens, also after stop tokens and at the end of an answer."""
-    rows = bundled_rows(4)
+    rows = bundled_rows(3)
     session = open_session(None, TINY, replace(EXACT, num_draft_tokens=0))
-    params = SamplingParams(max_new_tokens=32, **sampling).with_stops(session.stop_token_ids)
+    params = SamplingParams(max_new_tokens=24, **sampling).with_stops(session.stop_token_ids)
     dump = dump_to(tmp_path / "dump", rows, params)
     for name in (TINY, "tiny:reduced"):
         outputs = live(name, rows, params)
@@ -48,12 +48,12 @@ def test_the_walk_has_the_steps_of_a_live_run(sampling: dict[str, Any], tmp_path
 
 def test_all_anchors_at_once_have_the_same_steps_as_one_anchor_at_a_time(tmp_path: Path) -> None:
     """The walk drafts one anchor per text at a time, the mean drafts all. Both have equal steps at equal anchors."""
-    dump = dump_to(tmp_path / "dump", bundled_rows(3), SamplingParams(max_new_tokens=32))
+    dump = dump_to(tmp_path / "dump", bundled_rows(2), SamplingParams(max_new_tokens=24))
     every, alone = replayed(request_for(dump)), replayed(request_for(dump, every=0))
     for one, other in zip(every, alone, strict=True):
         by_start = {step.start: step for step in one.sampled}
         assert other.sampled == ()
-        assert len(one.sampled) == 31
+        assert len(one.sampled) == 23
         assert one.walked == other.walked == tuple(by_start[step.start] for step in other.walked)
     third = replayed(request_for(dump, every=3))
     assert [item.sampled for item in third] == [item.sampled[::3] for item in every]
@@ -66,7 +66,7 @@ RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
 def test_the_walk_has_the_steps_of_the_reference_loop(tmp_path: Path) -> None:
     """Equal to z-lab's recorded traces, with full and sliding attention. Their loop shortens blocks near the end."""
     length = RECORDED["provenance"]["max_new_tokens"]
-    traces = {reading: [item for item in RECORDED["traces"] if item["reading"] == reading][:4]
+    traces = {reading: [item for item in RECORDED["traces"] if item["reading"] == reading][:2]
               for reading in ("full", "sliding causal")}  # fmt: skip
     config = replace(EXACT, dtype="float32")
     prompts = [trace["prompt_token_ids"] for trace in traces["full"]]
@@ -103,16 +103,16 @@ def test_blocks_past_the_drafts_positions_are_not_judged(tmp_path: Path) -> None
 
 
 def test_an_evaluation_has_the_mean_over_anchors_beside_the_walk(tmp_path: Path) -> None:
-    dump = dump_to(tmp_path / "dump", bundled_rows(8), SamplingParams(max_new_tokens=16))
+    dump = dump_to(tmp_path / "dump", bundled_rows(4), SamplingParams(max_new_tokens=12))
     evaluation = replay(request_for(dump))
     assert evaluation.anchors is not None
-    assert evaluation.anchors.num_anchors == 8 * 15
+    assert evaluation.anchors.num_anchors == 4 * 11
     document = to_json(evaluation)
     assert document["anchors"]["mean_over_anchors"] != document["acceptance_len"]
     assert document["settings"]["mode"] == "replay"
-    assert document["settings"]["max_new_tokens"] == 16
+    assert document["settings"]["max_new_tokens"] == 12
     assert document["measured"]["dump"]["taps"] == list(TAPS)
-    assert document["measured"]["num_blocks"] == 8 * 15
+    assert document["measured"]["num_blocks"] == 4 * 11
     alone = to_json(replay(request_for(dump, every=0)))
     assert alone["anchors"] is None
     assert alone["measured"]["num_blocks"] == alone["num_drafts"] == document["num_drafts"]

@@ -73,12 +73,12 @@ def test_tokens_a_step_are_the_engines_acceptance() -> None:
     """`generate` answers the same prompt. The window has all its steps except the last, which ends the round."""
     prompt = bundled_prompts()[3]
     llm = bundled_llm(bundled_draft_model(), 7)
-    request = SpeedRequest(prompts=[prompt], batches=[1], max_new_tokens=40, num_rounds=1)
+    request = SpeedRequest(prompts=[prompt], batches=[1], max_new_tokens=24, num_rounds=1)
     (speed,) = measure_speeds(llm.pair, request)
     from dflash_runtime.scheduling.request import SamplingParams
 
-    (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert speed.speculative.tokens_per_step == pytest.approx(39 / len(output.committed_lengths), rel=0.35)
+    (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert speed.speculative.tokens_per_step == pytest.approx(23 / len(output.committed_lengths), rel=0.35)
 
 
 def test_prompts_are_taken_in_turns() -> None:
@@ -97,7 +97,7 @@ def test_progress_counts_every_round() -> None:
 
 
 class Slow:
-    """A model with a forward that takes 30 ms more."""
+    """A model with a forward that takes 15 ms more."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -106,11 +106,11 @@ class Slow:
         return getattr(self._model, name)
 
     def logits(self, *arguments: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.015)
         return self._model.logits(*arguments)
 
     def __call__(self, *arguments: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.015)
         return self._model(*arguments)
 
 
@@ -118,12 +118,12 @@ class Slow:
 def test_a_part_of_a_step_is_the_time_of_its_model(name: str) -> None:
     llm = bundled_llm(bundled_draft_model(), 7)
     slow: dict[str, Any] = {name: Slow(getattr(llm.pair, name))}
-    request = SpeedRequest(prompts=bundled_prompts()[:1], batches=[1], max_new_tokens=20, num_rounds=1)
+    request = SpeedRequest(prompts=bundled_prompts()[:1], batches=[1], max_new_tokens=12, num_rounds=1)
     (speed,) = measure_speeds(replace(llm.pair, **slow), request)
     assert speed.parts is not None
     slower, other = (speed.parts.draft_ms, speed.parts.verify_ms)[:: 1 if name == "draft" else -1]
-    assert slower > 20
-    assert other + speed.parts.rest_ms < speed.speculative.step_ms - 20
+    assert slower > 10
+    assert other + speed.parts.rest_ms < speed.speculative.step_ms - 10
 
 
 def test_parts_of_a_step_add_up() -> None:

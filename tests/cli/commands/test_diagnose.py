@@ -15,7 +15,7 @@ from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
-SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
+SMALL = ["--num-prompts", "8", "-n", "16", "--device", "cpu"]
 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -32,12 +32,34 @@ def run(*arguments: str) -> Any:
     return result
 
 
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The answers of SMALL, and their result beside them."""
+    rows = tmp_path_factory.mktemp("answered") / "rows.jsonl"
+    rows.with_name("result.json").write_text(run(*SMALL, "--output", str(rows), "--json").stdout)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The answers of ENOUGH, and their result beside them."""
+    rows = tmp_path_factory.mktemp("enough") / "rows.jsonl"
+    rows.with_name("result.json").write_text(run(*ENOUGH, "--output", str(rows), "--json").stdout)
+    return rows
+
+
+@pytest.fixture
+def rows(answered: Path, tmp_path: Path) -> Path:
+    """A copy of the answers of SMALL, which a test may change."""
+    return Path(shutil.copy(answered, tmp_path))
+
+
 def bundled_rows() -> list[PromptRow]:
     return gather_rows([], str(tiny_directory() / "prompts.jsonl"))
 
 
-def test_the_figures_are_the_runtimes() -> None:
-    document = json.loads(run(*ENOUGH, "--json").stdout)
+def test_the_figures_are_the_runtimes(enough: Path) -> None:
+    document = json.loads(enough.with_name("result.json").read_text())
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(document["settings"]["stop_token_ids"]))
     rows = sample_rows(bundled_rows(), 12, seed=0)
     prompts = [bundled_prompts()[row.index] for row in rows]
@@ -54,8 +76,8 @@ def test_the_figures_are_the_runtimes() -> None:
     assert low < document["acceptance_len"] < high
 
 
-def test_tables_name_every_definition() -> None:
-    text = run(*SMALL, "--all").stdout
+def test_tables_name_every_definition(rows: Path) -> None:
+    text = run(*SMALL, "--output", str(rows), "--resume", "--all").stdout
     assert text.startswith("acceptance length ")
     for word in ("by position", "\nvllm ", "zlab", "sglang", "mlx_ratio", "committed", "by category"):
         assert word in text
@@ -71,8 +93,8 @@ def test_steps_of_the_first_prompts_are_shown() -> None:
     assert (refused.error_id, refused.field) == ("two-results-on-stdout", "--trace")
 
 
-def test_one_definition_leads_and_says_what_it_counts() -> None:
-    text = run("tiny", *ENOUGH).stdout
+def test_one_definition_leads_and_says_what_it_counts(enough: Path) -> None:
+    text = run("tiny", *ENOUGH, "--output", str(enough), "--resume").stdout
     headline, definition, legend = text.splitlines()[:3]
     assert re.match(r"acceptance length [\d.]+ \[", headline)
     assert "vLLM" in definition
@@ -83,12 +105,14 @@ def test_one_definition_leads_and_says_what_it_counts() -> None:
 
 
 @pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
-def test_a_gate_that_is_met_passes(minimum: str, gate: str) -> None:
-    assert run(*ENOUGH, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
+def test_a_gate_that_is_met_passes(minimum: str, gate: str, enough: Path) -> None:
+    resumed = [*ENOUGH, "--output", str(enough), "--resume"]
+    assert run(*resumed, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
 
 
-def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
-    done = support.run_main("eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json")
+def test_a_gate_that_is_missed_exits_3_after_the_result(rows: Path) -> None:
+    resumed = [*SMALL, "--output", rows, "--resume"]
+    done = support.run_main("eval-acceptance", *resumed, "--min-acceptance", "7.9", "--json")
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert (done.error_id, done.field) == ("acceptance-too-low", "acceptance length")
@@ -96,9 +120,8 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 
 
-def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tmp_path / "rows.jsonl"
-    whole = json.loads(run(*SMALL, "--output", str(rows), "--json").stdout)
+def test_resuming_asks_only_what_is_missing(rows: Path, answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = json.loads(answered.with_name("result.json").read_text())
     with refuses(UsageError, "output-exists", path=rows):
         run(*SMALL, "--output", str(rows))
     lines = rows.read_text().splitlines(keepends=True)
@@ -152,7 +175,7 @@ def mixed_prompts(path: Path) -> Path:
 
 def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> None:
     prompts, rows = mixed_prompts(tmp_path / "p.jsonl"), tmp_path / "rows.jsonl"
-    options = ["--prompts", prompts, "-n", "16", "--num-resamples", "0"]
+    options = ["--prompts", prompts, "-n", "8", "--num-resamples", "0"]
     done = support.run_main("eval-acceptance", *options, "--json", "--output", rows)
     assert done.code == 2
     document = json.loads(done.out)
@@ -164,7 +187,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     assert [item["index"] for item in document["failed"]] == [1, 3, 4]
     assert document["failed"][2]["error"].startswith(f"{prompts}:5: turn 2: ")
     good = write_prompts(tmp_path / "good.jsonl", [json.loads(prompts.read_text().splitlines()[n]) for n in (0, 2)])
-    alone = json.loads(run("--prompts", str(good), "-n", "16", "--num-resamples", "0", "--json").stdout)
+    alone = json.loads(run("--prompts", str(good), "-n", "8", "--num-resamples", "0", "--json").stdout)
     assert document["acceptance_len"] == alone["acceptance_len"]
     assert any(line.startswith("error: 3 of 5 prompts ") for line in done.err.splitlines())
     result, report = tmp_path / "result.json", tmp_path / "report.md"
@@ -236,18 +259,12 @@ def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.M
     [(["--draft-sampling", "probabilistic"], "draft_sampling"), (["--dtype", "float64"], "dtype"),
      (["-k", "3"], "num_speculative_tokens"), (["--temperature", "0.5"], "temperature")],
 )  # fmt: skip
-def test_settings_that_decide_a_result_are_compared(options: list[str], name: str, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    run(*SMALL, "--output", str(rows))
+def test_settings_that_decide_a_result_are_compared(options: list[str], name: str, rows: Path) -> None:
     with refuses(UsageError, "settings-differ", path=rows, field=name):
         run(*SMALL, "--output", str(rows), "--resume", *options)
 
 
-def test_another_device_and_template_option_are_another_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    run(*SMALL, "--output", str(rows))
+def test_another_device_and_template_option_are_another_experiment(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--chat-template-kwargs", '{"enable_thinking": false}']
     with refuses(UsageError, "settings-differ", field="chat_template_kwargs", found=None) as caught:
         run(*SMALL, "--output", str(rows), "--resume", *options)
@@ -266,9 +283,8 @@ def test_given_and_rendered_prompts_have_digests_of_their_own(tmp_path: Path) ->
     assert plain["rendered_prompts_digest"] != chat["rendered_prompts_digest"]
 
 
-def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    whole = json.loads(run(*ENOUGH, "--output", str(rows), "--json").stdout)
+def test_a_smaller_resumed_run_deletes_no_answer(enough: Path, tmp_path: Path) -> None:
+    rows, whole = Path(shutil.copy(enough, tmp_path)), json.loads(enough.with_name("result.json").read_text())
     before = rows.read_bytes()
     smaller = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
     assert rows.read_bytes() == before
@@ -301,9 +317,7 @@ def test_a_draft_is_an_argument_or_an_option() -> None:
         run("tiny", "--draft", "tiny", *SMALL)
 
 
-def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    run(*SMALL, "--output", str(rows))
+def test_resuming_under_other_settings_is_refused(rows: Path) -> None:
     with refuses(UsageError, "settings-differ", field="seed", found=0, expected="1"):
         run(*SMALL, "--output", str(rows), "--resume", "--seed", "1")
 
@@ -355,7 +369,7 @@ def test_sampled_acceptance_is_lower_and_seeded() -> None:
 
 def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
     """The reduced draft was trained without causality, and loses most from causal attention."""
-    options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "48", "--num-resamples", "0", "--json"]
+    options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "32", "--num-resamples", "0", "--json"]
     as_trained = json.loads(run(*options).stdout)
     causal = json.loads(run(*options, "--causality", "causal").stdout)
     assert causal["settings"]["causality"] == "causal"
@@ -371,13 +385,14 @@ def test_a_curve_that_shows_a_fault_is_named(tmp_path: Path) -> None:
     config = json.loads((draft / "config.json").read_text())
     config["dflash_config"]["mask_token_id"] = 5
     (draft / "config.json").write_text(json.dumps(config))
-    asked = [str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "48"]
+    rows = str(tmp_path / "rows.jsonl")
+    asked = [str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "32", "--output", rows]
     result = run(*asked)
-    result_file.write_text(run(*asked, "--json").stdout)
+    result_file.write_text(run(*asked, "--resume", "--json").stdout)
     assert support.run_main("report", result_file, "-o", report).code == 0
     (shape,) = json.loads(result_file.read_text())["shapes"]
     for text in (result.stdout, report.read_text()):
         assert f"shape: {shape['name']} (" in text
     assert f"dflash diagnose {draft} --target tiny\n" in result.stdout
-    document = json.loads(run("--num-prompts", "4", "-n", "48", "--json").stdout)
+    document = json.loads(run("--num-prompts", "4", "-n", "32", "--json").stdout)
     assert document["shapes"] == []

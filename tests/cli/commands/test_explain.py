@@ -2,8 +2,6 @@
 
 import json
 import runpy
-import subprocess
-import sys
 
 import pytest
 
@@ -73,21 +71,3 @@ def test_the_table_in_the_documents_is_true() -> None:
     """The page of checks equals the output of `python scripts/rule_table.py`."""
     render = runpy.run_path(str(ROOT / "scripts" / "rule_table.py"))["render"]
     assert documentation.text("checks") == render()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("explain", "C20"), ("serve-command", "tiny", "--engine", "vllm"), ("env",)],
-    ids=" ".join,
-)
-def test_no_torch(arguments: tuple[str, ...]) -> None:
-    """Commands that read at most headers start without torch. test_architecture.py checks others."""
-    code = (
-        f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('.', 'runtime', 'kernels')]!r}; "
-        f"sys.argv = ['dflash', *{list(arguments)!r}]\n"
-        "from dflash_cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -37,25 +37,25 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 def expected() -> RequestOutput:
     """The output of the runtime for PROMPT."""
     ids = bundled_tokenizer().encode(PROMPT)
-    return bundled_llm(bundled_draft_model(), 7).generate([ids], SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
+    return bundled_llm(bundled_draft_model(), 7).generate([ids], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
 
 
 def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutput) -> None:
     """The process also prints the modules that it imports: not transformers, which takes seconds."""
     environment = {"PYTHONPROFILEIMPORTTIME": "1"}
-    done = support.launch("generate", "-v", PROMPT, "-n", "40", "--ignore-eos", "--threads", "1", env=environment)
+    done = support.launch("generate", "-v", PROMPT, "-n", "24", "--ignore-eos", "--threads", "1", env=environment)
     assert done.code == 0, done.err
     imported = {line.rpartition("|")[2].strip() for line in done.err.splitlines() if line.startswith("import time:")}
     assert "torch" in imported
     assert "transformers" not in imported
     assert done.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
-    assert "40 tokens" in done.err
+    assert "24 tokens" in done.err
     assert "INFO dflash_cli.generation.loaded_pair: " in done.err
     assert f" {len(expected.acceptance_lengths)} steps, " in done.err
 
 
 def test_rows_hold_the_output_of_the_runtime(expected: RequestOutput) -> None:
-    done = run(PROMPT, "-n", "40", "--ignore-eos", "--output", "-")
+    done = run(PROMPT, "-n", "24", "--ignore-eos", "--output", "-")
     (row,) = map(json.loads, done.stdout.splitlines())
     assert row == {
         "index": 0,
@@ -71,7 +71,7 @@ def test_rows_hold_the_output_of_the_runtime(expected: RequestOutput) -> None:
 
 
 def test_json_is_one_document_with_vllms_names(expected: RequestOutput) -> None:
-    document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--json").stdout)
+    document = json.loads(run(PROMPT, "-n", "24", "--ignore-eos", "--json").stdout)
     assert document["schema_version"] == 1
     assert document["num_drafts"] == len(expected.acceptance_lengths)
     assert document["num_accepted_tokens"] == sum(expected.acceptance_lengths) - len(expected.acceptance_lengths)
@@ -81,7 +81,7 @@ def test_json_is_one_document_with_vllms_names(expected: RequestOutput) -> None:
 
 
 def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestOutput) -> None:
-    done = run(PROMPT, "-n", "40", "--ignore-eos", "--verify-width", "3", "--json")
+    done = run(PROMPT, "-n", "24", "--ignore-eos", "--verify-width", "3", "--json")
     document = json.loads(done.stdout)
     assert document["rows"][0]["token_ids"] == list(expected.token_ids)
     assert set(document["rows"][0]["verify_widths"]) == {3}
@@ -103,10 +103,10 @@ def test_widths_do_not_adapt_without_step_times() -> None:
 
 
 def test_a_verify_width_of_one_is_plain_decoding(expected: RequestOutput) -> None:
-    document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--verify-width", "1", "--json").stdout)
+    document = json.loads(run(PROMPT, "-n", "24", "--ignore-eos", "--verify-width", "1", "--json").stdout)
     assert document["rows"][0]["token_ids"] == list(expected.token_ids)
     assert document["num_drafts"] == 0
-    assert document["verify_width_histogram"] == {"1": 39}
+    assert document["verify_width_histogram"] == {"1": 23}
 
 
 def test_rows_keep_input_order_and_finish_together(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_rows_keep_input_order_and_finish_together(tmp_path: Path) -> None:
 
 
 def test_prompts_come_from_stdin(expected: RequestOutput) -> None:
-    by_rows = run("--prompts", "-", "-n", "40", "--ignore-eos", "-o", "-", stdin=json.dumps({"prompt": PROMPT}) + "\n")
-    by_text = run("-", "-n", "40", "--ignore-eos", "-o", "-", stdin=PROMPT)
+    by_rows = run("--prompts", "-", "-n", "24", "--ignore-eos", "-o", "-", stdin=json.dumps({"prompt": PROMPT}) + "\n")
+    by_text = run("-", "-n", "24", "--ignore-eos", "-o", "-", stdin=PROMPT)
     assert by_rows.stdout == by_text.stdout
     assert json.loads(by_rows.stdout)["token_ids"] == list(expected.token_ids)
 
@@ -144,7 +144,7 @@ def test_prompts_come_from_stdin(expected: RequestOutput) -> None:
     "options", [["-k", "0"], ["-k", "3"], ["--draft", "tiny:reduced"], ["--target", "tiny", "-k", "0"]]
 )
 def test_every_draft_gives_the_same_greedy_text(options: list[str], expected: RequestOutput) -> None:
-    done = run(PROMPT, "-n", "40", "--ignore-eos", *options)
+    done = run(PROMPT, "-n", "24", "--ignore-eos", *options)
     assert done.stdout == bundled_tokenizer().decode(expected.token_ids) + "\n"
 
 
@@ -154,11 +154,11 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tiny_directory() / "target" / name, target)
     rows = json.dumps({"prompt_token_ids": list(expected.prompt_token_ids)})
-    done = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "40", "--ignore-eos", "-o", "-", stdin=rows)
+    done = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "24", "--ignore-eos", "-o", "-", stdin=rows)
     answer = json.loads(done.stdout)
     assert answer["text"] is None
     assert answer["token_ids"] == list(expected.token_ids)
-    shown = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "40", "--ignore-eos", stdin=rows)
+    shown = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "24", "--ignore-eos", stdin=rows)
     assert shown.stdout.split() == [str(token) for token in expected.token_ids]
     refused = support.run_main("generate", PROMPT, "--draft", "tiny", "--target", target)
     assert (refused.code, refused.out) == (2, "")
@@ -179,7 +179,7 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     good = list(expected.prompt_token_ids)
     rows: list[list[int]] = [good, [99_999], good, [1] * 5000]
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": row}) for row in rows))
-    done = support.run_main("generate", "--prompts", prompts, "--output", "-", "-n", "40", "--ignore-eos")
+    done = support.run_main("generate", "--prompts", prompts, "--output", "-", "-n", "24", "--ignore-eos")
     assert done.code == 2
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
@@ -249,7 +249,7 @@ def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: Request
         {"turns": ["a", "b"]},
     ]
     prompts.write_text("\n".join(map(json.dumps, rows)))
-    options = ["--draft", "tiny", "--target", target, "-n", "40", "--ignore-eos"]
+    options = ["--draft", "tiny", "--target", target, "-n", "24", "--ignore-eos"]
     done = support.run_main("generate", *options, "--prompts", prompts, "--output", "-")
     assert done.code == 2
     answers = [json.loads(line) for line in done.out.splitlines()]
@@ -289,7 +289,7 @@ def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_trace_shows_what_was_drafted_accepted_and_replaced(expected: RequestOutput) -> None:
-    row = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "-o", "-", "--trace", "1").stdout)
+    row = json.loads(run(PROMPT, "-n", "24", "--ignore-eos", "-o", "-", "--trace", "1").stdout)
     assert [len(step["accepted"]) + 1 for step in row["trace"]][:-1] == row["acceptance_lengths"][:-1]
     rebuilt = [token for step in row["trace"] for token in step["accepted"] + step["bonus"]]
     assert [row["token_ids"][0], *rebuilt] == row["token_ids"]
@@ -299,15 +299,15 @@ def test_trace_shows_what_was_drafted_accepted_and_replaced(expected: RequestOut
         if step["replaced"]:
             assert step["replaced"] == [step["drafted"][len(step["accepted"])]]
             assert step["replaced"] != step["bonus"]
-    shown = run(PROMPT, "-n", "40", "--ignore-eos", "--trace", "1").stdout.splitlines()
+    shown = run(PROMPT, "-n", "24", "--ignore-eos", "--trace", "1").stdout.splitlines()
     assert len(shown) == len(expected.acceptance_lengths)
     assert all(f"{length - 1}/7 " in line for line, length in zip(shown, expected.acceptance_lengths, strict=True))
 
 
 def test_lossless_output_is_found_lossless_and_a_wrong_token_is_not(expected: RequestOutput) -> None:
-    document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--check-lossless", "--json").stdout)
+    document = json.loads(run(PROMPT, "-n", "24", "--ignore-eos", "--check-lossless", "--json").stdout)
     assert document["lossless"]["is_lossless"] is True
-    assert document["lossless"]["num_tokens"] == 40
+    assert document["lossless"]["num_tokens"] == 24
     llm = bundled_llm(None, 0)
     wrong = replace(expected, token_ids=(*expected.token_ids[:9], 5, *expected.token_ids[10:]))
     verdict = llm.check_lossless([expected, wrong])

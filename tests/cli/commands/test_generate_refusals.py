@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_kernels import suite
 from dflash_testing import checkpoints as support
 
 
@@ -70,10 +71,10 @@ def test_a_wrong_field_of_the_engines_config_is_shown_as_its_option(option: str,
 
 
 @pytest.mark.triton
-def test_kernels_that_cannot_run_are_refused() -> None:
-    """In a separate process, because this process has the interpreter switched on."""
-    env = {"TRITON_INTERPRET": "0"}
-    done = support.launch("generate", "x", "--kernels", "triton", "--device", "cpu", env=env)
+def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the interpreter, which this process has switched on."""
+    monkeypatch.setattr(suite, "IS_INTERPRETED", False)
+    done = support.run_main("generate", "x", "--kernels", "triton", "--device", "cpu")
     assert (done.code, done.out) == (5, "")
     assert "error: --kernels: " in done.err
 

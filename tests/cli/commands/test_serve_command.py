@@ -216,27 +216,36 @@ class TestEnv:
         monkeypatch.setenv("PATH", str(tmp_path))
         assert environment.describe_environment("0").gpus is None
 
-    def test_other_owners_of_the_name_are_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        home = tmp_path / "dflash-0.1.0.dist-info"
-        home.mkdir()
-        (home / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash\nVersion: 0.1.0\n")
-        (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash.cli:main\n")
-        (home / "RECORD").write_text("dflash/__init__.py,,\ndflash_runtime/__init__.py,,\n")
-        for name in ("dflash", "dflash_runtime"):  # from Python 3.12 on, files that do not exist are not listed
+    @pytest.mark.parametrize(("listing", "end"), [("RECORD", ",,"), ("SOURCES.txt", "")])
+    def test_other_owners_of_the_name_are_named(
+        self, listing: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("other", "dflash_runtime"):  # from Python 3.12 on, files that do not exist are not listed
             (tmp_path / name).mkdir()
             (tmp_path / name / "__init__.py").touch()
-        monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
+        files = f"other/__init__.py{end}\ndflash_runtime/__init__.py{end}\n"
+        owners = [install(tmp_path, "dflash", SCRIPT), install(tmp_path, "other", (listing, files))]
+        monkeypatch.setattr(metadata, "distributions", lambda: owners)
         script, module = find_conflicts()
-        assert all(text.startswith("dflash 0.1.0 ") for text in (script, module))
+        assert (script.startswith("dflash 0.1.0 "), module.startswith("other 0.1.0 ")) == (True, True)
         assert (" dflash-cli" in script, " dflash_runtime," in module) == (True, True)
 
     def test_our_own_distribution_is_no_conflict(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        home = tmp_path / "dflash_cli-0.1.0.dist-info"
-        home.mkdir()
-        (home / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-cli\nVersion: 0.1.0\n")
-        (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash_cli.main:main\n")
-        monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
+        own = install(tmp_path, "dflash-cli", SCRIPT)
+        monkeypatch.setattr(metadata, "distributions", lambda: [own])
         assert find_conflicts() == []
+
+
+SCRIPT = ("entry_points.txt", "[console_scripts]\ndflash = dflash.cli:main\n")
+
+
+def install(site: Path, name: str, file: tuple[str, str]) -> metadata.PathDistribution:
+    """Add a distribution with one more file beside METADATA."""
+    home = site / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    home.mkdir()
+    for path, text in (("METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n"), file):
+        (home / path).write_text(text)
+    return metadata.PathDistribution(home)
 
 
 def test_a_config_that_cannot_be_read_is_an_error_though_no_engine_stops_at_it(tmp_path: Path) -> None:

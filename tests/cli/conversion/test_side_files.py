@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ EMBEDDING = torch.arange(16, dtype=torch.bfloat16) / 8
 def save(path: Path, value: object) -> Path:
     torch.save(value, path)
     return path
+
+
+@cache
+def saved() -> bytes:
+    """A mask embedding as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save({"embedding": EMBEDDING, "mask_token_id": 31}, buffer)
+    return buffer.getvalue()
 
 
 def content(info: Any) -> bytes:
@@ -94,8 +103,8 @@ class TestReader:
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_bytes_changed_anywhere(self, data: st.DataObject, tmp_path: Path) -> None:
-        path = save(tmp_path / "a.pt", {"embedding": torch.ones(4), "mask_token_id": 3})
-        damaged = bytearray(path.read_bytes())
+        path = tmp_path / "a.pt"
+        damaged = bytearray(saved())
         for _ in range(data.draw(st.integers(1, 4))):
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
         path.write_bytes(damaged)
@@ -140,9 +149,7 @@ class TestReader:
     @given(data=st.data())
     def test_a_damaged_pickle_raises_an_error_for_the_user(self, data: st.DataObject, tmp_path: Path) -> None:
         """Random bytes of the uncompressed pickle are changed."""
-        buffer = io.BytesIO()
-        torch.save({"embedding": EMBEDDING, "mask_token_id": 31}, buffer)
-        with zipfile.ZipFile(buffer) as archive:
+        with zipfile.ZipFile(io.BytesIO(saved())) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
         name = next(name for name in members if name.endswith("data.pkl"))
         damaged = bytearray(members[name])

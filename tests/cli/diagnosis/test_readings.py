@@ -119,7 +119,7 @@ def test_a_falsified_config_is_caught(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     shorten_if_default(request, monkeypatch)
-    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
+    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=12)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
     assert report.search is not None
@@ -181,7 +181,7 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
-    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
+    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=6, max_new_tokens=12)
     (found,) = [item for item in report.findings if item.level == "run"]
     assert (found.id, found.severity) == ("R09", "error")
     assert report.search is not None
@@ -191,14 +191,15 @@ def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, mon
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
     """The search on a bundled draft that is read with another causality."""
-    budget = SearchBudget(num_prompts=8, max_new_tokens=48, factors=frozenset(factors))
+    budget = SearchBudget(num_prompts=8, max_new_tokens=32, factors=frozenset(factors))
     draft = open_draft(fetch_directory(name, Role.DRAFT), causality=causality)
     config = EngineConfig(max_num_requests=32)
     return search_readings(draft, open_target(TARGET), None, config=config, budget=budget, observe=lambda *_: None)
 
 
-def test_a_causal_flag_is_caught() -> None:
+def test_a_causal_flag_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduced draft loses 14 % of its accepted tokens."""
+    monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 16)
     found = search("tiny:reduced", "causal", "causality").explanation
     assert found is not None
     assert not any(found.alternative.config.causal)
@@ -227,7 +228,7 @@ def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.Mon
             if item.dim() == 2:
                 tensors[name] = (torch.randn(item.shape, generator=generator) * 0.02).to(item.dtype)
 
-    report = run(rewrite(tmp_path / "draft", forget), num_prompts=8, max_new_tokens=32)
+    report = run(rewrite(tmp_path / "draft", forget), num_prompts=4, max_new_tokens=16)
     (found,) = report.findings
     assert (found.id, found.severity) == ("R06", "error")
     assert report.search is not None
@@ -256,7 +257,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     outcome = support.invoke(
-        "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 24, "--device", "cpu"
+        "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 12, "--device", "cpu"
     )
     assert outcome.code == 3
     assert "R04 error" in outcome.out
@@ -274,8 +275,8 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     shorten_search(monkeypatch)
     prompts = six_prompts()
     path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
-    alone = run(path, "rope", prompts=prompts, max_new_tokens=16)
-    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=16)
+    alone = run(path, "rope", prompts=prompts, max_new_tokens=12)
+    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=12)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
     assert [to_json(item) for item in mixed.findings] == [to_json(item) for item in alone.findings]
     (note,) = mixed.notes

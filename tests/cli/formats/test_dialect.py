@@ -31,7 +31,7 @@ def test_other_names_are_refused_in_one_line(name: str, id: str, named: list[str
     with refuses(UsageError, id, field="--to", found=name) as caught:
         get_writable(name)
     assert all(text in caught.value.message for text in named)
-    outcome = support.launch("convert", "tiny", tmp_path / "out", "--to", name)
+    outcome = support.run_main("convert", "tiny", tmp_path / "out", "--to", name)
     assert outcome.code == 2
     assert outcome.err == f"error: {caught.value.message}\n"
 

@@ -44,8 +44,12 @@ def test_every_rule_has_a_case() -> None:
 def test_only_the_decorator_of_a_rule_names_its_id() -> None:
     """Flags of the decorator state every other consequence of a rule."""
     ids = {rule.id for rule in all_rules()}
+    stated = re.compile(rf"""["']({"|".join(ids)})["']""")
     for file in (ROOT / "dflash_cli").rglob("*.py"):
-        tree = ast.parse(file.read_text())
+        text = file.read_text(encoding="utf-8")
+        if not stated.search(text):
+            continue
+        tree = ast.parse(text)
         decorators = {
             node.args[0]
             for node in ast.walk(tree)
@@ -187,34 +191,60 @@ def test_two_rules_compare_a_copied_head_once(tmp_path: Path, monkeypatch: pytes
     assert compared == ["lm_head.weight"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
-def test_a_junk_value_of_any_key_is_only_a_finding(data: st.DataObject, dialect: str, tmp_path: Path) -> None:
-    """No rule raises an error for a value of the wrong type, under any key."""
-    draft, target = tmp_path / "draft", tmp_path / "target"
-    if not draft.exists():
-        support.make_speculators(draft, support.REDUCED)
-        support.make_target(target, support.REDUCED)
-    config = support.native_config() if dialect == "native" else support.speculators_config(support.REDUCED)
-    config |= {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
-    for _ in range(data.draw(st.integers(1, 2))):
-        inner = data.draw(
-            st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))])
-        )
-        container = config[inner] if inner else config
-        if container:
-            container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
-    support.write_config(draft, config)
-    validate_draft(
-        ValidationPlan(
-            draft=draft,
-            target=target,
-            target_reference=str(target),
-            engines=parse_engines(ENGINES),
-            level="weights",
-            num_speculative_tokens=3,
-        )
+WRONG = (None, 3, "x", [["x"]], {"a": None})
+"""A value of each JSON type."""
+
+
+@pytest.fixture(scope="module")
+def reduced_pair(tmp_path_factory: pytest.TempPathFactory) -> ValidationPlan:
+    """A reduced draft whose config a test may replace, and its target."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = support.make_target(folder / "target", support.REDUCED)
+    return ValidationPlan(
+        draft=support.make_speculators(folder / "draft", support.REDUCED),
+        target=target,
+        target_reference=str(target),
+        engines=parse_engines(ENGINES),
+        num_speculative_tokens=3,
     )
+
+
+def full_config(dialect: str) -> dict[str, Any]:
+    config = support.speculators_config(support.REDUCED)
+    if dialect == "native":
+        config = support.native_config(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    return config | {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
+
+
+def containers(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [config, *(value for value in config.values() if isinstance(value, dict) and value)]
+
+
+@pytest.mark.parametrize("dialect", ["native", "speculators"])
+def test_a_value_of_another_type_is_only_a_finding(dialect: str, reduced_pair: ValidationPlan) -> None:
+    """No rule raises an error for a value of any type, under any key."""
+    config = full_config(dialect)
+    for container in containers(config):
+        for key, right in [*container.items()]:
+            for container[key] in WRONG:
+                support.write_config(reduced_pair.draft, config)
+                validate_draft(reduced_pair)
+            container[key] = right
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
+def test_junk_values_of_two_keys_are_only_findings(
+    data: st.DataObject, dialect: str, reduced_pair: ValidationPlan
+) -> None:
+    """Also for rules that read weights."""
+    config = full_config(dialect)
+    for _ in range(data.draw(st.integers(1, 2))):
+        container = data.draw(st.sampled_from(containers(config)))
+        container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
+    support.write_config(reduced_pair.draft, config)
+    validate_draft(replace(reduced_pair, level="weights"))
 
 
 def test_a_sound_quantised_checkpoint_is_not_compared_with_plain_shapes(tmp_path: Path) -> None:

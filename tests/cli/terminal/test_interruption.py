@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -19,18 +18,18 @@ import pytest
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import ReaderGone
 from dflash_testing import checkpoints as support
+from dflash_testing.forking import Fork
 from dflash_testing.paths import ROOT
 
 DFLASH = [sys.executable, "-c", "from dflash_cli.main import main; main()"]
 ENV = {**os.environ, **support.IMPORT_PATHS, "NO_COLOR": "1"}
 FULL = Path("/dev/full")
 SCRIPT = Path(sys.executable).with_name("dflash")
+ENDLESS = ["generate", "x", "-n", "2000", "--ignore-eos", "--threads", "1"]
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [*DFLASH, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
-    )
+def started(command: Sequence[str | Path], env: Mapping[str, str] = ENV) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def shell(line: str) -> support.Outcome:
@@ -40,19 +39,6 @@ def shell(line: str) -> support.Outcome:
         ["bash", "-o", "pipefail", "-c", function + line], capture_output=True, text=True, env=ENV, check=False
     )
     return support.Outcome(done.returncode, done.stdout, done.stderr)
-
-
-def end_when(
-    process: "subprocess.Popen[str]", is_time: Callable[[], bool], number: signal.Signals = signal.SIGINT
-) -> support.Outcome:
-    """Send a signal as soon as a condition holds, and wait for the end."""
-    until = time.monotonic() + 60
-    while not is_time() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert "Traceback" not in err
-    return support.Outcome(process.returncode, out, err)
 
 
 def num_lines(path: Path) -> int:
@@ -66,7 +52,7 @@ def num_lines(path: Path) -> int:
 def test_an_interrupted_evaluation_says_how_to_continue(number: signal.Signals, word: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["eval-acceptance", "--output", rows, "--concurrency", "1", "-n", "64", "--num-resamples", "0"]
-    done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
+    done = Fork(*options, "--threads", 1).end(when=lambda: num_lines(rows) >= 3, number=number)
     assert done.code == 128 + number
     kept = num_lines(rows) - 1
     said, hint = done.err.splitlines()[-2:]
@@ -77,10 +63,9 @@ def test_an_interrupted_evaluation_says_how_to_continue(number: signal.Signals, 
 
 
 def test_text_that_is_interrupted_ends_its_line() -> None:
-    process = start("generate", "x", "-n", "2000", "--ignore-eos")
-    assert process.stdout is not None
+    process = Fork(*ENDLESS)
     first = process.stdout.read(1)
-    done = end_when(process, lambda: True)
+    done = process.end(when=lambda: True)
     assert done.code == 130
     assert (first + done.out).endswith("\n")
     assert done.err.splitlines()[-1].startswith("error: interrupted: 0 of 1 ")
@@ -88,13 +73,14 @@ def test_text_that_is_interrupted_ends_its_line() -> None:
 
 @pytest.mark.slow
 def test_an_interruption_while_loading_is_said() -> None:
-    process = start("generate", "x")
-    assert process.stderr is not None
-    first = process.stderr.readline()
-    done = end_when(process, lambda: True)
+    with started([*DFLASH, "generate", "x"]) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert first.startswith("loading ")
-    assert (done.code, done.out) == (130, "")
-    assert done.err.splitlines()[-1] == "error: interrupted"
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines() == ["error: interrupted"]
 
 
 @pytest.mark.parametrize("entry", ["from dflash_cli.__main__ import main; main()", None], ids=["script", "-m"])
@@ -102,14 +88,13 @@ def test_an_interruption_while_modules_are_imported_ends_without_a_traceback(ent
     """A Typer with a slow import replaces a slow disk."""
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
     path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
-    process = subprocess.Popen(
-        [sys.executable, *(["-c", entry] if entry is not None else ["-m", "dflash_cli"]), "--version"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**ENV, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "importing\n"
-    done = end_when(process, lambda: True)
-    assert (done.code, done.err) == (-signal.SIGINT, "")
+    arguments = ["-c", entry] if entry is not None else ["-m", "dflash_cli"]
+    with started([sys.executable, *arguments, "--version"], {**ENV, "PYTHONPATH": path}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
 
 
 def test_the_installed_commands_are_quiet_from_the_first_import_on() -> None:
@@ -164,7 +149,10 @@ def test_every_writer_survives_a_reader_that_has_gone(monkeypatch: pytest.Monkey
 
 
 def test_a_text_with_a_reader_that_ends_early_is_not_an_error() -> None:
-    done = shell("dflash generate x -n 2000 --ignore-eos | head -c 1")
+    process = Fork(*ENDLESS)
+    assert process.stdout.read(1)
+    process.stdout.close()
+    done = process.wait()
     assert done.code == 0
     assert [text for text in done.err.splitlines() if not text.startswith("loading ")] == []
 
@@ -187,7 +175,8 @@ def test_closed_streams_are_empty_ones(line: str, code: int) -> None:
 
 def test_an_opened_file_never_becomes_stdout(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    done = shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --output {rows} >&-")
+    options = ["eval-acceptance", "--num-prompts", 2, "-n", 8, "--threads", 1, "--output", rows]
+    done = Fork(*options, is_stdout_closed=True).wait()
     assert done.code == 0
     assert all(isinstance(json.loads(line), dict) for line in rows.read_text().splitlines())
     assert num_lines(rows) == 3
@@ -272,11 +261,11 @@ def test_the_installed_script_ends_as_main_does() -> None:
     """The console script that pip writes, with the code of this tree."""
     assert shell(f"{SCRIPT} explain | head -1").code == 0
     assert shell(f"{SCRIPT} inspect tiny >&-").code == 0
-    process = subprocess.Popen([SCRIPT, "generate", "x"], stderr=subprocess.PIPE, text=True, env=ENV)
-    assert process.stderr is not None
-    process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1].splitlines()[-1] == "error: interrupted"
+    with started([SCRIPT, "generate", "x"]) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1].splitlines()[-1] == "error: interrupted"
     assert process.returncode == 130
 
 

@@ -6,13 +6,14 @@ from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.run_settings import SearchBudget
 
 
-def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     """Use half or less of the new prompts, anchors, sampled leads, rare mask ids and runs.
 
-    The screen still tries every other reading.
+    The screen still tries every other reading, or every other reading of these factors.
     """
     defaults = SearchBudget.__init__.__kwdefaults__ or {}
-    monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, "lead_len": 24})
+    changed = {"lead_len": 24, "factors": frozenset(factors) or None}
+    monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, **changed})
     monkeypatch.setattr(readings, "MAX_RUN", 2)
     monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)

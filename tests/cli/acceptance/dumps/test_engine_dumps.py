@@ -1,6 +1,7 @@
 """Dumps of vLLM and SGLang give the same steps as our own dump. `dflash_testing.engine_dumps` writes their layouts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,13 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return dump_to(folder, bundled_rows(3), SamplingParams(max_new_tokens=24), num_overhang=0)
 
 
+@pytest.fixture(scope="module")
+def responses(own: Dump, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """The dump as responses of SGLang, with the ids of its layers."""
+    file = tmp_path_factory.mktemp("sglang") / "responses.jsonl"
+    return file, save_as_sglang(own, file)
+
+
 def same_steps(one: Dump, other: Dump) -> None:
     """Require equal texts with equal steps at all anchors."""
     for found, expected in zip(replayed(request_for(one)), replayed(request_for(other)), strict=True):
@@ -45,10 +53,10 @@ def test_files_of_vllm_give_the_same_steps(own: Dump, tmp_path: Path) -> None:
     same_steps(dump, own)
 
 
-def test_responses_of_sglang_give_the_same_steps(own: Dump, tmp_path: Path) -> None:
-    ids = save_as_sglang(own, tmp_path / "responses.jsonl")
+def test_responses_of_sglang_give_the_same_steps(own: Dump, responses: tuple[Path, list[int]]) -> None:
+    file, ids = responses
     assert ids == [0, 2, 3, 4]
-    dump = open_dump(tmp_path / "responses.jsonl", ids)
+    dump = open_dump(file, ids)
     assert (dump.format, dump.taps, dump.hidden_size) == ("sglang", own.taps, 192)
     assert dump.texts[1].row.id == "rid-1"
     # The file has float64 numbers as text, and the reader makes them float32.
@@ -101,10 +109,13 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ],
 )
 def test_a_malformed_response_is_refused_with_its_line_and_field(
-    change: Callable[[dict[str, Any]], object], id: str, fields: dict[str, Any], own: Dump, tmp_path: Path
+    change: Callable[[dict[str, Any]], object],
+    id: str,
+    fields: dict[str, Any],
+    responses: tuple[Path, list[int]],
+    tmp_path: Path,
 ) -> None:
-    file = tmp_path / "responses.jsonl"
-    ids = save_as_sglang(own, file)
+    file, ids = Path(shutil.copy(responses[0], tmp_path)), responses[1]
     edit(file, change)
     with refuses(CheckpointError, id, path=f"{file}:1", **fields):
         open_dump(file, ids)
