@@ -6,7 +6,7 @@ block that a run would draft there.
 Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all texts, F features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,10 +61,19 @@ class TextPages:
     @torch.inference_mode()
     def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
         """The most likely draft tokens at each anchor, as ids of the target: [R, K]."""
-        piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
-        parts = [anchors[begin : begin + piece] for begin in range(0, len(anchors), piece)]
         with as_current(self._placement.device):
-            return torch.cat([self._propose(draft, cache, part, num_drafts) for part in parts])
+            blocks = self._blocks(draft, cache, anchors, num_drafts)
+            return torch.cat([self._ids(draft, logits) for logits in blocks])
+
+    @torch.inference_mode()
+    def foretell(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As `propose`, with the probability that the draft gives each proposed token: [R, K] each."""
+        found = []
+        with as_current(self._placement.device):
+            for logits in self._blocks(draft, cache, anchors, num_drafts):
+                found.append((self._ids(draft, logits), logits.float().softmax(dim=-1).amax(dim=-1)))
+        ids, chances = zip(*found, strict=True)
+        return torch.cat(ids), torch.cat(chances)
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
         """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
@@ -73,7 +82,19 @@ class TextPages:
         is_right = proposed == self._token_ids[(first + positions)[:, None] + after]
         return is_right.long().cumprod(dim=1).sum(dim=1)
 
-    def _propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+    def _ids(self, draft: Draft, logits: Tensor) -> Tensor:
+        ids = self._placement.kernels.argmax(logits.flatten(0, 1)).view(logits.shape[:2])
+        return ids if draft.target_ids is None else draft.target_ids[ids]
+
+    def _blocks(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int
+    ) -> Iterator[Tensor]:
+        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows."""
+        piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
+        for begin in range(0, len(anchors), piece):
+            yield self._logits(draft, cache, anchors[begin : begin + piece], num_drafts)
+
+    def _logits(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
         config, kernels = draft.config, self._placement.kernels
         first, positions = self._locate(anchors)
         longest = max(position for _, position in anchors)
@@ -84,9 +105,7 @@ class TextPages:
         block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
         rows = positions[:, None] + torch.arange(num_drafts + 1, device=first.device)
         attend = PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
-        logits = draft.logits(block, rows, attend)
-        ids = kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
-        return ids if draft.target_ids is None else draft.target_ids[ids]
+        return draft.logits(block, rows, attend)
 
     def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
         """The first slot of each anchor's text, and the anchor's position in the text, [R] each."""
