@@ -9,6 +9,7 @@ from dflash_runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
+    from dflash_cli.diagnosis.reading_runner import ReadingRunner
 
 MAX_NUM_REQUESTS = 32
 NUM_MADE_UP = 32
@@ -16,6 +17,28 @@ NUM_MADE_UP = 32
 
 Observe = Callable[[str, int, int], None]
 """Callback with the name of the reading that starts, the number of finished readings, and the number of readings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedFigure:
+    """The acceptance length that the user expects of a draft, and where the figure comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Means over blocks along known texts.
+
+    accepted   tokens per block, the target's own token included
+    expected   the same as the draft's own probabilities foretell it
+    loss       nats per drafted token of the text; later positions weigh less, as in training
+    """
+
+    accepted: float
+    expected: float
+    loss: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +64,17 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids."""
+    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids.
+
+    `make_runner` replaces `ReadingRunner`, so that many drafts of one target share what depends on the target only.
+    """
 
     config: EngineConfig
     budget: SearchBudget
     observe: Observe
     prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
+    expected: ExpectedFigure | None = None
+    make_runner: Callable[..., "ReadingRunner"] | None = None
 
 
 def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe) -> RunSettings:
