@@ -93,11 +93,13 @@ ENOUGH_OF_EXPECTED = 0.9
 """Share of the expected draft tokens below which acceptance is short of the expected figure."""
 
 FURTHER = 0.1
-"""Share of the loss that another change may still save on top of the right reading. Training was not perfect."""
+"""Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
+perfect."""
 
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
 
+MAX_EQUAL = 3
 SAME_LOSS = 1e-4
 """Nats. Two readings with the same loss are one reading in other words."""
 
@@ -122,6 +124,7 @@ class ReadingResult:
     num_prompts: int = 0
     score: Annotated[Score, HIDDEN] = UNSCORED
     is_longer: Annotated[bool, HIDDEN] = False
+    equal: Annotated[tuple[str, ...], "readings that cannot be told from this one"] = ()
     doubt: Annotated[str | None, "why the reading improves acceptance and does not explain it"] = None
 
     @property
@@ -280,7 +283,9 @@ class Searcher:
         if longer is not None and longer.matters:
             best, counted = longer, [longer]
         if best is not None:
-            best = replace(best, doubt=self._doubt(best, screened, own))
+            equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
+            equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
+            best = replace(best, doubt=self._doubt(best, screened, own), equal=tuple(equal))
             new = self._new_texts(outputs, best.alternative, is_given=is_given)
             tested = self._tested(best, new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
@@ -389,9 +394,10 @@ class Searcher:
             return f"{rival.reading} gains as much"
         others = [item for item in screened if not _is_alike(item, best)][:MAX_ON_TOP]
         before = self._estimate(best.alternative, FEW_ANCHORS).score.loss
+        most = min((1 - FURTHER) * before, before - FURTHER * (self._own_score(FEW_ANCHORS).loss - before))
         for item in others:
             combined = combine(best.alternative, item.alternative, self._own)
-            if combined is not None and self._score(combined, FEW_ANCHORS).loss < (1 - FURTHER) * before:
+            if combined is not None and self._score(combined, FEW_ANCHORS).loss < most:
                 return f"{item.reading} on top of it gains more"
         return None
 
@@ -427,7 +433,7 @@ class Searcher:
         base = screen.walk(self._runner.build(self._own))
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
         found = confirm(best.alternative, base, other, self._budget)
-        return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer)
+        return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
 
 
 def _by_loss(item: ReadingResult) -> float:
