@@ -168,7 +168,9 @@ def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    own = space.config.mask_token_id
     named = {token: f"mask {name} ({token})" for token, name in space.masks.items()}
+    named |= {own + step: f"mask {own + step}, next to {own}" for step in (-1, 1) if own + step not in named}
     rare = {token: f"mask {token}, a rarely used id" for token in space.rare_ids if token not in named}
     for token, name in (named | rare).items():
         if 0 <= token < space.config.vocab_size:
@@ -208,12 +210,12 @@ def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
 def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
     """The target's embedding with and without the factor that the target multiplies it by."""
     factor, config = space.target.embedding_scale, space.config
-    if factor == 1.0 or config.has_own_width:
+    if config.has_own_width:
         return
     raw = {"has_target_scale": False, "input_embedding_scale": 1.0}
-    if config.has_target_scale or config.input_embedding_scale != 1.0:
+    if (config.has_target_scale and factor != 1.0) or config.input_embedding_scale != 1.0:
         yield _changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
-    if not config.has_target_scale:
+    if not config.has_target_scale and factor != 1.0:
         cause = "the draft was trained on embeddings scaled as the target's"
         yield _changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
 

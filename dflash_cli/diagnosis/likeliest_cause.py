@@ -76,8 +76,8 @@ def _from_reading(best: ReadingResult, findings: Sequence[Finding], again: str) 
     step = f"{correction} and run {again} again"
     equal = f" (or, with the same result: {'; '.join(best.equal)})" if best.equal else ""
     sentence = (
-        f"{best.alternative.cause}: with {best.reading}{equal} a step commits {best.acceptance_len:.2f} tokens instead of "
-        f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"{best.alternative.cause}: with {best.reading}{equal} a step commits {best.acceptance_len:.2f} tokens instead "
+        f"of {best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(True, sentence, step, found.id if found is not None else None)
 

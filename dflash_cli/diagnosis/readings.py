@@ -67,6 +67,9 @@ NUM_RARE_IDS = 96
 NEARLY_ALL = 0.75
 """Share of the drafted tokens from which the block may be shorter than in training."""
 
+LOWER = 0.97
+"""Share of the loss to which the block of training lowers the loss of the first tokens, at least."""
+
 ENOUGH_SHARE = 0.9
 """Share of the drafted tokens above which no part of the draft is suspect."""
 
@@ -374,10 +377,12 @@ class Searcher:
             replace(item, is_longer=True)
             for item in screened
             if item.factor == "block" and item.alternative.config.block_size > block
+            and item.score.loss < LOWER * own.loss
             and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * (block - 1)
         ]  # fmt: skip
-        base = self._screen.walk(self._runner.build(self._own))
-        return max((self._counted(item, base) for item in longer), key=lambda item: item.difference, default=None)
+        if not longer:
+            return None
+        return self._counted(min(longer, key=_by_loss), self._screen.walk(self._runner.build(self._own)))
 
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
@@ -438,6 +443,10 @@ class Searcher:
 
 def _by_loss(item: ReadingResult) -> float:
     return item.score.loss
+
+
+def _by_loss_and_gain(item: ReadingResult) -> tuple[float, float]:
+    return item.score.loss, -item.difference
 
 
 def _is_alike(item: ReadingResult, best: ReadingResult) -> bool:
@@ -502,7 +511,7 @@ def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) ->
 
 def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
     """The reading to test: the lowest loss among the readings that matter, None if no reading matters."""
-    return min((item for item in results if item.matters), key=_by_loss, default=None)
+    return min((item for item in results if item.matters), key=_by_loss_and_gain, default=None)
 
 
 def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:

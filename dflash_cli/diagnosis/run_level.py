@@ -67,9 +67,10 @@ def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
     """The target accepts the expected number of tokens, or another reading explains why it accepts fewer.
 
     With an expected figure, less than 90% of its draft tokens is a warning, and less than half is an error. Without
-    one, less than 12% of the drafted tokens is a warning, and so is less than 60% of the number that the draft's own
-    probabilities expect, or another reading that accepts more; less than 7% is an error, and less than half is a remark. At temperature 0, targets accept 21
-    to 37% of the drafted tokens of sound drafts. They accept up to 6% if a draft is read wrongly or was never trained.
+    one, these shares of the drafted tokens count: less than 7% is an error, less than 12% a warning, less than half a
+    remark. Two facts make a warning of any share: a reading surely accepts more, or the draft's own probabilities
+    expect far more. At temperature 0, targets accept 21 to 37% of the drafted tokens of sound drafts. They accept up to
+    6% if a draft is read wrongly or was never trained.
     """
     search, block = subject.search, subject.parsed.config.block_size if subject.parsed is not None else None
     if search.explanation is not None or block is None:

@@ -163,7 +163,8 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
         yield WeightReading(f"layers in the order {list(other)}", rewrites.order_layers(other), cause, frozenset())
     attention = (*QKV, OUT, *HEAD_NORMS)
     groups = {
-        "attention": attention, "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
+        "attention": attention, "projections of attention": (*QKV, OUT), "layer norms": LAYER_NORMS,
+        "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
         **{_short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
     }  # fmt: skip
     pairs = combinations(order, 2) if count <= MOST_LAYERS_ALONE else pairwise(order)
@@ -196,6 +197,8 @@ def _fused(space: WeightSpace) -> Iterator[WeightReading]:
     config = space.config
     stacked = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
     found: list[tuple[str, Rewrite]] = []
+    rows = partial(rewrites.gate_up_by_shard, num_shards=config.intermediate_size)
+    found.append(("gate and up fused row by row", rewrites.unfuse(rows, stacked["gate_up"])))
     if config.num_kv_heads > 1:
         found.append(("keys and values fused by head", rewrites.unfuse(rewrites.kv_by_head, stacked["qkv"])))
     for count in sorted({*SHARDS, config.num_kv_heads} - {1}):
@@ -211,7 +214,11 @@ def _fused(space: WeightSpace) -> Iterator[WeightReading]:
 
 def _orders(count: int) -> dict[str, Order]:
     """Regular orders of `count` items that are not the order itself."""
-    found: dict[str, Order] = {"in reverse": rewrites.reverse}
+    found: dict[str, Order] = {
+        "in reverse": rewrites.reverse,
+        "shifted by one": partial(rewrites.roll, 1),
+        "shifted back by one": partial(rewrites.roll, -1),
+    }
     if count % 2 == 0:
         found["with halves exchanged"] = rewrites.exchange_halves
     for first in SHARDS:
@@ -314,7 +321,8 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
         if part == "norm":
             continue
         for layer in space.layers if part not in ENDS else (None,):
-            factors: set[float] = set(FACTORS) if part in NORMS else {-1.0}
+            factors: set[float] = {*FACTORS, space.config.head_dim**-0.5, space.config.head_dim**0.5}
+            factors = factors if part in NORMS else {-1.0}
             if space.weights and layer is not None:
                 factors |= set(scale_beside_siblings(space.weights, space.config, part, layer))
             if part in MATRICES and (layer is None or part in {VALUE, OUT, DOWN, UP}):

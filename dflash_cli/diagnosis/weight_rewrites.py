@@ -176,6 +176,10 @@ def reverse(count: int) -> "Tensor":
     return _arange(count).flip(0)
 
 
+def roll(steps: int, count: int) -> "Tensor":
+    return _arange(count).roll(steps)
+
+
 def exchange_halves(count: int) -> "Tensor":
     return _arange(count).roll(count // 2)
 

@@ -147,6 +147,31 @@ def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values have the largest size")
 
 
+@check_weights(
+    "N39",
+    "info",
+    effect="a part of the matrix was lost, if another part was written in its place",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="exporters that write one shard of tensor parallelism twice, or prune weights",
+    outcome="drops",
+)
+def values_differ(subject: Subject) -> Iterator[Problem]:
+    """Few rows and columns of a matrix occur twice, and few of its values are zero."""
+    for kind, dim in (("rows", 0), ("columns", 1)):
+
+        def repeated(matrix: "torch.Tensor", dim: int = dim) -> float:
+            lines = matrix.float() if dim == 0 else matrix.float().T
+            sums = lines.double() @ lines.new_ones(lines.shape[1]).double().cumsum(0)
+            return 1 - len(sums[sums != 0].unique()) / max(1, int((sums != 0).sum()))
+
+        for name, own, others in _beside(subject, repeated, dim=2):
+            if own >= SMALL_SHARE and (not others or median(others) < own):
+                yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} repeat another")
+    for name, own, _ in _beside(subject, lambda matrix: float((matrix == 0).float().mean()), dim=2):
+        if own >= SMALL_SHARE:
+            yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values are zero")
+
+
 def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
     """Each tensor's measure, and the measures of the same tensor in other layers."""
     names = [
