@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,14 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.pair_validation import validate_running
+from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, RunSettings, SearchBudget
-from dflash_cli.rules.subject import ValidationPlan
+from dflash_cli.rules.rule import rules_of
+from dflash_cli.rules.subject import ValidationPlan, open_subject
+from dflash_cli.rules.validator import apply_rules
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import copy_fields
 from dflash_runtime.errors import DFlashError
 
 PAIRS = Path(__file__).parent.parent / "tests" / "data" / "pairs"
@@ -68,20 +73,36 @@ def plant(fault: Any, family: str, strength: str, path: Path) -> None:
     save_file(kept, path / "model.safetensors")
 
 
-def diagnose(draft: Path, family: str, expected: float | None) -> tuple[RunReport, dict[str, Any]]:
-    """The report, and the part of a row about it."""
+def diagnose(draft: Path, family: str) -> tuple[RunReport, dict[str, Any]]:
+    """The report without an expected figure, and the part of a row about it."""
     SharedRunner.sound = open_draft(directory(family, Role.DRAFT))
     target = directory(family, Role.TARGET)
-    figure = ExpectedFigure(expected, "the sound draft") if expected is not None else None
     settings = RunSettings(
-        EngineConfig(device="cpu", max_num_requests=32), BUDGET, lambda *_: None, expected=figure,
-        make_runner=SharedRunner,
-    )  # fmt: skip
+        EngineConfig(device="cpu", max_num_requests=32), BUDGET, lambda *_: None, make_runner=SharedRunner
+    )
     plan = ValidationPlan(draft=draft, target=target, target_reference=str(target), level="weights")
     report = validate_running(plan, settings)
+    return report, part_of(report)
+
+
+def with_figure(report: RunReport, draft: Path, family: str, expected: float) -> dict[str, Any]:
+    """The part of a row with the figure of the sound draft.
+
+    A figure adds doubts and findings, but no reading: the search is the same.
+    """
+    assert report.search is not None
+    search = replace(report.search, expected=ExpectedFigure(expected, "the sound draft"))
+    plan = ValidationPlan(draft=draft, target=directory(family, Role.TARGET), level="weights")
+    subject = copy_fields(RunSubject, open_subject(plan), search=search)
+    kept = [item for item in report.findings if item.level != "run"]
+    findings = [*kept, *apply_rules(rules_of("run"), subject)]
+    return part_of(replace(report, findings=tuple(findings), search=search))
+
+
+def part_of(report: RunReport) -> dict[str, Any]:
     cause = diagnose_report(report, draft="DRAFT", target="TARGET")
     better = report.search.improvement if report.search is not None else None
-    return report, {
+    return {
         "has_cause": cause.has_cause,
         "rule": cause.rule,
         "sentence": cause.sentence,
@@ -104,7 +125,7 @@ def examine(fault: Any, family: str, strength: str, sound: float | None) -> dict
                 return row
             return None
         try:
-            report, row["plain"] = diagnose(draft, family, None)
+            report, row["plain"] = diagnose(draft, family)
         except DFlashError as error:
             row["refused"] = str(error)[:300]
             return row
@@ -113,18 +134,18 @@ def examine(fault: Any, family: str, strength: str, sound: float | None) -> dict
             if sound is not None:
                 row["loss"] = 1 - (row["length"] - 1) / (sound - 1)
                 if row["loss"] > COSTS and not row["plain"]["has_cause"]:
-                    row["expected"] = diagnose(draft, family, sound)[1]
+                    row["expected"] = with_figure(report, draft, family, sound)
     row["seconds"] = round(time.monotonic() - begin, 1)
     return row
 
 
 def cells(faults: list[Any], every: bool) -> Iterator[tuple[Any, str, str]]:
-    """Each kind in both strengths, in one family each or in every family."""
-    for index, fault in enumerate(faults):
-        families = [family for family in FAMILIES if family in fault.families]
-        for place, strength in enumerate(STRENGTHS):
+    """Each kind in one strength and one family, in turn; then in the other strength and the next family."""
+    for place in range(len(STRENGTHS)):
+        for index, fault in enumerate(faults):
+            families = [family for family in FAMILIES if family in fault.families]
             for family in families if every else [families[(index + place) % len(families)]]:
-                yield fault, family, strength
+                yield fault, family, STRENGTHS[(index + place) % len(STRENGTHS)]
 
 
 def load_faults(path: Path | None) -> list[Any]:

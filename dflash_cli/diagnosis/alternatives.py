@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.diagnosis.weight_readings import Spot, WeightReading, WeightSpace, probes, weight_readings
-from dflash_cli.diagnosis.weight_rewrites import Rewrite
+from dflash_cli.diagnosis.weight_readings import WeightReading, WeightSpace, probes, weight_readings
+from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class AlternativeReading:
     is_guess    it is one of very many readings, and the screen keeps only the best
     is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
     touches     the parts of the draft that it changes, with their layers
+    halves      the halves of an exchange, as rewrites
     min_len     below this acceptance length, in tokens per step, the reading explains nothing
     """
 
@@ -59,6 +60,7 @@ class AlternativeReading:
     is_guess: bool = False
     is_neutral: bool = False
     touches: frozenset[Spot] = frozenset()
+    halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
 
 
@@ -236,7 +238,10 @@ def neutral_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
 
 
 def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:
-    shared = {name: getattr(item, name) for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "touches")}
+    shared = {
+        name: getattr(item, name)
+        for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "touches", "halves")
+    }
     return AlternativeReading(factor="weights", config=space.config, **shared)
 
 

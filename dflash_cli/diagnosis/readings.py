@@ -86,8 +86,11 @@ MIN_GAIN = 0.1
 MIN_GAIN_SHARE = 0.1
 """The gain as a share of the tokens accepted per step under the config's own reading."""
 
-MIN_BLOCK_SHARE = 1 / 8
-"""The acceptance length as a share of the block."""
+MIN_SHARE = 0.12
+"""Share of the drafted tokens below which a reading explains nothing: every published draft accepts more."""
+
+LEFT_OUT_SHARE = 0.5
+"""The same for a draft without one of its parts. That the part is damaged is sure only if the rest does well."""
 
 RESTORED = 0.85
 """Share of the expected draft tokens from which a draft counts as restored."""
@@ -153,7 +156,8 @@ class ReadingResult:
     @property
     def matters(self) -> bool:
         """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
-        floor = max(self.alternative.min_len, MIN_BLOCK_SHARE * self.alternative.config.block_size)
+        share = LEFT_OUT_SHARE if self.alternative.is_neutral else MIN_SHARE
+        floor = max(self.alternative.min_len, 1 + share * self.alternative.config.num_draft_tokens)
         is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
         return self.acceptance_len >= floor and is_large
 
@@ -355,7 +359,7 @@ class Searcher:
         whole = [item for item in found if None in {layer for _, layer in item.alternative.touches}]
         single = [item for item in found if not any(item is one for one in whole)]
         least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
-        suspects = {spot for item in least for spot in item.alternative.touches}
+        suspects = {("fc", None), *(spot for item in least for spot in item.alternative.touches)}
         own = self._own_score(VERY_FEW_ANCHORS).loss
         harmful = [item.alternative for item in found[:MAX_GUESSES] if item.score.loss < own]
         return [*harmful, *(item for item in guesses if item.touches & suspects)]
@@ -397,6 +401,9 @@ class Searcher:
         rival = next((item for item in screened if self._rivals(item, best, own)), None)
         if rival is not None:
             return f"{rival.reading} gains as much"
+        for half in best.alternative.halves:
+            if self._score(replace(best.alternative, rewrite=half), MANY_ANCHORS).loss <= RATIO * best.score.loss:
+                return "one half of the exchange gains as much"
         others = [item for item in screened if not _is_alike(item, best)][:MAX_ON_TOP]
         before = self._estimate(best.alternative, FEW_ANCHORS).score.loss
         most = min((1 - FURTHER) * before, before - FURTHER * (self._own_score(FEW_ANCHORS).loss - before))

@@ -1,6 +1,6 @@
 """Looks at a draft's tensors that say which readings of them are possible. Functions import torch when they run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis.weight_rewrites import ENDS, part_of
@@ -9,8 +9,8 @@ from dflash_runtime.config import DraftConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-CENTRE = 0.5
-"""Offsets from 1 have a mean within this distance of 0."""
+CENTRE, NEGATIVE = 0.5, 0.05
+"""Offsets from 1 have a median within CENTRE of 0 and at least this share of negative values. Factors hardly have any."""
 
 LEAST_OF_PLUS_ONE = 0.95
 """A weight to which 1 was added is hardly ever smaller, because trained norms are hardly ever negative."""
@@ -19,14 +19,21 @@ UNLIKE = 1.6
 """A tensor whose values are this many times larger or smaller than its siblings' may have been scaled."""
 
 
-def is_offset(weights: "Mapping[str, Tensor]", config: DraftConfig, part: str, layer: int | None) -> bool:
-    """Whether a norm's weights are centred at 0, in a layer or in every layer."""
-    return all(abs(float(item.float().mean())) < CENTRE for item in _values(weights, config, part, layer))
+def is_offset(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequence[str], layer: int | None) -> bool:
+    """Whether norms may hold offsets from 1, in a layer or in every layer."""
+    values = _pooled(weights, config, parts, layer)
+    return abs(float(values.median())) < CENTRE and float((values < 0).float().mean()) >= NEGATIVE
 
 
-def is_factor_plus_one(weights: "Mapping[str, Tensor]", config: DraftConfig, part: str, layer: int | None) -> bool:
-    """Whether a norm's weights may have had 1 added, in a layer or in every layer."""
-    return all(float(item.float().quantile(0.05)) > LEAST_OF_PLUS_ONE for item in _values(weights, config, part, layer))
+def is_plus_one(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequence[str], layer: int | None) -> bool:
+    """Whether the weights of norms may have had 1 added, in a layer or in every layer."""
+    return float(_pooled(weights, config, parts, layer).quantile(0.05)) > LEAST_OF_PLUS_ONE
+
+
+def _pooled(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequence[str], layer: int | None) -> "Tensor":
+    import torch
+
+    return torch.cat([item.float() for part in parts for item in _values(weights, config, part, layer)])
 
 
 def scale_beside_siblings(

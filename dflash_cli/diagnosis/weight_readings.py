@@ -10,8 +10,18 @@ from itertools import combinations, pairwise, permutations
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
-from dflash_cli.diagnosis.weight_looks import is_factor_plus_one, is_offset, scale_beside_siblings
-from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, MATRICES, NORMS, QKV, Order, Rewrite
+from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one, scale_beside_siblings
+from dflash_cli.diagnosis.weight_rewrites import (
+    ENDS,
+    HEAD_NORMS,
+    LAYER_NORMS,
+    MATRICES,
+    NORMS,
+    QKV,
+    Order,
+    Rewrite,
+    Spot,
+)
 from dflash_runtime.config import DraftConfig
 
 if TYPE_CHECKING:
@@ -28,10 +38,6 @@ QUERY, KEY, VALUE = QKV
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
 
-Spot = tuple[str, int | None]
-"""A part of a draft, in one layer, or in all layers or outside of layers (None)."""
-
-
 @dataclass(frozen=True, slots=True)
 class WeightReading:
     """One rewrite with its name and the fault that it would undo.
@@ -39,6 +45,7 @@ class WeightReading:
     touches      the parts that it changes, each in one layer, or in all layers (None)
     is_guess     it is one of many, to be tried only if a probe makes one of its parts suspect
     is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
+    halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
     """
 
     name: str
@@ -47,6 +54,7 @@ class WeightReading:
     touches: frozenset[Spot]
     is_guess: bool = False
     is_neutral: bool = False
+    halves: tuple[Rewrite, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,6 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
             rewrite = rewrites.change_parts({parts[0]: change}, _only(layer))
             cause = f"{_named(name, layer)} is damaged"
             yield WeightReading(_named(f"without {name}", layer), rewrite, cause, _spots(parts, layer), is_neutral=True)
-    yield WeightReading(
-        "without fc",
-        rewrites.change_parts({"fc": rewrites.scale(0.0)}),
-        "fc is damaged",
-        _spots(("fc",), None),
-        is_neutral=True,
-    )
 
 
 def _spots(parts: Iterable[str], *layers: int | None) -> frozenset[Spot]:
@@ -114,14 +115,14 @@ def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
     }  # fmt: skip
     for amount, allows, what in (
         (1.0, is_offset, ("read as 1 + w", "hold offsets from 1")),
-        (-1.0, is_factor_plus_one, ("read as w - 1", "hold weights to which 1 was added")),
+        (-1.0, is_plus_one, ("read as w - 1", "hold weights to which 1 was added")),
     ):
         for layer in space.layers:
             for group, parts in groups.items():
                 chosen = [part for part in parts if layer is None or part not in ENDS]
                 if not chosen or (layer is not None and len(parts) == 1 and space.config.num_layers < 2):
                     continue
-                if space.weights and not all(allows(space.weights, space.config, part, layer) for part in chosen):
+                if space.weights and not allows(space.weights, space.config, chosen, layer):
                     continue
                 rewrite = rewrites.change_parts(dict.fromkeys(chosen, rewrites.shift(amount)), _only(layer))
                 name, cause = _named(f"{group} weights {what[0]}", layer), f"{group} weights {what[1]}"
@@ -138,18 +139,25 @@ def _exchanges(space: WeightSpace) -> Iterator[WeightReading]:
         same.append((QUERY, OUT))
     for layer in space.layers:
         for first, second in same:
-            name = f"{_short(first)} and {_short(second)} exchanged"
-            rewrite = rewrites.exchange((first, layer), (second, layer))
+            name = _named(f"{_short(first)} and {_short(second)} exchanged", layer)
             cause = f"{_short(first)} and {_short(second)} are exchanged"
-            yield WeightReading(_named(name, layer), rewrite, cause, _spots((first, second), layer), layer is not None)
+            yield _exchanged(name, cause, [((first, layer), (second, layer))], is_guess=layer is not None)
     ends: list[tuple[str, int | None]] = [("hidden_norm", None), ("norm", None)]
     norms: list[tuple[str, int | None]] = [(part, layer) for part in LAYER_NORMS for layer in space.layers[1:]]
     for one, other in [(ends[0], ends[1]), *((end, norm) for end in ends for norm in norms)]:
         names = [_named(part, layer) for part, layer in (one, other)]
-        yield WeightReading(
-            f"{names[0]} and {names[1]} exchanged", rewrites.exchange(one, other), "two norms are exchanged",
-            frozenset((one, other)), other[1] is not None,
-        )  # fmt: skip
+        name, cause = f"{names[0]} and {names[1]} exchanged", "two norms are exchanged"
+        yield _exchanged(name, cause, [(one, other)], is_guess=other[1] is not None)
+
+
+def _exchanged(name: str, cause: str, pairs: list[tuple[Spot, Spot]], *, is_guess: bool) -> WeightReading:
+    both = rewrites.together(*(rewrites.exchange(one, other) for one, other in pairs))
+    halves = (
+        rewrites.together(*(rewrites.exchange(one, other, is_half=True) for one, other in pairs)),
+        rewrites.together(*(rewrites.exchange(other, one, is_half=True) for one, other in pairs)),
+    )
+    spots = frozenset(spot for pair in pairs for spot in pair)
+    return WeightReading(name, both, cause, spots, is_guess, halves=halves)
 
 
 def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
@@ -170,11 +178,9 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
     pairs = combinations(order, 2) if count <= MOST_LAYERS_ALONE else pairwise(order)
     for first, second in pairs:
         for name, parts in groups.items():
-            rewrite = rewrites.together(*(rewrites.exchange((part, first), (part, second)) for part in parts))
-            yield WeightReading(
-                f"{name} of layers {first} and {second} exchanged", rewrite, f"{name} of two layers is exchanged",
-                _spots(parts, first, second), len(parts) == 1,
-            )  # fmt: skip
+            pairs_of_spots: list[tuple[Spot, Spot]] = [((part, first), (part, second)) for part in parts]
+            title, cause = f"{name} of layers {first} and {second} exchanged", f"{name} of two layers is exchanged"
+            yield _exchanged(title, cause, pairs_of_spots, is_guess=len(parts) == 1)
 
 
 def _rope_layouts(space: WeightSpace) -> Iterator[WeightReading]:

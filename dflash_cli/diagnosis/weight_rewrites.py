@@ -51,8 +51,12 @@ def change_parts(changes: Mapping[str, Change], layers: Collection[int] | None =
     return rewrite
 
 
-def exchange(first: tuple[str, int | None], second: tuple[str, int | None]) -> Rewrite:
-    """Exchange two parts of the same shape: (part, layer) each. Without a layer, in every layer."""
+Spot = tuple[str, int | None]
+"""A part of a draft, in one layer, or in all layers or outside of layers (None)."""
+
+
+def exchange(first: Spot, second: Spot, *, is_half: bool = False) -> Rewrite:
+    """Exchange two parts of the same shape. One half of an exchange copies the second over the first only."""
 
     def rewrite(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
         changed = dict(weights)
@@ -61,7 +65,8 @@ def exchange(first: tuple[str, int | None], second: tuple[str, int | None]) -> R
             for part, layer in (first, second)
         ]
         for one, other in zip(*sides, strict=False):
-            for (name, begin, end), (source, source_begin, source_end) in ((one, other), (other, one)):
+            both = ((one, other), (other, one))
+            for (name, begin, end), (source, source_begin, source_end) in both[:1] if is_half else both:
                 if end is None:
                     changed[name] = weights[source][source_begin:source_end]
                 else:
