@@ -174,12 +174,12 @@ def sound_length(family: str, rows: list[dict[str, Any]], out: Path) -> float:
         name = SOUND
         plant = staticmethod(lambda *_: None)
 
-    row = examine(Nothing, family, "", None)
-    assert row is not None
-    rows.append(row)
+    first = examine(Nothing, family, "", None)
+    assert first is not None
+    rows.append(first)
     with out.open("a") as state:
-        state.write(json.dumps(row) + "\n")
-    return float(row["length"])
+        state.write(json.dumps(first) + "\n")
+    return float(first["length"])
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ def train(family: Family, device: torch.device, output: Path) -> dict[str, Any]:
 
     curve = train_target(target, learned, held_out, settings.target, report)
     target.requires_grad_(False)
-    target.eval()
+    nn.Module.eval(target)
     round_to_bf16(target)
     draft, draft_curve = make_draft(settings, target, learned, device, report)
     folder = output / family.name
@@ -161,7 +161,7 @@ def make_draft(
     texts = TextSet(torch.cat(rows), torch.cat(lengths), settings.continuations.new_tokens)
     report(0, f"{len(texts)} texts")
     draft = Draft(settings, settings.draft, MASK).to(device)
-    head = Head.full(target.get_input_embeddings().weight.detach())
+    head = Head.full(dict(target.named_parameters())["model.embed_tokens.weight"].detach())
     curve = train_draft(draft, head, target, texts, settings, settings.draft, report)
     draft.requires_grad_(False)
     round_to_bf16(draft)

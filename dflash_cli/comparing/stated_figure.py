@@ -29,7 +29,8 @@ def _of_card(path: Path) -> float:
     from huggingface_hub import ModelCard
 
     try:
-        results = ModelCard(ResultFile(path).text, ignore_metadata_errors=True).data.eval_results or []
+        card = ModelCard(ResultFile(path).text, ignore_metadata_errors=True)
+        results = getattr(card.data, "eval_results", None) or []
     except ValueError:
         results = []
     found: list[Any] = [item.metric_value for item in results if item.metric_type == METRIC]

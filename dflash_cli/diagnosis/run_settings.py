@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-    from dflash_cli.diagnosis.reading_runner import ReadingRunner
 
 MAX_NUM_REQUESTS = 32
 NUM_MADE_UP = 32
@@ -76,7 +75,7 @@ class RunSettings:
     observe: Observe
     prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
     expected: ExpectedFigure | None = None
-    make_runner: Callable[..., "ReadingRunner"] | None = None
+    make_runner: Callable[..., Any] | None = None
 
 
 def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe) -> RunSettings:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CENTRE, NEGATIVE = 0.5, 0.05
-"""Offsets from 1 have a median within CENTRE of 0 and at least this share of negative values. Factors hardly have any."""
+"""Offsets from 1 have a median within CENTRE of 0 and at least this share of negative values; factors hardly any."""
 
 LEAST_OF_PLUS_ONE = 0.95
 """A weight to which 1 was added is hardly ever smaller, because trained norms are hardly ever negative."""

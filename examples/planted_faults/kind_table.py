@@ -1,7 +1,7 @@
 """Judge the causes named for planted kinds of faults, and print the page of all cells."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 LARGE, COSTS = 0.5, 0.1
@@ -69,7 +69,7 @@ TITLE = (
 
 def totals(counted: list[tuple[Mapping[str, Any], str, str, bool]]) -> list[str]:
     """Counts of words by cost."""
-    groups = {
+    groups: dict[str, Callable[[Mapping[str, Any], bool], bool]] = {
         "all": lambda row, undoable: True,
         "cost more than 10% or cannot run": lambda row, undoable: row.get("loss") is None or row["loss"] > COSTS,
         "cost more than 10%, can be undone": lambda row, undoable: (row.get("loss") or 0) > COSTS and undoable,

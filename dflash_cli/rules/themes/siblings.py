@@ -119,7 +119,7 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
         vector = torch.ones(piece.shape[1], device=piece.device)
         for _ in range(12):
             vector = torch.nn.functional.normalize(piece.T @ (piece @ vector), dim=0)
-        noise = float(piece.std()) * (piece.shape[0] ** 0.5 + piece.shape[1] ** 0.5)
+        noise = float(piece.std()) * float(piece.shape[0] ** 0.5 + piece.shape[1] ** 0.5)
         return float((piece @ vector).norm()) / max(noise, 1e-12)
 
     for name, own, others in _beside(subject, edge, dim=2):
