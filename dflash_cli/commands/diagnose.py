@@ -14,7 +14,6 @@ from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
 if TYPE_CHECKING:
-    from dflash_cli.checkpoints.opening import DraftCheckpoint
     from dflash_cli.diagnosis.likeliest_cause import DiagnoseDocument, Diagnosis
     from dflash_cli.diagnosis.run_report import RunReport
 
@@ -27,7 +26,7 @@ class DiagnosisRequest(DiagnosisOptions, TargetOptions, DraftOptions):
 
     Checks headers, weights and the fit with the target, then runs the pair with the draft's config as it is and with
     one setting changed at a time. Prints one sentence with the cause and the next step; exits with 3 if it finds a
-    cause.
+    cause, or low acceptance without one.
     """
 
 
@@ -66,7 +65,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
     location, target_location = pair.draft_location, pair.find_target(fetch_directory)
     assert location is not None
     assert pair.target is not None
-    opened = _open_draft(location)
+    _refuse_other_kinds(location)
     report = run_validation(
         request,
         ValidationPlan(
@@ -77,8 +76,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
             level="weights",
         ),
     )
-    most = opened.config.num_draft_tokens if opened is not None else 0
-    cause = diagnose_report(report, draft=request.draft, target=pair.target, num_draft_tokens=most)
+    cause = diagnose_report(report, draft=request.draft, target=pair.target)
     return Diagnosed(cause=cause, report=report)
 
 
@@ -88,17 +86,17 @@ def command(request: DiagnosisRequest) -> None:
     for note in found.report.notes if found.report.search is not None else ():  # otherwise the sentence has the notes
         console.warn(note)
     console.show(found, lambda: console.result(console.as_typed(found.cause.sentence)))
-    if found.cause.has_cause:
+    if found.cause.rule is not None:
         raise typer.Exit(FOUND)
 
 
-def _open_draft(location: Path) -> "DraftCheckpoint | None":
-    """The draft, or None if its config cannot be read; the findings of the rules then say why."""
+def _refuse_other_kinds(location: Path) -> None:
+    """Refuse a draft of another kind. The findings of the rules say what is wrong with a DFlash draft."""
     from dflash_cli.checkpoints.opening import open_draft
 
     try:
-        return open_draft(location)
+        open_draft(location)
     except UnknownFormat:
         raise
     except (CheckpointError, UnsupportedError):
-        return None
+        pass

@@ -7,24 +7,32 @@ level that reports it, and its `cause` names the fault if the reading explains t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_cli.diagnosis import weight_rewrites as rewrites
-from dflash_cli.diagnosis.weight_rewrites import Rewrite
+from dflash_cli.diagnosis.weight_readings import WeightReading, WeightSpace, probes, weight_readings
+from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 
-THETAS = (10_000.0, 150_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+THETAS = (10_000.0, 100_000.0, 150_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
 """Rope bases that published targets use."""
 
-WINDOWS = (64, 128, 512, 1024, 2048, 4096)
-BLOCKS = (4, 8, 10, 16)
+WINDOWS = (8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKS = (4, 7, 8, 10, 12, 16)
 """Block sizes of published drafts."""
+
+EPSILONS = (1e-6, 1e-5)
+
+LARGEST_BLOCK = 4
+"""The longest block that is tried, in blocks of the config."""
 
 MIN_LEN = 1.5
 ANCHOR_MIN_LEN = 2.0
 """Higher than MIN_LEN: on repetitive text, an untrained draft that predicts at the anchor reaches 1.5 by echoing it."""
 
-MAX_PERMUTED_TAPS = 4
+MAX_PERMUTED = 4
 """Up to this number of tapped layers, every order is tried; else rotations, the reverse, and exchanges of two."""
 
 
@@ -37,6 +45,9 @@ class AlternativeReading:
     cause       the fault of the draft if this reading is right
     rewrite     changes the tensors; None if only the config changes
     is_guess    it is one of very many readings, and the screen keeps only the best
+    is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
+    touches     the parts of the draft that it changes, with their layers
+    halves      the halves of an exchange, as rewrites
     min_len     below this acceptance length, in tokens per step, the reading explains nothing
     """
 
@@ -47,6 +58,9 @@ class AlternativeReading:
     rewrite: Rewrite | None = None
     is_anchor_first: bool = False
     is_guess: bool = False
+    is_neutral: bool = False
+    touches: frozenset[Spot] = frozenset()
+    halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
 
 
@@ -57,6 +71,7 @@ class ReadingSpace:
     masks       ids that may be the mask -> their names
     rare_ids    ids that texts rarely contain, so that each may have been the mask
     text_len    tokens of the longest text of the run; a wider window changes nothing
+    weights     the draft's tensors as the runtime holds them
     """
 
     config: DraftConfig
@@ -64,6 +79,7 @@ class ReadingSpace:
     masks: Mapping[int, str] = field(default_factory=dict)
     rare_ids: Sequence[int] = ()
     text_len: int = 1 << 20
+    weights: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
 def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
@@ -84,18 +100,22 @@ def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
         if len(set(moved)) == len(set(taps)):
             name, late = ("earlier", "late") if offset < 0 else ("later", "early")
             yield _with_taps(space, moved, f"tapped layers {count} {name}", f"the tapped layers are {count} too {late}")
+    spaced = tuple(round(1 + index * (depth - 4) / max(1, len(taps) - 1)) for index in range(len(taps)))
+    if len(set(spaced)) == len(taps) and spaced[0] >= 0 and spaced[-1] < depth:
+        yield _with_taps(space, spaced, "tapped layers spread evenly", "the tapped layers are missing the trained ones")
     for index, tap in enumerate(taps):
-        for moved_tap in (tap - 1, tap + 1):
-            if 0 <= moved_tap < depth and moved_tap not in taps:
-                moved = (*taps[:index], moved_tap, *taps[index + 1 :])
-                yield _with_taps(space, moved, f"layer {moved_tap} tapped for {tap}", "one tapped layer is wrong")
+        for other in range(depth):
+            if other not in taps:
+                moved = (*taps[:index], other, *taps[index + 1 :])
+                reading = _with_taps(space, moved, f"layer {other} tapped for {tap}", "one tapped layer is wrong")
+                yield replace(reading, is_guess=abs(other - tap) > 1)
 
 
 def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
     taps = space.config.target_layer_ids
     count = len(taps)
     orders: set[tuple[int, ...]] = {taps[shift:] + taps[:shift] for shift in range(count)} | {taps[::-1]}
-    if count <= MAX_PERMUTED_TAPS:
+    if count <= MAX_PERMUTED:
         orders |= set(permutations(taps))
     for first, second in combinations(range(count), 2):
         swapped = list(taps)
@@ -150,7 +170,9 @@ def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    own = space.config.mask_token_id
     named = {token: f"mask {name} ({token})" for token, name in space.masks.items()}
+    named |= {own + step: f"mask {own + step}, next to {own}" for step in (-1, 1) if own + step not in named}
     rare = {token: f"mask {token}, a rarely used id" for token in space.rare_ids if token not in named}
     for token, name in (named | rare).items():
         if 0 <= token < space.config.vocab_size:
@@ -168,6 +190,9 @@ def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
         yield _changed(
             space, "window", "no attention window", "the draft was trained without a window", windows=without
         )
+    for windows in sorted(set(permutations(own)) - {own}, key=str) if stated and len(own) <= MAX_PERMUTED else ():
+        cause = "the attention windows belong to other layers"
+        yield _changed(space, "window", f"windows {list(windows)}", cause, windows=windows)
     for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
         if width >= space.text_len:
             continue
@@ -180,62 +205,49 @@ def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
 def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
     own, cause = space.config.block_size, "the draft was trained with another block size"
     for block in sorted({*BLOCKS, own - 1, own + 1, own // 2, own * 2}):
-        if 2 <= block <= 2 * own:
+        if 2 <= block <= LARGEST_BLOCK * own:
             yield _changed(space, "block", f"blocks of {block}", cause, block_size=block)
 
 
 def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
     """The target's embedding with and without the factor that the target multiplies it by."""
     factor, config = space.target.embedding_scale, space.config
-    if factor == 1.0 or config.has_own_width:
+    if config.has_own_width:
         return
     raw = {"has_target_scale": False, "input_embedding_scale": 1.0}
-    if config.has_target_scale or config.input_embedding_scale != 1.0:
+    if (config.has_target_scale and factor != 1.0) or config.input_embedding_scale != 1.0:
         yield _changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
-    if not config.has_target_scale:
+    if not config.has_target_scale and factor != 1.0:
         cause = "the draft was trained on embeddings scaled as the target's"
         yield _changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
 
 
-def _norms_and_projections(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    norms = "input_layernorm and post_attention_layernorm"
-    for name, rewrite, cause in (
-        ("norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold offsets from 1"),
-        ("norm weights read as w - 1", rewrites.shift_norms(-1.0), "1 was added to the weights of norms"),
-        ("q_norm and k_norm exchanged", rewrites.swap_names("q_norm", "k_norm"), "q_norm and k_norm are exchanged"),
-        ("each layer's two norms exchanged", rewrites.swap_names(*rewrites.LAYER_NORMS), f"{norms} are exchanged"),
-        ("gate and up exchanged", rewrites.swap_gate_up, "gate_proj and up_proj are exchanged"),
-        ("keys and values exchanged", rewrites.swap_keys_values, "k_proj and v_proj are exchanged"),
-    ):
-        yield _rewritten(space, name, rewrite, cause)
+def _eps(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    for eps in EPSILONS:
+        yield _changed(space, "eps", f"rms_norm_eps {eps:g}", "rms_norm_eps differs from training", rms_norm_eps=eps)
 
 
-def _rope_layouts(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    if space.config.head_dim % 2:
-        return
-    for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
-        for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
-            rewrite = rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms)
-            cause = "the rows of q_proj and k_proj are in another layout of rope"
-            yield _rewritten(space, f"rope over {layout}{suffix}", rewrite, cause)
+def _weights(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    weights = WeightSpace(space.config, space.weights)
+    return (_of_weights(space, item) for item in weight_readings(weights))
 
 
-def _layer_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Two neighbouring layers exchanged, and all layers in reverse."""
-    order = tuple(range(space.config.num_layers))
-    orders = {order[::-1]} | {(*order[:at], at + 1, at, *order[at + 2 :]) for at in order[:-1]}
-    for other in sorted(orders - {order}):
-        cause = "the draft's layers are in another order"
-        yield _rewritten(space, f"layers in the order {list(other)}", rewrites.order_layers(other), cause)
+def neutral_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
+    """Every part of the draft left out."""
+    return tuple(_of_weights(space, item) for item in probes(WeightSpace(space.config, space.weights)))
+
+
+def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:
+    shared = {
+        name: getattr(item, name)
+        for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "touches", "halves")
+    }
+    return AlternativeReading(factor="weights", config=space.config, **shared)
 
 
 def _changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:
     """A reading with other values of some fields of the config."""
     return AlternativeReading(factor, name, replace(space.config, **fields), cause)
-
-
-def _rewritten(space: ReadingSpace, name: str, rewrite: Rewrite, cause: str) -> AlternativeReading:
-    return AlternativeReading("weights", name, space.config, cause, rewrite=rewrite)
 
 
 FAMILIES = (
@@ -248,7 +260,6 @@ FAMILIES = (
     _windows,
     _blocks,
     _embedding_scales,
-    _norms_and_projections,
-    _rope_layouts,
-    _layer_orders,
+    _eps,
+    _weights,
 )

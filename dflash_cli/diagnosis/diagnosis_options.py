@@ -19,6 +19,14 @@ class DiagnosisOptions(DeviceOptions, PromptOptions):
             "Default: 32, or all given prompts.",
         ),
     ] = None  # fmt: skip
+    expected: Annotated[
+        str | None,
+        Option(
+            group=ESSENTIALS, metavar="FIGURE",
+            help="Judge acceptance against this figure in tokens per step: a number, or a file that states one (a "
+            "result, a model card, a profile). Default: only very low acceptance is judged.",
+        ),
+    ] = None  # fmt: skip
     max_new_tokens: Annotated[
         int, Option(short="-n", min=8, group=ESSENTIALS, help="Generate at most N tokens per prompt.")
     ] = 128

@@ -1,12 +1,12 @@
 """One sentence on a run-level report: the likeliest cause of low acceptance, and the next step."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from dflash_cli.diagnosis.readings import ReadingResult
 from dflash_cli.diagnosis.run_report import RunReport
-from dflash_cli.generation.announcements import is_low_length
 from dflash_cli.rules.rule import Finding
 from dflash_runtime.documents import INLINE
 
@@ -31,35 +31,53 @@ class DiagnoseDocument:
     report: RunReport
 
 
-def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
+NO_CAUSE = "R06"
+"""The rule on low acceptance without a cause."""
+
+
+def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
-    A reading that explains the draft comes first, then an error. If acceptance is low, a warning about a fault that
-    lowers acceptance comes last. `draft` and `target` are the words that the user typed.
+    A finding about the tensors of the explaining reading comes first, then the reading, then an error. If acceptance is
+    low, a finding about a fault that lowers acceptance comes last. `draft` and `target` are the words that the user
+    typed.
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
-    about_all = [item for item in report.findings if not item.engines]
+    about_all = [item for item in report.findings if not item.engines and item.level != "run"]
+    low = next((item for item in report.findings if item.id == NO_CAUSE), None)
     if best is not None:
-        return _from_reading(best, about_all, f"dflash diagnose {pair}")
-    low = report.search is not None and is_low_length(report.search.acceptance_len, num_draft_tokens)
+        seen = [item for item in about_all if item.level == "weights" and _is_about(item, best)]
+        return _from_finding(seen[0]) if seen else _from_reading(best, report.findings, f"dflash diagnose {pair}")
     errors = [item for item in about_all if item.severity == "error"]
-    lowering = [item for item in about_all if item.severity == "warning" and item.outcome != "serves" and low]
+    is_low = low is not None and low.severity != "info"
+    lowering = [item for item in about_all if item.outcome != "serves" and is_low]
+    warned = [item for item in lowering if item.severity == "warning"]
     if errors or lowering:
-        return _from_finding((errors or lowering)[0])
-    return _nothing(report, low, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
+        return _from_finding((errors or warned or lowering)[0])
+    if low is not None and is_low:
+        return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, low.id)
+    return _nothing(report, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
 
 
-def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> Diagnosis:
+def _is_about(finding: Finding, best: ReadingResult) -> bool:
+    """Whether a finding is about a tensor that the reading changes."""
+    tensor = finding.location.partition(":")[2].removesuffix(".weight")
+    layer, _, part = tensor.removeprefix("layers.").partition(".") if tensor.startswith("layers.") else ("", "", tensor)
+    return any(part == name and (at is None or str(at) == layer) for name, at in best.alternative.touches)
+
+
+def _from_reading(best: ReadingResult, findings: Sequence[Finding], again: str) -> Diagnosis:
     found = next((item for item in findings if item.level == "run"), None)
     where = found.location if found is not None else "the config"
     correction = found.correction if found is not None and found.correction else f"correct {where}"
     interval = best.interval
     assert interval is not None
     step = f"{correction} and run {again} again"
+    equal = f" (or, with the same result: {'; '.join(best.equal)})" if best.equal else ""
     sentence = (
-        f"{best.alternative.cause}: with {best.reading} a step commits {best.acceptance_len:.2f} tokens instead of "
-        f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"{best.alternative.cause}: with {best.reading}{equal} a step commits {best.acceptance_len:.2f} tokens instead "
+        f"of {best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(True, sentence, step, found.id if found is not None else None)
 
@@ -70,14 +88,14 @@ def _from_finding(finding: Finding) -> Diagnosis:
     return Diagnosis(True, f"{finding.location}: {finding.message}{effect}; next: {step}", step, finding.id)
 
 
-def _nothing(report: RunReport, low: bool, step: str) -> Diagnosis:
+def _nothing(report: RunReport, step: str) -> Diagnosis:
     search = report.search
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
         return Diagnosis(False, f"nothing found, but {reason}; next: {step}", step)
     found = (
-        f"nothing found: every rule holds, and none of {search.num_readings} other readings accepts clearly more than "
-        f"the {search.acceptance_len:.2f} tokens per step of the config as it is"
+        f"nothing found: every rule holds, and none of {search.num_readings} other readings explains the "
+        f"{search.acceptance_len:.2f} tokens per step of the config as it is"
     )
-    weak = "; the draft itself is weak on these prompts" if low else ""
-    return Diagnosis(False, f"{found}{weak}; next: {step}", step)
+    reached = f"; the expected {search.expected.value:.2f} are reached" if search.expected is not None else ""
+    return Diagnosis(False, f"{found}{reached}; next: {step}", step)

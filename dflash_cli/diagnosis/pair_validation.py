@@ -76,11 +76,4 @@ def _search(subject: Subject, settings: RunSettings) -> ReadingSearch:
     """The acceptance of the pair under each reading of the draft."""
     assert subject.checkpoint is not None
     assert subject.target_source is not None
-    return search_readings(
-        open_draft(subject.checkpoint),
-        subject.target_source,
-        settings.prompts(),
-        config=settings.config,
-        budget=settings.budget,
-        observe=settings.observe,
-    )
+    return search_readings(open_draft(subject.checkpoint), subject.target_source, settings.prompts(), settings=settings)

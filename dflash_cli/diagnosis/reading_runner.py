@@ -4,13 +4,13 @@ This module imports torch, so it is imported only when a search starts.
 """
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading
-from dflash_cli.diagnosis.reading_screen import ReadingScreen
+from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetConfig
@@ -88,9 +88,18 @@ class ReadingRunner:
         return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
 
     def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
-        """The screen that estimates acceptance along these outputs, for readings that tap only these layers."""
-        assert self._pair.draft is not None
-        return ReadingScreen(self._pair, outputs, taps, self._pair.limits.num_draft_tokens)
+        """The screen that counts acceptance along these outputs, for readings that tap only these layers."""
+        return ReadingScreen(self.read(outputs, taps), self._pair.limits.num_draft_tokens)
+
+    def read(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> KnownTexts:
+        """The texts of these outputs, with the target's outputs of these layers."""
+        return KnownTexts(self._pair, outputs, taps)
+
+    @property
+    def weights(self) -> "Mapping[str, Tensor]":
+        """The draft's weights."""
+        assert self._pair.draft_weights is not None
+        return self._pair.draft_weights
 
     @property
     def target_config(self) -> TargetConfig:

@@ -1,68 +1,106 @@
-"""A quick estimate of acceptance under a reading: the draft proposes blocks along known texts.
+"""Acceptance under a reading, without running the target again: the draft proposes blocks along known texts.
 
-The target's hidden states of the texts are computed once. Each reading drafts from anchors spread over all texts, and
-the right tokens are counted. One forward of the draft covers many anchors, so every reading can be tried on all prompts
-before the best readings are run.
+Greedy text does not depend on the draft, so the target writes each text once and its hidden states are computed once.
+Each reading then drafts along the texts. `score` covers anchors spread over all texts, for a quick estimate. `walk`
+takes the steps that a run of the pair takes.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from dflash_cli.acceptance.intervals.statistics import StepCounts
+from dflash_cli.diagnosis.run_settings import Score
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.text_pages import Anchor, TextPages, read_features
+from dflash_runtime.device.text_pages import Anchor, Foretold, TextPages, read_features
 from dflash_runtime.models.weights import Weights
 from dflash_runtime.scheduling.request import RequestOutput
 
+LOSS_DECAY = 4.0
+"""Positions over which the weight of a drafted token falls to 1/e. Source: arXiv 2602.06036."""
 
-class ReadingScreen:
-    """Texts to draft along: prompts with the target's greedy continuations.
 
-    `num_drafts` is the K of the draft's own config. In a longer block only the first K tokens count. Otherwise a longer
-    block would always be better.
-    """
+class KnownTexts:
+    """Prompts with the target's greedy continuations, and the target's outputs of some layers over them."""
 
-    def __init__(
-        self, pair: LoadedPair, outputs: Sequence[RequestOutput], taps: Collection[int], num_drafts: int
-    ) -> None:
-        self._num_drafts = num_drafts
-        self._last: tuple[Weights | None, tuple[object, ...], KVCache] | None = None
+    def __init__(self, pair: LoadedPair, outputs: Sequence[RequestOutput], taps: Collection[int]) -> None:
         page_size = pair.config.page_size
         texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-        self._texts = TextPages(texts, page_size, pair.placement)
-        self._anchors = [
-            (index, position)
-            for index, (text, output) in enumerate(zip(texts, outputs, strict=True))
-            for position in range(len(output.prompt_token_ids), len(text) - num_drafts)
-        ]
+        self.spans = [(len(output.prompt_token_ids), len(text)) for output, text in zip(outputs, texts, strict=True)]
+        self.pages = TextPages(texts, page_size, pair.placement)
         layers = tuple(sorted(taps))
         features = torch.cat([read_features(pair.target, pair.placement, page_size, text, layers) for text in texts])
         self._outputs = dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
 
-    def acceptance_len(self, pair: LoadedPair, max_anchors: int) -> float:
-        """Mean tokens per block over at most `max_anchors` anchors: 1 + drafted tokens before the first wrong token."""
+    def features(self, taps: Sequence[int]) -> Tensor:
+        """The outputs of these layers, [T, F]."""
+        return torch.cat([self._outputs[tap] for tap in taps], dim=-1)
+
+
+class ReadingScreen:
+    """Texts to draft along. `num_drafts` is the K of the draft's own config; of a longer block, only K tokens count."""
+
+    def __init__(self, texts: KnownTexts, num_drafts: int) -> None:
+        self._texts, self._num_drafts = texts, num_drafts
+        self._last: tuple[Weights | None, tuple[object, ...], KVCache] | None = None
+        self._anchors = [
+            (index, position)
+            for index, (start, end) in enumerate(texts.spans)
+            for position in range(start, end - num_drafts)
+        ]
+
+    def score(self, pair: LoadedPair, max_anchors: int) -> Score:
+        """The score over at most `max_anchors` anchors, in tokens per block, the target's own token included."""
         stride = max(1, -(-len(self._anchors) // max_anchors))
         chosen = self._anchors[::stride]
         if not chosen:
-            return 1.0
-        return 1 + float(self._accepted(pair, chosen).float().mean())
+            return Score(1.0, 1.0, 0.0)
+        found = self._foretell(pair, chosen)
+        accepted = self._texts.pages.count_right(chosen, found.ids[:, : self._num_drafts])
+        chances, losses = found.chances[:, : self._num_drafts], found.losses[:, : self._num_drafts]
+        if losses.shape[1] < self._num_drafts:  # a shorter block says nothing about its last tokens
+            missing = self._num_drafts - losses.shape[1]
+            losses = functional.pad(losses, (0, missing), value=math.log(pair.limits.vocab_size))
+        weights = torch.exp(-torch.arange(losses.shape[1], device=losses.device) / LOSS_DECAY)
+        return Score(
+            accepted=1 + float(accepted.float().mean()),
+            expected=1 + float(chances.cumprod(dim=1).sum(dim=1).mean()),
+            loss=float((losses * weights).sum(dim=1).mean() / weights.sum()),
+        )
 
-    def _accepted(self, pair: LoadedPair, anchors: Sequence[Anchor]) -> Tensor:
-        """Number of tokens before the first wrong token, of each anchor's block, [R]."""
+    def walk(self, pair: LoadedPair, *, is_whole: bool = False) -> StepCounts:
+        """(tokens, steps) of each text, for steps with room for a whole block. Whole blocks count if `is_whole`."""
+        num_drafts = pair.limits.num_draft_tokens if is_whole else self._num_drafts
+        positions = [start for start, _ in self._texts.spans]
+        tokens, steps = [0] * len(positions), [0] * len(positions)
+        while waiting := [
+            (index, positions[index])
+            for index, (_, end) in enumerate(self._texts.spans)
+            if positions[index] < end - max(num_drafts, self._num_drafts)
+        ]:
+            found = self._foretell(pair, waiting)
+            accepted = self._texts.pages.count_right(waiting, found.ids[:, :num_drafts])
+            for (index, _), count in zip(waiting, accepted.tolist(), strict=True):
+                positions[index] += count + 1
+                tokens[index] += count + 1
+                steps[index] += 1
+        return list(zip(tokens, steps, strict=True))
+
+    def _foretell(self, pair: LoadedPair, anchors: Sequence[Anchor]) -> Foretold:
         assert pair.draft is not None
-        proposed = self._texts.propose(pair.draft, self._context(pair), anchors, pair.limits.num_draft_tokens)
-        return self._texts.count_right(anchors, proposed[:, : self._num_drafts])
+        return self._texts.pages.foretell(pair.draft, self._context(pair), anchors, pair.limits.num_draft_tokens)
 
     def _context(self, pair: LoadedPair) -> KVCache:
         """The draft's context KV of all texts under this reading, reused from the last reading if it is the same."""
         assert pair.draft is not None
         config, weights = pair.draft.config, pair.draft_weights
-        made_from = (config.target_layer_ids, config.rope)
+        made_from = (config.target_layer_ids, config.rope, config.rms_norm_eps)
         if self._last is not None and self._last[0] is weights and self._last[1] == made_from:
             return self._last[2]
-        features = torch.cat([self._outputs[tap] for tap in config.target_layer_ids], dim=-1)
-        cache = self._texts.write_context(pair.draft, features)
+        cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))
         self._last = (weights, made_from, cache)
         return cache

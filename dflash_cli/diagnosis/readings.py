@@ -1,33 +1,43 @@
 """The search for a better reading of a draft: run the draft as its config says, and again with one setting changed.
 
 A draft with a wrong tap offset, causality, mask or rope base loads without an error, and fewer of its tokens are
-accepted. If a changed setting surely raises acceptance by much, the setting is the cause. Greedy text does not depend
-on the draft, so all readings are compared on the same text, prompt by prompt. `reading_screen` estimates every reading
-along the text of the first run, and the most promising readings are run.
+accepted. Greedy text does not depend on the draft, so all readings draft along the same texts, which the target writes
+once (`reading_screen`). Readings of the config come first. Then every part of the draft is left out once, and the parts
+that are missed least are read in other ways.
 
-One of many readings could gain by chance. The first prompts therefore only choose a reading: the reading
-with the largest gain is tested on new prompts. The choice does not depend on the new prompts, so this is one test at
-5%, for any number of readings.
+A reading that gains need not be right: many changes make up for a part of a fault. Training has minimised the loss
+under the right reading, so the right reading has the lowest loss by a margin, and no other change on top of it lowers
+the loss much. Only such a reading explains a draft (`ReadingResult.doubt`).
+
+One of many readings could gain by chance. The first prompts therefore only choose a reading: the reading with the
+lowest loss is tested on new prompts. The choice does not depend on the new prompts, so this is one test at 5%, for any
+number of readings.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import (
     Interval,
     StepCounts,
-    count_steps,
     paired_interval,
     pooled_acceptance_len,
 )
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.diagnosis.alternatives import (
+    AlternativeReading,
+    ReadingSpace,
+    alternative_readings,
+    neutral_readings,
+)
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.run_settings import Observe, SearchBudget
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, RunSettings, Score, SearchBudget
+from dflash_cli.diagnosis.weight_rewrites import together
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.config import DraftConfig
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
@@ -40,16 +50,28 @@ MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
 
 MAX_RUN = 4
-"""The most readings that are run after the screen."""
+"""The most readings whose steps are counted after the screen."""
 
-MIN_ESTIMATE = 0.02
-"""Estimated gain, in tokens per block, from which a reading is run."""
-
-VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 64, 256
+VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
 MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
 
+MAX_ON_TOP = 24
+"""Readings that are tried on top of the best one."""
+
+MAX_SUSPECTS = 6
+"""Parts of single layers, and parts of all layers, that are read in other ways. The draft misses them least."""
+
 NUM_RARE_IDS = 96
+
+NEARLY_ALL = 0.75
+"""Share of the drafted tokens from which the block may be shorter than in training."""
+
+LOWER = 0.97
+"""Share of the loss to which the block of training lowers the loss of the first tokens, at least."""
+
+ENOUGH_SHARE = 0.9
+"""Share of the drafted tokens above which no part of the draft is suspect."""
 
 MIN_TEST_PROMPTS = 32
 """Prompts of the test, or the number of prompts that chose the reading if it is larger.
@@ -64,17 +86,40 @@ MIN_GAIN = 0.1
 MIN_GAIN_SHARE = 0.1
 """The gain as a share of the tokens accepted per step under the config's own reading."""
 
-MIN_BLOCK_SHARE = 1 / 8
-"""The acceptance length as a share of the block."""
+MIN_SHARE = 0.12
+"""Share of the drafted tokens below which a reading explains nothing: every published draft accepts more."""
+
+LEFT_OUT_SHARE = 0.5
+"""The same for a draft without one of its parts. That the part is damaged is sure only if the rest does well."""
+
+RESTORED = 0.85
+"""Share of the expected draft tokens from which a draft counts as restored."""
+
+ENOUGH_OF_EXPECTED = 0.9
+"""Share of the expected draft tokens below which acceptance is short of the expected figure."""
+
+FURTHER = 0.1
+"""Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
+perfect."""
+
+MARGIN, RATIO = 0.15, 1.2
+"""Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
+
+MAX_EQUAL = 3
+SAME_LOSS = 1e-4
+"""Nats. Two readings with the same loss are one reading in other words."""
 
 SIGNIFICANCE = 0.05
+
+
+UNSCORED = Score(1.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingResult:
     """Acceptance under another reading, and its difference from the config's own reading on the same prompts.
 
-    If the reading was not run, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
+    If the steps were not counted, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
     was tested on new prompts has an interval, and its lengths are from these prompts.
     """
 
@@ -83,6 +128,10 @@ class ReadingResult:
     difference: float
     interval: Annotated[Interval | None, "of the difference, on new prompts"] = None
     num_prompts: int = 0
+    score: Annotated[Score, HIDDEN] = UNSCORED
+    is_longer: Annotated[bool, HIDDEN] = False
+    equal: Annotated[tuple[str, ...], "readings that cannot be told from this one"] = ()
+    doubt: Annotated[str | None, "why the reading improves acceptance and does not explain it"] = None
 
     @property
     @computed_key
@@ -107,24 +156,34 @@ class ReadingResult:
     @property
     def matters(self) -> bool:
         """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
-        floor = max(self.alternative.min_len, MIN_BLOCK_SHARE * self.alternative.config.block_size)
+        share = LEFT_OUT_SHARE if self.alternative.is_neutral else MIN_SHARE
+        floor = max(self.alternative.min_len, 1 + share * self.alternative.config.num_draft_tokens)
         is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
         return self.acceptance_len >= floor and is_large
 
     @property
     @computed_key
-    def explains(self) -> bool:
-        """Whether the reading explains low acceptance: it matters, and surely gains on new prompts."""
+    def improves(self) -> bool:
+        """Whether the reading matters, and surely gains on new prompts."""
         return self.matters and self.interval is not None and self.interval.low > 0
+
+    @property
+    @computed_key
+    def explains(self) -> bool:
+        """Whether the reading explains low acceptance: it improves acceptance, and nothing speaks against it."""
+        return self.improves and self.doubt is None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
-    """The config's own reading and its alternatives on the same prompts. `readings` lists readings that were run first.
+    """The config's own reading and its alternatives on the same prompts. `readings` lists counted readings first.
 
-    num_readings    all readings that were tried, including poor guesses, which `readings` omits
-    left_out        the prompts that failed, with the reasons
-    warnings        the warnings of the pair
+    own_expected_len   the acceptance length that the draft's own probabilities foretell, along the same texts
+    num_readings       all readings that were tried, including poor guesses, which `readings` omits
+    tried              the factors of the readings, with the number of each
+    expected           the figure that the user expects
+    left_out           the prompts that failed, with the reasons
+    warnings           the warnings of the pair
     """
 
     num_prompts: int
@@ -132,6 +191,9 @@ class ReadingSearch:
     acceptance_len: Annotated[float, "with the config as it is"]
     readings: tuple[ReadingResult, ...]
     num_readings: int = 0
+    own_expected_len: float | None = None
+    tried: Mapping[str, int] = field(default_factory=dict)
+    expected: ExpectedFigure | None = None
     left_out: tuple[str, ...] = ()
     target_runtime: str = "native"
     target_quantization: Annotated[str | None, "how the target's weights are packed"] = None
@@ -142,15 +204,23 @@ class ReadingSearch:
         """The reading that explains the draft, if one does."""
         return next((item for item in self.readings if item.explains), None)
 
+    @property
+    def improvement(self) -> ReadingResult | None:
+        """The reading that surely improves acceptance and does not explain it, if there is one."""
+        return next((item for item in self.readings if item.improves and not item.explains), None)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether acceptance is short of the expected figure."""
+        return self.expected is not None and self.acceptance_len - 1 < ENOUGH_OF_EXPECTED * (self.expected.value - 1)
+
 
 def search_readings(
     draft: DraftCheckpoint,
     target: TargetSource,
     prompts: Sequence[Sequence[int]] | None,
     *,
-    config: EngineConfig,
-    budget: SearchBudget,
-    observe: Observe,
+    settings: RunSettings,
 ) -> ReadingSearch:
     """Load both models once, choose a reading on the given or made prompts, and test it on new prompts.
 
@@ -169,101 +239,254 @@ def search_readings(
             expected=f"at least {MIN_PROMPTS}",
             hint="add prompts, or leave out --prompts",
         )
-    runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
-    readings = _readings_of(runner, draft, target, budget)
-    total, is_given = len(readings) + 1, prompts is not None
-    if prompts is None:
-        observe("making prompts", 0, total)
-        prompts = runner.make_prompts(range(budget.num_prompts))
-    observe("config as it is", 0, total)
-    own = AlternativeReading("", "config as it is", draft.config)
-    outputs, left_out = _answered(runner.run(runner.build(own), prompts))
-    prompts = [output.prompt_token_ids for output in outputs]
-    base = count_steps(outputs)
-    screen = runner.screen(outputs, {tap for item in (own, *readings) for tap in item.config.target_layer_ids})
-    screened = _screen(Screening(runner, screen, own), readings, observe)
-    chosen = [item for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
-    results = []
-    for item in chosen:
-        observe(item.reading, total, total)
-        results.append(compare(item.alternative, base, _run(runner, item.alternative, prompts, own)))
-    results.sort(key=lambda item: -item.difference)
-    best = find_best(results)
-    new = _new_prompts(runner, outputs, budget, is_given=is_given) if best is not None else []
-    if best is not None and len(new) >= MIN_UNITS:
-        observe(f"{best.reading}, tested on {len(new)} new prompts", total, total)
-        own_counts, counts = _run(runner, own, new, own), _run(runner, best.alternative, new, own)
-        results = [
-            confirm(best.alternative, own_counts, counts, budget),
-            *(item for item in results if item is not best),
+    make_runner = settings.make_runner or ReadingRunner
+    longest = max(map(len, prompts)) if prompts else None
+    runner = make_runner(draft, target, settings.config, settings.budget, longest=longest)
+    return Searcher(runner, draft.config, find_specials(target), settings).search(prompts)
+
+
+class Searcher:
+    """One search. `runner` holds the pair; everything that depends on the target only comes from it."""
+
+    def __init__(
+        self,
+        runner: "ReadingRunner",
+        config: DraftConfig,
+        specials: Mapping[int, str],
+        settings: RunSettings,
+    ) -> None:
+        self._runner, self._expected, budget = runner, settings.expected, settings.budget
+        self._budget, self._observe = budget, settings.observe
+        self._own = AlternativeReading("", "config as it is", config)
+        self._space = ReadingSpace(
+            config=config,
+            target=runner.target_config,
+            masks=specials,
+            rare_ids=runner.rare_ids(NUM_RARE_IDS),
+            text_len=runner.text_len,
+            weights=runner.weights,
+        )
+        readings = alternative_readings(self._space)
+        self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
+        self._tried: Counter[str] = Counter()
+
+    def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
+        """The whole search on given prompts, or on made ones."""
+        runner, budget, total = self._runner, self._budget, len(self._readings) + 1
+        is_given = prompts is not None
+        if prompts is None:
+            self._observe("making prompts", 0, total)
+            prompts = runner.make_prompts(range(budget.num_prompts))
+        self._observe("config as it is", 0, total)
+        outputs, left_out = _answered(runner.run(runner.build(self._own), prompts))
+        self._screen = runner.screen(outputs, self._taps())
+        base = self._screen.walk(runner.build(self._own))
+        self._base_scores: dict[int, Score] = {}
+        own = self._own_score(MANY_ANCHORS)
+        screened = self._screened(pooled_acceptance_len(base))
+        counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
+        best = find_best(counted)
+        longer = self._longer_block(screened, own) if best is None else None
+        if longer is not None and longer.matters:
+            best, counted = longer, [longer]
+        if best is not None:
+            equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
+            equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
+            best = replace(best, doubt=self._doubt(best, screened, own), equal=tuple(equal))
+            new = self._new_texts(outputs, best.alternative, is_given=is_given)
+            tested = self._tested(best, new) if new is not None else best
+            counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
+        length = pooled_acceptance_len(base)
+        seen = [item.alternative for item in counted]
+        rest = [self._estimated(item, length) for item in screened if not any(item.alternative is one for one in seen)]
+        return ReadingSearch(
+            num_prompts=len(base),
+            num_tokens=budget.max_new_tokens * len(base),
+            acceptance_len=length,
+            readings=(*counted, *rest),
+            num_readings=sum(self._tried.values()),
+            own_expected_len=own.expected,
+            tried=dict(self._tried),
+            expected=self._expected,
+            left_out=left_out,
+            target_runtime=runner.target_runtime,
+            target_quantization=runner.target_quantization,
+            warnings=runner.warnings,
+        )
+
+    def _taps(self) -> set[int]:
+        return {tap for item in (self._own, *self._readings) for tap in item.config.target_layer_ids}
+
+    def _score(self, reading: AlternativeReading, num_anchors: int) -> Score:
+        return self._screen.score(self._runner.build(reading), num_anchors)
+
+    def _own_score(self, num_anchors: int) -> Score:
+        if num_anchors not in self._base_scores:
+            self._base_scores[num_anchors] = self._score(self._own, num_anchors)
+        return self._base_scores[num_anchors]
+
+    def _estimate(self, reading: AlternativeReading, num_anchors: int) -> ReadingResult:
+        score, own = self._score(reading, num_anchors), self._own_score(num_anchors)
+        return ReadingResult(reading, score.accepted, score.accepted - own.accepted, score=score)
+
+    def _screened(self, own_len: float) -> list[ReadingResult]:
+        """Estimates of all readings except poor guesses, the lowest loss first."""
+        found = self._best([item for item in self._readings if not item.is_guess], FEW_ANCHORS)
+        for factor in dict.fromkeys(item.factor for item in self._readings if item.is_guess):
+            guesses = [item for item in self._readings if item.is_guess and item.factor == factor]
+            if factor == "weights":
+                length = max(own_len, found[0].score.accepted if found else 1.0)
+                guesses = self._suspected(guesses, length)
+            best = self._best(guesses, VERY_FEW_ANCHORS)[:MAX_GUESSES]
+            found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
+        found.sort(key=_by_loss)
+        again = [self._estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
+        return [*sorted(again, key=_by_loss), *found[len(again) :]]
+
+    def _best(self, readings: Sequence[AlternativeReading], num_anchors: int) -> list[ReadingResult]:
+        found = []
+        for reading in readings:
+            self._observe(reading.name, sum(self._tried.values()), len(self._readings))
+            found.append(self._estimate(reading, num_anchors))
+            self._tried[reading.factor] += 1
+        return sorted(found, key=_by_loss)
+
+    def _suspected(self, guesses: Sequence[AlternativeReading], length: float) -> list[AlternativeReading]:
+        """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
+        if length - 1 > ENOUGH_SHARE * (self._own.config.block_size - 1) and not self._is_below(length):
+            return []
+        found = self._best(neutral_readings(self._space), VERY_FEW_ANCHORS)
+        whole = [item for item in found if None in {layer for _, layer in item.alternative.touches}]
+        single = [item for item in found if not any(item is one for one in whole)]
+        least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
+        suspects = {("fc", None), *(spot for item in least for spot in item.alternative.touches)}
+        own = self._own_score(VERY_FEW_ANCHORS).loss
+        harmful = [item.alternative for item in found[:MAX_GUESSES] if item.score.loss < own]
+        return [*harmful, *(item for item in guesses if item.touches & suspects)]
+
+    def _is_below(self, own_len: float) -> bool:
+        return self._expected is not None and own_len - 1 < ENOUGH_OF_EXPECTED * (self._expected.value - 1)
+
+    def _counted(self, item: ReadingResult, base: StepCounts) -> ReadingResult:
+        """The reading with the steps of a run."""
+        counts = self._screen.walk(self._runner.build(item.alternative), is_whole=item.is_longer)
+        return replace(compare(item.alternative, base, counts), score=item.score, is_longer=item.is_longer)
+
+    def _longer_block(self, screened: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
+        """The longer block to count whole, if nearly every token is accepted and the block harms none of these."""
+        block = self._own.config.block_size
+        if own.accepted - 1 < NEARLY_ALL * (block - 1):
+            return None
+        longer = [
+            replace(item, is_longer=True)
+            for item in screened
+            if item.factor == "block" and item.alternative.config.block_size > block
+            and item.score.loss < LOWER * own.loss
+            and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * (block - 1)
+        ]  # fmt: skip
+        if not longer:
+            return None
+        return self._counted(min(longer, key=_by_loss), self._screen.walk(self._runner.build(self._own)))
+
+    def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
+        """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
+        return replace(item, acceptance_len=max(1.0, length + item.difference))
+
+    def _doubt(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> str | None:
+        """Why the best reading may not be right; None without a reason."""
+        if self._expected is not None and best.acceptance_len - 1 < RESTORED * (self._expected.value - 1):
+            return f"it does not restore the expected {self._expected.value:.2f} tokens per step"
+        if best.score.accepted - 1 < RESTORED * (best.score.expected - 1):
+            return f"the draft's own probabilities still expect {best.score.expected:.2f} tokens per step"
+        rival = next((item for item in screened if self._rivals(item, best, own)), None)
+        if rival is not None:
+            return f"{rival.reading} gains as much"
+        for half in best.alternative.halves:
+            if self._score(replace(best.alternative, rewrite=half), MANY_ANCHORS).loss <= RATIO * best.score.loss:
+                return "one half of the exchange gains as much"
+        others = [item for item in screened if not _is_alike(item, best)][:MAX_ON_TOP]
+        before = self._estimate(best.alternative, FEW_ANCHORS).score.loss
+        most = min((1 - FURTHER) * before, before - FURTHER * (self._own_score(FEW_ANCHORS).loss - before))
+        for item in others:
+            combined = combine(best.alternative, item.alternative, self._own)
+            if combined is not None and self._score(combined, FEW_ANCHORS).loss < most:
+                return f"{item.reading} on top of it gains more"
+        return None
+
+    def _rivals(self, item: ReadingResult, best: ReadingResult, own: Score) -> bool:
+        """Whether another cause lowers the loss about as much as the best reading."""
+        more = item.score.loss - best.score.loss
+        if _is_alike(item, best) or abs(more) < SAME_LOSS:
+            return False
+        return more < MARGIN * (own.loss - best.score.loss) and item.score.loss < RATIO * best.score.loss
+
+    def _new_texts(
+        self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
+    ) -> "ReadingScreen | None":
+        """Other greedy texts than these outputs: from other random ids, or further into the given prompts."""
+        given = [output.prompt_token_ids for output in outputs] if is_given else []
+        first = max(self._budget.num_prompts, len(outputs))
+        made = self._runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
+        known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+        # A confident target may sample the same text twice, or the greedy text.
+        new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
+        if len(new) < MIN_UNITS:
+            return None
+        self._observe(f"{best.name}, tested on {len(new)} new prompts", len(self._readings), len(self._readings) + 1)
+        written = [
+            output
+            for output in self._runner.run(self._runner.build(best), [list(prompt) for prompt in new])
+            if output.error is None
         ]
-    length = pooled_acceptance_len(base)
-    # The screen averages over all positions of the text, not over steps, so only its differences can be used.
-    estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
-    return ReadingSearch(
-        num_prompts=len(base),
-        num_tokens=budget.max_new_tokens * len(base),
-        acceptance_len=length,
-        readings=(*results, *estimated),
-        num_readings=len(readings),
-        left_out=left_out,
-        target_runtime=runner.target_runtime,
-        target_quantization=runner.target_quantization,
-        warnings=runner.warnings,
+        taps = {*self._own.config.target_layer_ids, *best.config.target_layer_ids}
+        return self._runner.screen(written, taps) if len(written) >= MIN_UNITS else None
+
+    def _tested(self, best: ReadingResult, screen: "ReadingScreen") -> ReadingResult:
+        base = screen.walk(self._runner.build(self._own))
+        other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
+        found = confirm(best.alternative, base, other, self._budget)
+        return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
+
+
+def _by_loss(item: ReadingResult) -> float:
+    return item.score.loss
+
+
+def _by_loss_and_gain(item: ReadingResult) -> tuple[float, float]:
+    return item.score.loss, -item.difference
+
+
+def _is_alike(item: ReadingResult, best: ReadingResult) -> bool:
+    """Whether two readings tell the same cause: the same setting, or the same parts of the draft."""
+    one, other = item.alternative, best.alternative
+    if one.factor != other.factor:
+        return False
+    if one.factor != "weights" or one.cause == other.cause:
+        return True
+    # A part that harms in one layer also harms in all layers together.
+    return (
+        one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}
     )
 
 
-class Screening:
-    """Estimates of readings and of the config's own reading, which is estimated once per number of anchors."""
-
-    def __init__(self, runner: "ReadingRunner", screen: "ReadingScreen", own: AlternativeReading) -> None:
-        self._runner, self._screen = runner, screen
-        self._own = runner.build(own)
-        self._own_lengths: dict[int, float] = {}
-
-    def estimate(self, reading: AlternativeReading, num_anchors: int) -> ReadingResult:
-        if num_anchors not in self._own_lengths:
-            self._own_lengths[num_anchors] = self._screen.acceptance_len(self._own, num_anchors)
-        found = self._screen.acceptance_len(self._runner.build(reading), num_anchors)
-        return ReadingResult(reading, found, found - self._own_lengths[num_anchors], None)
-
-
-def _screen(screening: Screening, readings: Sequence[AlternativeReading], observe: Observe) -> list[ReadingResult]:
-    """Estimates of all readings except poor guesses, the best first."""
-
-    def gain(item: ReadingResult) -> float:
-        return -item.difference
-
-    total = len(readings) + 1
-    guesses = [item for item in readings if item.is_guess]
-    tried = [item for item in readings if not item.is_guess]
-    if guesses:
-        observe("rarely used ids as the mask", 0, total)
-        estimates = sorted([screening.estimate(item, VERY_FEW_ANCHORS) for item in guesses], key=gain)
-        tried += [item.alternative for item in estimates[:MAX_GUESSES]]
-    found = []
-    for index, reading in enumerate(tried, start=1 + len(readings) - len(tried)):
-        observe(reading.name, index, total)
-        found.append(screening.estimate(reading, FEW_ANCHORS))
-    found.sort(key=gain)
-    again = [screening.estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
-    return [*sorted(again, key=gain), *found[len(again) :]]
-
-
-def _readings_of(
-    runner: "ReadingRunner", draft: DraftCheckpoint, target: TargetSource, budget: SearchBudget
-) -> list[AlternativeReading]:
-    """The alternative readings to try."""
-    space = ReadingSpace(
-        config=draft.config,
-        target=runner.target_config,
-        masks=find_specials(target),
-        rare_ids=runner.rare_ids(NUM_RARE_IDS),
-        text_len=runner.text_len,
+def combine(
+    first: AlternativeReading, second: AlternativeReading, own: AlternativeReading
+) -> AlternativeReading | None:
+    """Both readings together; None if they change the same setting."""
+    changed = {
+        item.name: getattr(second.config, item.name)
+        for item in fields(own.config)
+        if getattr(second.config, item.name) != getattr(own.config, item.name)
+    }
+    if any(getattr(first.config, name) != getattr(own.config, name) for name in changed):
+        return None
+    rewrites = [item.rewrite for item in (first, second) if item.rewrite is not None]
+    return replace(
+        first,
+        config=replace(first.config, **changed),
+        rewrite=together(*rewrites) if rewrites else None,
+        is_anchor_first=first.is_anchor_first or second.is_anchor_first,
     )
-    return [
-        reading for reading in alternative_readings(space) if budget.factors is None or reading.factor in budget.factors
-    ]
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
@@ -285,22 +508,6 @@ def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tu
     return answered, tuple(failed)
 
 
-def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
-    """(tokens, steps) of each output; (0, 0) if it failed. Only the first `block_size` tokens of a block count."""
-    lengths = [
-        [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
-        for output in outputs
-    ]
-    return [(sum(item), len(item)) for item in lengths]
-
-
-def _run(
-    runner: "ReadingRunner", reading: AlternativeReading, prompts: Sequence[Sequence[int]], own: AlternativeReading
-) -> StepCounts:
-    """(tokens, steps) of each prompt under a reading. Only the tokens of the config's own block count."""
-    return _count(runner.run(runner.build(reading), prompts), own.config.block_size)
-
-
 def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
     """The result of a reading, over the prompts with steps under both readings."""
     shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
@@ -310,8 +517,8 @@ def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) ->
 
 
 def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
-    """The reading to test: the largest gain among the readings that matter, None if no reading matters."""
-    return max((item for item in results if item.matters), key=lambda item: item.difference, default=None)
+    """The reading to test: the lowest loss among the readings that matter, None if no reading matters."""
+    return min((item for item in results if item.matters), key=_by_loss_and_gain, default=None)
 
 
 def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
@@ -321,16 +528,3 @@ def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, bu
         base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
     )
     return replace(found, interval=interval)
-
-
-def _new_prompts(
-    runner: "ReadingRunner", outputs: Sequence[RequestOutput], budget: SearchBudget, *, is_given: bool
-) -> list[list[int]]:
-    """Prompts with other greedy texts than these outputs: from other random ids, or further into the given prompts."""
-    given = [output.prompt_token_ids for output in outputs] if is_given else []
-    first = max(budget.num_prompts, len(outputs))
-    made = runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
-    known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-    # A confident target may sample the same text twice, or the greedy text.
-    new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
-    return [list(prompt) for prompt in new]

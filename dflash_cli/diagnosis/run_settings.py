@@ -1,11 +1,13 @@
 """Settings of the run level. Prompts are read, and the tokenizer is loaded, only when a pair is run."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
@@ -16,6 +18,28 @@ NUM_MADE_UP = 32
 
 Observe = Callable[[str, int, int], None]
 """Callback with the name of the reading that starts, the number of finished readings, and the number of readings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedFigure:
+    """The acceptance length that the user expects of a draft, and where the figure comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Means over blocks along known texts.
+
+    accepted   tokens per block, the target's own token included
+    expected   the same as the draft's own probabilities foretell it
+    loss       nats per drafted token of the text; later positions weigh less, as in training
+    """
+
+    accepted: float
+    expected: float
+    loss: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +65,17 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids."""
+    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids.
+
+    `make_runner` replaces `ReadingRunner`, so that many drafts of one target share what depends on the target only.
+    """
 
     config: EngineConfig
     budget: SearchBudget
     observe: Observe
     prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
+    expected: ExpectedFigure | None = None
+    make_runner: Callable[..., Any] | None = None
 
 
 def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe) -> RunSettings:
@@ -61,7 +90,32 @@ def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe)
         SearchBudget(num_prompts=request.num_prompts or NUM_MADE_UP, max_new_tokens=request.max_new_tokens),
         observe,
         lambda: _read_prompts(request, target),
+        read_expected(request.expected) if request.expected is not None else None,
     )
+
+
+def read_expected(given: str) -> ExpectedFigure:
+    """The acceptance length that a number states, or a file: a result, a model card or a profile.
+
+    Raises:
+        UsageError: a number below 1, or a file without a figure.
+        CheckpointNotFound: neither a number nor a file.
+    """
+    from dflash_cli.comparing.stated_figure import read_stated_figure
+
+    try:
+        value, source = float(given), "--expected"
+    except ValueError:
+        value, source = read_stated_figure(Path(given)), Path(given).name
+    if not 1 < value < math.inf:
+        raise UsageError(
+            f"--expected {given}: found {value:g}, expected more than 1 token per step",
+            id="expected-out-of-range",
+            field="--expected",
+            found=given,
+            expected="more than 1",
+        )
+    return ExpectedFigure(value, source)
 
 
 def _read_prompts(request: "DiagnosisOptions", target: Path) -> list[list[int]] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 
 from .data import Prompt
 from .draft import Draft, Head
@@ -23,7 +23,7 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def save_target(target: Qwen3ForCausalLM, folder: Path) -> None:
+def save_target(target: PreTrainedModel, folder: Path) -> None:
     """Save the target in bf16 with transformers."""
     stored = nn.Module.to(copy.deepcopy(target), device="cpu", dtype=torch.bfloat16)
     config = stored.config
@@ -36,6 +36,7 @@ def save_target(target: Qwen3ForCausalLM, folder: Path) -> None:
 def _body_config(draft: Draft, settings: Settings, special: dict[str, int]) -> dict[str, object]:
     """The config keys of both dialects."""
     shape = draft.shape
+    window = next((width for width in draft.windows if width is not None), None)
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -47,18 +48,18 @@ def _body_config(draft: Draft, settings: Settings, special: dict[str, int]) -> d
         "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": shape.intermediate_size,
-        "layer_types": ["full_attention"] * len(draft.layers),
+        "layer_types": ["full_attention" if width is None else "sliding_attention" for width in draft.windows],
         "max_position_embeddings": shape.max_position_embeddings,
-        "max_window_layers": len(draft.layers),
+        "max_window_layers": len(draft.layers) if window is None else 0,
         "model_type": "qwen3",
         "num_attention_heads": shape.num_heads,
         "num_hidden_layers": len(draft.layers),
         "num_key_value_heads": shape.num_kv_heads,
         "rms_norm_eps": shape.rms_norm_eps,
-        "sliding_window": None,
+        "sliding_window": window,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
+        "use_sliding_window": window is not None,
         "vocab_size": settings.vocab_size,
     }
 

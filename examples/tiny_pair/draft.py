@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from .settings import DraftRecipe, ModelShape, Settings
 from .target import (
@@ -151,6 +151,7 @@ class Draft(nn.Module):
         self.fc = nn.Linear(len(settings.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(recipe.num_layers))
+        self.windows = recipe.windows or (None,) * recipe.num_layers
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.apply(_initialise)
 
@@ -170,11 +171,14 @@ class Draft(nn.Module):
         context_positions = torch.arange(ids.shape[1], device=ids.device)[None]
         block_rope = Rotary.at(block_positions, self.shape.head_dim, theta)
         context_rope = Rotary.at(context_positions, self.shape.head_dim, theta)
-        mask = block_mask(anchors, ids.shape[1], self.block_size, reading.causal_block)
+        masks = {
+            window: block_mask(anchors, ids.shape[1], self.block_size, reading.causal_block, window)
+            for window in set(self.windows)
+        }
         context = self.hidden_norm(self.fc(features))
         rows = self._block_rows(ids, anchors, embedding, reading)
-        for layer in self.layers:
-            rows = layer(rows, context, block_rope, context_rope, mask)
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            rows = layer(rows, context, block_rope, context_rope, masks[window])
         hidden: Tensor = self.norm(rows).view(batch, count, self.block_size, -1)
         return hidden[:, :, 1:]
 
@@ -191,8 +195,13 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def block_mask(anchors: Tensor, context_length: int, block_size: int, causal: bool) -> Tensor:
-    """Mask of visible keys per block row: anchors [B, A] -> [B, 1, A*N, T + A*N], context columns first."""
+def block_mask(
+    anchors: Tensor, context_length: int, block_size: int, causal: bool, window: int | None = None
+) -> Tensor:
+    """Mask of visible keys per block row: anchors [B, A] -> [B, 1, A*N, T + A*N], context columns first.
+
+    With a window of at least a block, a row sees context less than `window` positions before itself.
+    """
     count = anchors.shape[1]
     before = torch.arange(context_length, device=anchors.device) < anchors[..., None]
     rows = torch.arange(count * block_size, device=anchors.device)
@@ -200,6 +209,10 @@ def block_mask(anchors: Tensor, context_length: int, block_size: int, causal: bo
     if causal:
         inside = inside & (rows[None] <= rows[:, None])
     context_part = before.repeat_interleave(block_size, dim=1)
+    if window is not None:
+        positions = (anchors[..., None] + torch.arange(block_size, device=anchors.device)).flatten(1)
+        distances = positions[..., None] - torch.arange(context_length, device=anchors.device)
+        context_part = context_part & (distances < window)
     block_part = inside[None].expand(len(anchors), -1, -1)
     return torch.cat([context_part, block_part], dim=-1)[:, None]
 
@@ -284,7 +297,7 @@ def draft_loss(
 def train_draft(
     draft: Draft,
     head: Head,
-    target: Qwen3ForCausalLM,
+    target: PreTrainedModel,
     texts: TextSet,
     settings: Settings,
     recipe: DraftRecipe,

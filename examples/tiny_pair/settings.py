@@ -71,7 +71,10 @@ class ContinuationRecipe:
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """Architecture and training of one draft. `draft_vocab_size` None means the target's vocabulary and head."""
+    """Architecture and training of one draft. `draft_vocab_size` None means the target's vocabulary and head.
+
+    `windows` has the attention window of each layer; without it, no layer has one.
+    """
 
     num_layers: int = 3
     intermediate_size: int = 640
@@ -83,6 +86,7 @@ class DraftRecipe:
     warmup_steps: int = 200
     weight_decay: float = 0.05
     loss_decay: float = 4.0
+    windows: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from .settings import Settings, TargetRecipe
 
@@ -43,11 +43,13 @@ def build_target(settings: Settings, end: int, pad: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def layer_outputs(model: Qwen3ForCausalLM, ids: Tensor, upto: int) -> list[Tensor]:
+def layer_outputs(model: PreTrainedModel, ids: Tensor, upto: int) -> list[Tensor]:
     """Embedding and outputs of layers 0..upto for whole sequences: ids [B, T] -> upto + 2 tensors [B, T, H].
 
-    Layers are called one by one, so that higher layers are not computed.
+    Layers of Qwen3 are called one by one, so that higher layers are not computed.
     """
+    if not isinstance(model, Qwen3ForCausalLM):
+        return list(model.model(ids, output_hidden_states=True, use_cache=False).hidden_states[: upto + 2])
     body = model.model
     hidden = body.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -59,20 +61,23 @@ def layer_outputs(model: Qwen3ForCausalLM, ids: Tensor, upto: int) -> list[Tenso
     return outputs
 
 
-def tapped_features(model: Qwen3ForCausalLM, ids: Tensor, taps: Sequence[int]) -> Tensor:
+def tapped_features(model: PreTrainedModel, ids: Tensor, taps: Sequence[int]) -> Tensor:
     """Concatenated outputs of the tapped layers: ids [B, T] -> [B, T, K*H]. Tap -1 is the embedding."""
     outputs = layer_outputs(model, ids, max(taps))
     return torch.cat([outputs[tap + 1] for tap in taps], dim=-1)
 
 
-def all_logits(model: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
+def all_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Next-token logits at every position: ids [B, T] -> [B, T, V]."""
+    if not isinstance(model, Qwen3ForCausalLM):
+        written: Tensor = model(ids, use_cache=False).logits
+        return written
     hidden = layer_outputs(model, ids, len(model.model.layers) - 1)[-1]
     logits: Tensor = model.lm_head(model.model.norm(hidden))
     return logits
 
 
-def next_token_loss(model: Qwen3ForCausalLM, window: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, window: Tensor) -> Tensor:
     """Mean cross-entropy of every token given the earlier ones, for a window [B, T + 1]."""
     logits = all_logits(model, window[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten().long())
@@ -122,14 +127,14 @@ def maybe_compiled(function: Callable[P, R], device: torch.device) -> Callable[P
 
 
 @torch.no_grad()
-def held_out_loss(model: Qwen3ForCausalLM, windows: Tensor, batch_size: int) -> float:
+def held_out_loss(model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
     """Mean loss over fixed windows [B, T + 1]."""
     losses = [next_token_loss(model, batch) * len(batch) for batch in windows.split(batch_size)]
     return float(torch.stack(losses).sum()) / len(windows)
 
 
 def train_target(
-    model: Qwen3ForCausalLM, stream: Tensor, held_out: Tensor, recipe: TargetRecipe, report: Report
+    model: PreTrainedModel, stream: Tensor, held_out: Tensor, recipe: TargetRecipe, report: Report
 ) -> list[dict[str, float]]:
     """Train in place and keep the weights with the lowest held-out loss -> the loss curve."""
     optimizer = make_optimizer(model, recipe.learning_rate, recipe.weight_decay)
@@ -178,7 +183,7 @@ def pick_tokens(logits: Tensor, temperature: float) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Qwen3ForCausalLM, prompts: Tensor, lengths: Tensor, new_tokens: int, temperature: float) -> Tensor:
+def generate(model: PreTrainedModel, prompts: Tensor, lengths: Tensor, new_tokens: int, temperature: float) -> Tensor:
     """Continue prompts of different lengths in one batch, without padding in front.
 
     All rows advance one position per step. A row within its prompt takes the prompt's token instead of the model's.
@@ -200,7 +205,7 @@ def generate(model: Qwen3ForCausalLM, prompts: Tensor, lengths: Tensor, new_toke
     return ids
 
 
-def continuations(model: Qwen3ForCausalLM, stream: Tensor, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+def continuations(model: PreTrainedModel, stream: Tensor, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
     """The target's own text after random windows of the training stream.
 
     Yields (ids [B, T], prompt lengths [B]) per round, padded on the right to the longest sequence.

@@ -17,7 +17,7 @@ OFFSET_NEGATIVE = 0.1
 """A norm holds offsets from 1 if its mean is within OFFSET_MEAN of 0 and this share of its values is negative."""
 
 ZERO_SHARE = 1 / 8
-MIN_VALUES = 16384
+MIN_VALUES = 4096
 DISTINCT_8_BITS = 128
 """The number of absolute values that 8 bits can hold: a sign and 7 bits."""
 

@@ -6,7 +6,8 @@ block that a run would draft there.
 Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all texts, F features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +24,20 @@ MAX_LOGITS = 1 << 26
 MAX_GATHERED = 1 << 22
 """The most numbers of keys that reference kernels copy out of pages at a time."""
 
+MOST_LOSS = 12.0
+"""Nats. A loss is cut here, so that a few surely wrong tokens do not decide a mean."""
+
 Anchor = tuple[int, int]
 """The number of a text, and the position of a block's first row in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """Drafted blocks along texts: proposed ids, their probabilities, and the losses of the text's tokens, [R, K]."""
+
+    ids: Tensor
+    chances: Tensor
+    losses: Tensor
 
 
 class TextPages:
@@ -61,19 +74,54 @@ class TextPages:
     @torch.inference_mode()
     def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
         """The most likely draft tokens at each anchor, as ids of the target: [R, K]."""
-        piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
-        parts = [anchors[begin : begin + piece] for begin in range(0, len(anchors), piece)]
         with as_current(self._placement.device):
-            return torch.cat([self._propose(draft, cache, part, num_drafts) for part in parts])
+            blocks = self._blocks(draft, cache, anchors, num_drafts)
+            return torch.cat([self._ids(draft, logits) for logits in blocks])
+
+    @torch.inference_mode()
+    def foretell(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> "Foretold":
+        """The draft's blocks at each anchor, and its probabilities. The text must go on for the whole block."""
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        with as_current(self._placement.device):
+            rows = None if draft.target_ids is None else self._rows_of(draft)
+            texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
+            for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
+                chances = logits.float().log_softmax(dim=-1)
+                wanted = text if rows is None else rows[text]
+                losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+                losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
+                ids = self._ids(draft, logits)
+                found.append((ids, chances.amax(dim=-1).exp(), losses.masked_fill(wanted < 0, MOST_LOSS)))
+        return Foretold(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
         """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
-        first, positions = self._locate(anchors)
-        after = 1 + torch.arange(proposed.shape[1], device=first.device)
-        is_right = proposed == self._token_ids[(first + positions)[:, None] + after]
-        return is_right.long().cumprod(dim=1).sum(dim=1)
+        return (proposed == self._after(anchors, proposed.shape[1])).long().cumprod(dim=1).sum(dim=1)
 
-    def _propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+    def _after(self, anchors: Sequence[Anchor], count: int) -> Tensor:
+        """The tokens of the text after each anchor, [R, count]; after the last page, of any text."""
+        first, positions = self._locate(anchors)
+        after = 1 + torch.arange(count, device=first.device)
+        return self._token_ids[((first + positions)[:, None] + after).clamp(max=len(self._token_ids) - 1)]
+
+    def _rows_of(self, draft: Draft) -> Tensor:
+        """The draft's output row of each target id, -1 without a row."""
+        assert draft.target_ids is not None
+        rows = torch.full((draft.config.vocab_size,), -1, device=draft.target_ids.device)
+        rows[draft.target_ids] = torch.arange(len(draft.target_ids), device=rows.device)
+        return rows
+
+    def _ids(self, draft: Draft, logits: Tensor) -> Tensor:
+        ids = self._placement.kernels.argmax(logits.flatten(0, 1)).view(logits.shape[:2])
+        return ids if draft.target_ids is None else draft.target_ids[ids]
+
+    def _blocks(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Tensor]:
+        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows."""
+        piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
+        for begin in range(0, len(anchors), piece):
+            yield self._logits(draft, cache, anchors[begin : begin + piece], num_drafts)
+
+    def _logits(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
         config, kernels = draft.config, self._placement.kernels
         first, positions = self._locate(anchors)
         longest = max(position for _, position in anchors)
@@ -84,9 +132,7 @@ class TextPages:
         block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
         rows = positions[:, None] + torch.arange(num_drafts + 1, device=first.device)
         attend = PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
-        logits = draft.logits(block, rows, attend)
-        ids = kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
-        return ids if draft.target_ids is None else draft.target_ids[ids]
+        return draft.logits(block, rows, attend)
 
     def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
         """The first slot of each anchor's text, and the anchor's position in the text, [R] each."""

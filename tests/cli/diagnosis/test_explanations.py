@@ -11,18 +11,22 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.readings import (
     MIN_TEST_PROMPTS,
     ReadingResult,
     ReadingSearch,
+    combine,
     compare,
     confirm,
     find_best,
 )
 from dflash_cli.diagnosis.run_level import RunSubject
-from dflash_cli.diagnosis.run_settings import SearchBudget
-from dflash_cli.rules.rule import all_rules
+from dflash_cli.diagnosis.run_report import RunReport
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, SearchBudget
+from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
+from dflash_cli.rules.validator import report_of
 from dflash_runtime.documents import copy_fields
 from dflash_testing.pairs import bundled_draft
 
@@ -162,4 +166,68 @@ def test_a_draft_that_predicts_little_is_reported() -> None:
     (error,), (warning,) = (found("R06", ReadingSearch(16, 1000, length, (), 60)) for length in (1.4, 1.8))
     assert (error[0], warning[0]) == ("error", "warning")
     assert all(number in error[1].split() for number in ("1.40", "6%", "16", "60"))
-    assert found("R06", ReadingSearch(16, 1000, 1.9, (), 60)) == []
+    ((remark, _),) = found("R06", ReadingSearch(16, 1000, 1.9, (), 60))
+    assert remark == "info"
+    assert found("R06", ReadingSearch(16, 1000, 5.9, (), 60)) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "severity"), [(2.5, "error"), (3.7, "warning"), (3.9, None), (4.4, None)]
+)  # fmt: skip
+def test_a_shortfall_is_judged_against_the_expected_figure(length: float, severity: str | None) -> None:
+    """90% of the expected draft tokens are enough, and less than half is an error; the readings tried are listed."""
+    expected = ExpectedFigure(4.2, "card.md")
+    search = ReadingSearch(16, 1000, length, (), 60, tried={"taps": 12, "mask": 48}, expected=expected)
+    problems = found("R06", search)
+    assert [item for item, _ in problems] == ([severity] if severity is not None else [])
+    assert all("4.20 (card.md)" in text and "tapped layers 12, mask tokens 48" in text for _, text in problems)
+
+
+def test_a_draft_that_expects_far_more_than_is_accepted_is_reported() -> None:
+    for expected_len, severity in ((3.0, "info"), (5.5, "warning")):
+        ((seen, _),) = found("R06", ReadingSearch(16, 1000, 3.0, (), 60, own_expected_len=expected_len))
+        assert seen == severity
+
+
+def test_a_reading_with_a_doubt_improves_and_does_not_explain() -> None:
+    """It is no cause: its rule is silent, and the finding on low acceptance names it with the doubt."""
+    doubtful = replace(result(3.1, 5.2, 1.5, "mask"), doubt="rope base 10000 gains as much")
+    search = ReadingSearch(16, 1000, 3.1, (doubtful,), 60)
+    assert (doubtful.improves, doubtful.explains, search.explanation) == (True, False, None)
+    assert found("R03", search) == []
+    ((severity, message),) = found("R06", search)
+    assert severity == "warning"
+    assert all(text in message for text in ("another mask", "5.20", "rope base 10000 gains as much"))
+
+
+def report_of_search(search: ReadingSearch, *findings: Finding) -> RunReport:
+    plan = ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT))
+    report = report_of(open_subject(plan), list(findings), 1)
+    return copy_fields(RunReport, report, level="run", notes=(), search=search)
+
+
+def finding(rule: str, location: str, **changes: Any) -> Finding:
+    severity: Any = changes.pop("severity", "info")
+    return Finding(rule, severity, location, "a message", level="weights", outcome="drops", **changes)
+
+
+def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
+    """A finding on another tensor does not, and without low acceptance a remark is no cause."""
+    spots = frozenset({("mlp.down_proj", 1)})
+    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots),), 60)
+    for place, rule in (("layers.1.mlp.down_proj.weight", "N34"), ("layers.0.mlp.down_proj.weight", None)):
+        report = report_of_search(search, finding("N34", f"model.safetensors:{place}"))
+        assert diagnose_report(report, draft="d", target="t").rule == rule
+    high = ReadingSearch(16, 1000, 6.1, (), 60)
+    report = report_of_search(high, finding("N34", "model.safetensors:layers.1.mlp.down_proj.weight"))
+    assert diagnose_report(report, draft="d", target="t").has_cause is False
+
+
+def test_two_readings_change_a_draft_together_unless_they_change_the_same_setting() -> None:
+    own = AlternativeReading("", "as it is", bundled_draft().config)
+    mask = replace(own, config=replace(own.config, mask_token_id=7))
+    eps = replace(own, config=replace(own.config, rms_norm_eps=1e-3))
+    both = combine(mask, eps, own)
+    assert both is not None
+    assert (both.config.mask_token_id, both.config.rms_norm_eps) == (7, 1e-3)
+    assert combine(mask, replace(own, config=replace(own.config, mask_token_id=9)), own) is None

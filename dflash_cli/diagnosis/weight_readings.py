@@ -1,0 +1,350 @@
+"""Readings that change the meaning of tensors: other orders, layouts, scales and owners of their values.
+
+A family yields each reading for all layers together, and as guesses for single layers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, pairwise, permutations
+from typing import TYPE_CHECKING
+
+from dflash_cli.diagnosis import weight_rewrites as rewrites
+from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one, scale_beside_siblings
+from dflash_cli.diagnosis.weight_rewrites import (
+    ENDS,
+    HEAD_NORMS,
+    LAYER_NORMS,
+    MATRICES,
+    NORMS,
+    QKV,
+    Order,
+    Rewrite,
+    Spot,
+)
+from dflash_runtime.config import DraftConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_LAYERS_ALONE = 8
+"""In drafts with more layers, single layers are not tried."""
+
+MOST_SHUFFLED_HEADS = 4
+SHARDS = (2, 4, 8)
+FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+
+QUERY, KEY, VALUE = QKV
+OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReading:
+    """One rewrite with its name and the fault that it would undo.
+
+    touches      the parts that it changes, each in one layer, or in all layers (None)
+    is_guess     it is one of many, to be tried only if a probe makes one of its parts suspect
+    is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
+    halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
+    """
+
+    name: str
+    rewrite: Rewrite
+    cause: str
+    touches: frozenset[Spot]
+    is_guess: bool = False
+    is_neutral: bool = False
+    halves: tuple[Rewrite, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpace:
+    """A draft's config and its weights as the runtime holds them. Without weights, nothing is looked at."""
+
+    config: DraftConfig
+    weights: "Mapping[str, Tensor]" = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int | None, ...]:
+        """None for all layers together, then every single layer."""
+        count = self.config.num_layers
+        return (None, *(range(count) if 1 < count <= MOST_LAYERS_ALONE else ()))
+
+
+def weight_readings(space: WeightSpace) -> Iterator[WeightReading]:
+    """Every reading of the tensors."""
+    for family in FAMILIES:
+        yield from family(space)
+
+
+def probes(space: WeightSpace) -> Iterator[WeightReading]:
+    """Every part left out: matrices are zero, and norms have one value."""
+    left_out: dict[str, tuple[str, ...]] = {
+        "attention": (OUT, VALUE), "the MLP": (DOWN, GATE, UP), "q_proj": (QUERY,), "k_proj": (KEY,),
+        **{_short(norm): (norm,) for norm in NORMS},
+    }  # fmt: skip
+    for name, parts in left_out.items():
+        for layer in space.layers if parts[0] not in ENDS else (None,):
+            change = rewrites.scale(0.0) if parts[0] in MATRICES else rewrites.flatten
+            rewrite = rewrites.change_parts({parts[0]: change}, _only(layer))
+            cause = f"{_named(name, layer)} is damaged"
+            yield WeightReading(_named(f"without {name}", layer), rewrite, cause, _spots(parts, layer), is_neutral=True)
+
+
+def _spots(parts: Iterable[str], *layers: int | None) -> frozenset[Spot]:
+    return frozenset((part, None if part in ENDS else layer) for part in parts for layer in layers)
+
+
+def _named(name: str, layer: int | None) -> str:
+    return name if layer is None else f"{name} in layer {layer}"
+
+
+def _only(layer: int | None) -> tuple[int, ...] | None:
+    return None if layer is None else (layer,)
+
+
+def _short(part: str) -> str:
+    return part.rpartition(".")[2]
+
+
+def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
+    """Norms that hold w - 1 or 1 + w, as far as their values allow it."""
+    groups = {
+        "norm": NORMS, "head norm": HEAD_NORMS, "layer norm": LAYER_NORMS,
+        **{_short(part): (part,) for part in NORMS},
+    }  # fmt: skip
+    for amount, allows, what in (
+        (1.0, is_offset, ("read as 1 + w", "hold offsets from 1")),
+        (-1.0, is_plus_one, ("read as w - 1", "hold weights to which 1 was added")),
+    ):
+        for layer in space.layers:
+            for group, parts in groups.items():
+                chosen = [part for part in parts if layer is None or part not in ENDS]
+                if not chosen or (layer is not None and len(parts) == 1 and space.config.num_layers < 2):
+                    continue
+                if space.weights and not allows(space.weights, space.config, chosen, layer):
+                    continue
+                rewrite = rewrites.change_parts(dict.fromkeys(chosen, rewrites.shift(amount)), _only(layer))
+                name, cause = _named(f"{group} weights {what[0]}", layer), f"{group} weights {what[1]}"
+                yield WeightReading(name, rewrite, cause, _spots(chosen, layer), layer is not None)
+
+
+def _exchanges(space: WeightSpace) -> Iterator[WeightReading]:
+    """Two parts of the same shape exchanged, in all layers, in one, or between two layers."""
+    config = space.config
+    same = [HEAD_NORMS, LAYER_NORMS, (GATE, UP), (KEY, VALUE)]
+    if config.num_heads == config.num_kv_heads:
+        same += [(QUERY, KEY), (QUERY, VALUE)]
+    if config.num_heads * config.head_dim == config.hidden_size:
+        same.append((QUERY, OUT))
+    for layer in space.layers:
+        for first, second in same:
+            name = _named(f"{_short(first)} and {_short(second)} exchanged", layer)
+            cause = f"{_short(first)} and {_short(second)} are exchanged"
+            yield _exchanged(name, cause, [((first, layer), (second, layer))], is_guess=layer is not None)
+    ends: list[tuple[str, int | None]] = [("hidden_norm", None), ("norm", None)]
+    norms: list[tuple[str, int | None]] = [(part, layer) for part in LAYER_NORMS for layer in space.layers[1:]]
+    for one, other in [(ends[0], ends[1]), *((end, norm) for end in ends for norm in norms)]:
+        names = [_named(part, layer) for part, layer in (one, other)]
+        name, cause = f"{names[0]} and {names[1]} exchanged", "two norms are exchanged"
+        yield _exchanged(name, cause, [(one, other)], is_guess=other[1] is not None)
+
+
+def _exchanged(name: str, cause: str, pairs: list[tuple[Spot, Spot]], *, is_guess: bool) -> WeightReading:
+    both = rewrites.together(*(rewrites.exchange(one, other) for one, other in pairs))
+    halves = (
+        rewrites.together(*(rewrites.exchange(one, other, is_half=True) for one, other in pairs)),
+        rewrites.together(*(rewrites.exchange(other, one, is_half=True) for one, other in pairs)),
+    )
+    spots = frozenset(spot for pair in pairs for spot in pair)
+    return WeightReading(name, both, cause, spots, is_guess, halves=halves)
+
+
+def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
+    """Parts of two layers exchanged, and layers in another order."""
+    count = space.config.num_layers
+    order = tuple(range(count))
+    orders = {order[::-1], *(order[at:] + order[:at] for at in order)}
+    orders |= {(*order[:at], at + 1, at, *order[at + 2 :]) for at in order[:-1]}
+    for other in sorted(orders - {order}):
+        cause = "the draft's layers are in another order"
+        yield WeightReading(f"layers in the order {list(other)}", rewrites.order_layers(other), cause, frozenset())
+    attention = (*QKV, OUT, *HEAD_NORMS)
+    groups = {
+        "attention": attention, "projections of attention": (*QKV, OUT), "layer norms": LAYER_NORMS,
+        "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
+        **{_short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
+    }  # fmt: skip
+    pairs = combinations(order, 2) if count <= MOST_LAYERS_ALONE else pairwise(order)
+    for first, second in pairs:
+        for name, parts in groups.items():
+            pairs_of_spots: list[tuple[Spot, Spot]] = [((part, first), (part, second)) for part in parts]
+            title, cause = f"{name} of layers {first} and {second} exchanged", f"{name} of two layers is exchanged"
+            yield _exchanged(title, cause, pairs_of_spots, is_guess=len(parts) == 1)
+
+
+def _rope_layouts(space: WeightSpace) -> Iterator[WeightReading]:
+    size = space.config.head_dim
+    if size % 2:
+        return
+    cause = "the rows of q_proj and k_proj are in another layout of rope"
+    for layer in space.layers:
+        for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
+            for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
+                rewrite = rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms, layers=_only(layer))
+                spots = _spots((QUERY, KEY), layer)
+                yield WeightReading(
+                    _named(f"rope over {layout}{suffix}", layer), rewrite, cause, spots, layer is not None
+                )
+
+
+def _fused(space: WeightSpace) -> Iterator[WeightReading]:
+    """Stacked projections that were split at the wrong rows: by head, or by shards of tensor parallelism."""
+    config = space.config
+    stacked = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+    found: list[tuple[str, Rewrite]] = []
+    rows = partial(rewrites.gate_up_by_shard, num_shards=config.intermediate_size)
+    found.append(("gate and up fused row by row", rewrites.unfuse(rows, stacked["gate_up"])))
+    if config.num_kv_heads > 1:
+        found.append(("keys and values fused by head", rewrites.unfuse(rewrites.kv_by_head, stacked["qkv"])))
+    for count in sorted({*SHARDS, config.num_kv_heads} - {1}):
+        if config.num_kv_heads % count == 0:
+            rows = partial(rewrites.qkv_by_shard, num_shards=count)
+            found.append((f"queries, keys and values in {count} shards", rewrites.unfuse(rows, stacked["qkv"])))
+        if config.intermediate_size % count == 0:
+            rows = partial(rewrites.gate_up_by_shard, num_shards=count)
+            found.append((f"gate and up in {count} shards", rewrites.unfuse(rows, stacked["gate_up"])))
+    for name, rewrite in found:
+        yield WeightReading(name, rewrite, "a fused projection was split at the wrong rows", frozenset())
+
+
+def _orders(count: int) -> dict[str, Order]:
+    """Regular orders of `count` items that are not the order itself."""
+    found: dict[str, Order] = {
+        "in reverse": rewrites.reverse,
+        "shifted by one": partial(rewrites.roll, 1),
+        "shifted back by one": partial(rewrites.roll, -1),
+    }
+    if count % 2 == 0:
+        found["with halves exchanged"] = rewrites.exchange_halves
+    for first in SHARDS:
+        if count % first == 0 and first < count:
+            found[f"interleaved by {first}"] = rewrites.transposed(first)
+            found[f"from {first} interleaved parts"] = rewrites.untransposed(first)
+            if count // first > 1 and first > 2:
+                found[f"with {first} parts in reverse"] = rewrites.of_heads(rewrites.reverse, count // first)
+            if (count // first) % 2 == 0:
+                found[f"with halves of {first} parts exchanged"] = rewrites.in_parts(rewrites.exchange_halves, first)
+    return found
+
+
+def _head_orders(count: int, groups: int) -> dict[str, Order]:
+    """Orders of heads: every order of a few, else regular ones; and heads tiled over groups instead of repeated."""
+    found = _orders(count) if count > 1 else {}
+    if 1 < count <= MOST_SHUFFLED_HEADS:
+        for order in sorted(permutations(range(count)))[1:]:
+            found[f"in the order {list(order)}"] = partial(_given, order)
+    if 1 < groups < count:
+        found["tiled over KV heads"] = rewrites.transposed(groups)
+        found["repeated for KV heads"] = rewrites.untransposed(groups)
+    return found
+
+
+def _given(order: tuple[int, ...], _: int) -> "Tensor":
+    import torch
+
+    return torch.tensor(order)
+
+
+def _axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, Order]]]:
+    """Each axis of matrices with the parts that it may have been reordered in, and its orders."""
+    size, heads, keys = config.head_dim, config.num_heads, config.num_kv_heads
+
+    def whole(count: int, groups: int) -> dict[str, Order]:
+        return {name: rewrites.of_heads(order, size) for name, order in _head_orders(count, groups).items()}
+
+    inside = {name: rewrites.in_heads(order, size) for name, order in _orders(size).items()}
+    yield "query heads", {QUERY: 0, OUT: 1}, whole(heads, keys)
+    yield "query heads", {QUERY: 0}, whole(heads, keys)
+    yield "query heads", {OUT: 1}, whole(heads, keys)
+    yield "KV heads", {KEY: 0, VALUE: 0}, whole(keys, 1)
+    yield "KV heads", {KEY: 0}, whole(keys, 1)
+    yield "KV heads", {VALUE: 0}, whole(keys, 1)
+    yield "dimensions of heads", {QUERY: 0, KEY: 0}, inside
+    yield "dimensions of heads", {QUERY: 0}, inside
+    yield "dimensions of heads", {KEY: 0}, inside
+    yield "dimensions of heads", {VALUE: 0}, inside
+    yield "dimensions of heads", {OUT: 1}, inside
+    inner, hidden = _orders(config.intermediate_size), _orders(config.hidden_size)
+    for parts in ({DOWN: 1}, {GATE: 0}, {UP: 0}, {GATE: 0, UP: 0}):
+        yield "MLP channels", parts, inner
+    for part in (QUERY, KEY, VALUE, GATE, UP):
+        yield "input channels", {part: 1}, hidden
+    for part in (OUT, DOWN, "fc"):
+        yield "output channels", {part: 0}, hidden
+    taps = config.num_taps
+    if config.hidden_size % taps == 0 or taps > 1:
+        yield "features", {"fc": 1}, {
+            **{f"{name} within each tap": rewrites.in_parts(order, taps) for name, order in hidden.items()},
+            "interleaved over taps": rewrites.transposed(taps),
+            "from interleaved taps": rewrites.untransposed(taps),
+            "with halves exchanged": rewrites.exchange_halves,
+            "in reverse": rewrites.reverse,
+        }  # fmt: skip
+    for norm in (*HEAD_NORMS, *LAYER_NORMS, "hidden_norm", "norm"):
+        yield "values", {norm: 0}, {"in reverse": rewrites.reverse, "with halves exchanged": rewrites.exchange_halves}
+
+
+def _reordered(space: WeightSpace) -> Iterator[WeightReading]:
+    """Rows or columns in another regular order."""
+    for axis, parts, orders in _axes(space.config):
+        where = " and ".join(_short(part) for part in parts)
+        for layer in space.layers if not set(parts) & set(ENDS) else (None,):
+            for name, order in orders.items():
+                changes = {part: rewrites.along(dim, order) for part, dim in parts.items()}
+                rewrite = rewrites.change_parts(changes, _only(layer))
+                title = _named(f"{axis} of {where} {name}", layer)
+                cause = f"the {axis} of {where} are in another order"
+                yield WeightReading(title, rewrite, cause, _spots(parts, layer), True)
+
+
+def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
+    """Matrices that were stored by columns: transposes, if they are square."""
+    for part in MATRICES:
+        for layer in space.layers if part != "fc" else (None,):
+            rewrite = rewrites.change_parts({part: rewrites.by_column}, _only(layer))
+            cause = f"the values of {_short(part)} are stored by columns, as those of its transpose"
+            title = _named(f"{_short(part)} read by columns", layer)
+            yield WeightReading(title, rewrite, cause, _spots((part,), layer), layer is not None)
+    rewrite = rewrites.change_parts(dict.fromkeys(MATRICES, rewrites.by_column))
+    cause = "the values of all matrices are stored by columns"
+    yield WeightReading("all matrices read by columns", rewrite, cause, frozenset())
+
+
+def _scales(space: WeightSpace) -> Iterator[WeightReading]:
+    """Tensors times a factor: usual factors for norms, and the factor that brings a tensor to its siblings' size."""
+    for part in rewrites.PARTS:
+        if part == "norm":
+            continue
+        for layer in space.layers if part not in ENDS else (None,):
+            factors: set[float] = {*FACTORS, space.config.head_dim**-0.5, space.config.head_dim**0.5}
+            factors = factors if part in NORMS else {-1.0}
+            if space.weights and layer is not None:
+                factors |= set(scale_beside_siblings(space.weights, space.config, part, layer))
+            if part in MATRICES and (layer is None or part in {VALUE, OUT, DOWN, UP}):
+                factors |= {0.125, 0.25, 0.5, 2.0, 4.0, 8.0} if part not in {QUERY, KEY, "fc"} else set()
+            for factor in sorted(factors):
+                rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, _only(layer))
+                cause = f"the values of {_short(part)} are {'negated' if factor == -1 else 'scaled'}"
+                title = _named(f"{_short(part)} times {factor:.3g}", layer)
+                yield WeightReading(title, rewrite, cause, _spots((part,), layer), True)
+
+
+def _biases(space: WeightSpace) -> Iterator[WeightReading]:
+    if space.config.attention_bias:
+        yield WeightReading("no biases", rewrites.zero_biases, "the biases do not belong to the draft", frozenset())
+
+
+FAMILIES = (
+    _norm_offsets, _exchanges, _layer_parts, _rope_layouts, _fused, _reordered, _by_column, _scales, _biases,
+)  # fmt: skip

@@ -1,0 +1,194 @@
+"""Looks at single tensors beside the same tensor of other layers, for `--level weights`. They import torch.
+
+Sound drafts may differ as well, so these findings are remarks. `diagnose` names them if acceptance is low.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import TYPE_CHECKING
+
+from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
+from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_SIBLINGS = 2
+SMALL = 0.1
+"""A row or column is nearly zero below this share of the median norm."""
+
+SMALL_SHARE = 1 / 16
+UNLIKE_SIZE = 3.0
+"""Ratio of root mean squares from which a tensor is unlike its siblings, if these agree within ALIKE_SIZE."""
+
+ALIKE_SIZE = 2.0
+OUTLIER = 12.0
+"""Ratio of the largest value of a norm to its median, where the siblings' ratio is at most a quarter of it."""
+
+NOISE_EDGE = 1.15
+"""Largest singular value, as a share of the value that noise of this size has. Trained matrices exceed it by far."""
+
+TRAINED_EDGE = 1.5
+CLIPPED_SHARE = 0.01
+MAX_ROWS = 4096
+
+Measure = Callable[["torch.Tensor"], float]
+
+
+@check_weights(
+    "N34",
+    "info",
+    effect="a part of the matrix does nothing, if its values were lost",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="copying faults in exporters; heads and channels that were pruned or masked",
+    outcome="drops",
+)
+def rows_are_alike(subject: Subject) -> Iterator[Problem]:
+    """Few rows and columns of a matrix are nearly zero, or its siblings have as many."""
+    for kind, dim in (("rows", 1), ("columns", 0)):
+
+        def small(matrix: "torch.Tensor", dim: int = dim) -> float:
+            sizes = matrix.float().norm(dim=dim)
+            return float((sizes < SMALL * sizes.median()).float().mean())
+
+        for name, own, others in _beside(subject, small, dim=2):
+            if own >= SMALL_SHARE and (not others or median(others) < own / 4):
+                yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} are nearly zero")
+
+
+@check_weights(
+    "N35",
+    "info",
+    effect="one channel of the norm outweighs all others, if the value is damaged",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="damaged exports",
+    outcome="drops",
+)
+def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
+    """No value of a norm is far larger than its other values, unless its siblings have such values."""
+
+    def ratio(norm: "torch.Tensor") -> float:
+        sizes = norm.float().abs()
+        return float(sizes.max() / sizes.median().clamp(min=1e-9))
+
+    for name, own, others in _beside(subject, ratio, dim=1):
+        if "norm" in name and own > OUTLIER and (not others or max(others) < own / 4):
+            yield Problem(f"{WEIGHTS}:{name}", f"its largest value is {own:.0f} times its median")
+
+
+@check_weights(
+    "N36",
+    "info",
+    effect="the layer counts too much or too little, if the tensor was scaled",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="exporters that fold scales into weights, or fold them twice",
+    outcome="drops",
+)
+def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
+    """No tensor is several times larger or smaller than the same tensor of all other layers."""
+
+    def size(tensor: "torch.Tensor") -> float:
+        return float(tensor.float().square().mean().sqrt())
+
+    for name, own, others in _beside(subject, size):
+        if len(others) < MIN_SIBLINGS or not own or not min(others) or max(others) > ALIKE_SIZE * min(others):
+            continue
+        ratio = own / median(others)
+        if not 1 / UNLIKE_SIZE < ratio < UNLIKE_SIZE:
+            yield Problem(f"{WEIGHTS}:{name}", f"its values are {ratio:.3g} times as large as in other layers")
+
+
+@check_weights(
+    "N37",
+    "info",
+    effect="the matrix is noise: it was never trained, or its values were damaged",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="Marchenko and Pastur 1967: the singular values of random matrices",
+    outcome="drops",
+)
+def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
+    """The largest singular value of a matrix exceeds that of noise, unless no sibling's does."""
+
+    def edge(matrix: "torch.Tensor") -> float:
+        import torch
+
+        piece = matrix[:MAX_ROWS].float()
+        piece = piece - piece.mean()
+        vector = torch.ones(piece.shape[1], device=piece.device)
+        for _ in range(12):
+            vector = torch.nn.functional.normalize(piece.T @ (piece @ vector), dim=0)
+        noise = float(piece.std()) * float(piece.shape[0] ** 0.5 + piece.shape[1] ** 0.5)
+        return float((piece @ vector).norm()) / max(noise, 1e-12)
+
+    for name, own, others in _beside(subject, edge, dim=2):
+        if own < NOISE_EDGE and (not others or median(others) > TRAINED_EDGE):
+            yield Problem(f"{WEIGHTS}:{name}", f"its largest singular value is {own:.2f} times that of noise")
+
+
+@check_weights(
+    "N38",
+    "info",
+    effect="large values were cut off, so the matrix lost a part of its effect",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="exports that clip values to the range of a smaller number format",
+    outcome="drops",
+)
+def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
+    """Few values of a matrix are equal to its largest value, by size."""
+
+    def clipped(matrix: "torch.Tensor") -> float:
+        sizes = matrix.float().abs()
+        return float((sizes == sizes.max()).float().mean())
+
+    for name, own, _ in _beside(subject, clipped, dim=2):
+        if CLIPPED_SHARE < own < 1:
+            yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values have the largest size")
+
+
+@check_weights(
+    "N39",
+    "info",
+    effect="a part of the matrix was lost, if another part was written in its place",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="exporters that write one shard of tensor parallelism twice, or prune weights",
+    outcome="drops",
+)
+def values_differ(subject: Subject) -> Iterator[Problem]:
+    """Few rows and columns of a matrix occur twice, and few of its values are zero."""
+    for kind, dim in (("rows", 0), ("columns", 1)):
+
+        def repeated(matrix: "torch.Tensor", dim: int = dim) -> float:
+            lines = matrix.float() if dim == 0 else matrix.float().T
+            sums = lines.double() @ lines.new_ones(lines.shape[1]).double().cumsum(0)
+            return 1 - len(sums[sums != 0].unique()) / max(1, int((sums != 0).sum()))
+
+        for name, own, others in _beside(subject, repeated, dim=2):
+            if own >= SMALL_SHARE and (not others or median(others) < own):
+                yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} repeat another")
+    for name, own, _ in _beside(subject, lambda matrix: float((matrix == 0).float().mean()), dim=2):
+        if own >= SMALL_SHARE:
+            yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values are zero")
+
+
+def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
+    """Each tensor's measure, and the measures of the same tensor in other layers."""
+    names = [
+        name
+        for name, info in (subject.tensors or {}).items()
+        if info.dtype in FLOATS and info.num_elements > 1 and dim in (None, len(info.shape)) and not _is_copy(name)
+    ]
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, tensor in subject.checkpoint.load_many(names) if subject.checkpoint is not None else ():
+        parts = name.split(".")
+        kind = ".".join(parts[2:]) if parts[0] == "layers" else name
+        groups[kind][name] = measure(tensor)
+    for group in groups.values():
+        for name, own in group.items():
+            yield name, own, [value for other, value in group.items() if other != name]
+
+
+def _is_copy(name: str) -> bool:
+    """Whether the tensor is a copy of the target's embedding or head."""
+    return name in {"embed_tokens.weight", "lm_head.weight"}

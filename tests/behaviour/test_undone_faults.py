@@ -1,0 +1,85 @@
+"""Every fault in the order, owner, layout or scale of tensors has a reading that restores the draft bit for bit.
+
+No model runs. `examples/planted_faults/kinds.py` has the faults, and docs/measurements/planted-kinds.md their table.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import plant_kinds
+import pytest
+import torch
+from planted_faults.kinds import STRENGTHS, Kind, kinds, order_kinds, owner_kinds, size_kinds
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.references import Role
+from dflash_cli.diagnosis.weight_readings import WeightSpace, weight_readings
+from dflash_runtime.config import DraftConfig
+
+UNDONE: list[tuple[Kind, Any]] = [
+    (kind, strength)
+    for group in (order_kinds, owner_kinds, size_kinds)
+    for kind in group()
+    for strength in STRENGTHS
+    if kind.is_undoable
+]
+BY_CONFIG = ("blocks of fc rotated",)
+"""Faults that another order of the tapped layers undoes."""
+
+
+def stacked(tensors: Mapping[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as the runtime holds them."""
+    found = {name: item.float() for name, item in tensors.items()}
+    for layer in range(config.num_layers):
+        for name, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            folder = f"layers.{layer}.{name.split('.')[0]}"
+            pieces = [found.pop(f"{folder}.{part}_proj.weight") for part in parts]
+            found[f"layers.{layer}.{name}.weight"] = torch.cat(pieces)
+    return found
+
+
+@cache
+def sound(family: str) -> tuple[dict[str, Any], dict[str, Tensor], DraftConfig]:
+    path = plant_kinds.directory(family, Role.DRAFT)
+    tensors = {name: item.float() for name, item in load_file(path / "model.safetensors").items()}
+    return json.loads((path / "config.json").read_text()), tensors, open_draft(path).config
+
+
+def undoing(kind: Kind, strength: Any, family: str) -> list[str]:
+    """Readings that restore the draft."""
+    stated, tensors, config = sound(family)
+    changed = dict(tensors)
+    kind.plant(json.loads(json.dumps(stated)), changed, strength)
+    right, weights = stacked(tensors, config), stacked(changed, config)
+    wrong = {name for name in right if not torch.equal(right[name], weights[name])}
+    found = []
+    for reading in weight_readings(WeightSpace(config, weights)):
+        read = reading.rewrite(weights, config)
+        if all(torch.allclose(read[name], right[name], atol=1e-6) for name in wrong) and all(
+            read[name] is weights[name] or torch.equal(read[name], right[name]) for name in right
+        ):
+            found.append(reading.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "strength"),
+    [
+        pytest.param(*case, id=f"{case[0].name}-{case[1]}", marks=[pytest.mark.slow] if index % 12 else [])
+        for index, case in enumerate(UNDONE)
+    ],
+)
+def test_a_reading_restores_the_draft(kind: Kind, strength: Any) -> None:
+    family = "bundled" if "tiled" in kind.name and "bundled" in kind.families else "windowed"
+    if kind.name not in BY_CONFIG:
+        assert undoing(kind, strength, family)
+
+
+def test_there_are_enough_kinds_in_two_strengths_and_three_families() -> None:
+    found = list(kinds())
+    assert len({kind.name for kind in found}) == len(found) >= 120
+    assert {family for kind in found for family in kind.families} == {"bundled", "windowed", "hybrid"}
