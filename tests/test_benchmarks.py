@@ -201,9 +201,9 @@ def test_step_times_are_written_as_json_lines(
     assert [(row["arm"], row["context"]) for row in steps] == [(arm, context) for context in (24, 40) for arm in arms]
     for row in steps:
         assert row["acceptance"] == ("real" if row["arm"] == "plain" else "synthetic")
-        tokens = row["acceptance_achieved"] or 1
+        most = 1 if row["arm"] == "plain" else BLOCK
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
-        assert row["tokens_per_second"] == pytest.approx(tokens * 2000 / row["ms"], rel=0.6)
+        assert 1.999 / max(row["rounds"]) <= row["tokens_per_second"] / 1000 <= 2.001 * most / min(row["rounds"])
     assert [(row["of"], row["batch"]) for row in rows if row["kind"] == "ceiling"] == [("plain", 2), ("dflash", 2)]
     prefills = [row for row in rows if row["kind"] == "prefill"]
     assert [(row["arm"], row["prompts"], row["tokens"]) for row in prefills[1:3]] == [

@@ -216,6 +216,12 @@ def full_config(dialect: str) -> dict[str, Any]:
     return config | {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
 
 
+def check_config(pair: ValidationPlan, config: dict[str, Any]) -> None:
+    assert isinstance(pair.draft, Path)
+    support.write_config(pair.draft, config)
+    validate_draft(pair)
+
+
 def containers(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(value for value in config.values() if isinstance(value, dict) and value)]
 
@@ -227,8 +233,7 @@ def test_a_value_of_another_type_is_only_a_finding(dialect: str, reduced_pair: V
     for container in containers(config):
         for key, right in [*container.items()]:
             for container[key] in WRONG:
-                support.write_config(reduced_pair.draft, config)
-                validate_draft(reduced_pair)
+                check_config(reduced_pair, config)
             container[key] = right
 
 
@@ -243,8 +248,7 @@ def test_junk_values_of_two_keys_are_only_findings(
     for _ in range(data.draw(st.integers(1, 2))):
         container = data.draw(st.sampled_from(containers(config)))
         container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
-    support.write_config(reduced_pair.draft, config)
-    validate_draft(replace(reduced_pair, level="weights"))
+    check_config(replace(reduced_pair, level="weights"), config)
 
 
 def test_a_sound_quantised_checkpoint_is_not_compared_with_plain_shapes(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _become(arguments: list[str], out: int | None, err: int) -> NoReturn:
         sys.stderr = os.fdopen(2, "w", buffering=1)
         if out is None:
             os.close(1)
-            sys.stdout = None  # type: ignore[assignment]
+            sys.stdout = None
         else:
             os.dup2(out, 1)
             os.close(out)
@@ -73,6 +73,7 @@ def _become(arguments: list[str], out: int | None, err: int) -> NoReturn:
             main()
         except SystemExit as stop:
             code = int(stop.code or 0)
+        assert sys.stdout is not None, "main opens closed streams"
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
