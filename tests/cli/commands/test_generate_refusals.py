@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_testing import checkpoints as support
 
@@ -76,6 +78,36 @@ def test_kernels_that_cannot_run_are_refused() -> None:
     done = support.launch("generate", "x", "--kernels", "triton", "--device", "cpu", env=env)
     assert (done.code, done.out) == (5, "")
     assert "error: --kernels: " in done.err
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("head_dim", "options", "id"),
+    [
+        (16, ["--dtype", "float64"], "dtype-not-computed"),
+        (520, [], "head-size-not-computed"),
+        (15, [], "head-size-not-computed"),
+    ],
+)
+def test_attention_that_the_kernels_do_not_compute_is_refused(
+    tmp_path: Path, head_dim: int, options: list[str], id: str
+) -> None:
+    shape = replace(support.SMALL, head_dim=head_dim)
+    draft, target = support.make_native(tmp_path / "draft", shape), support.make_target(tmp_path / "target", shape)
+    pair = ["--draft", draft, "--target", target, "--device", "cpu", "--kernels", "triton"]
+    done = support.run_main("generate", "x", *pair, *options)
+    assert done.error is not None
+    assert (done.code, done.out, done.error.id) == (5, "", id)
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {
+        "is_available": True, "device_count": 1, "get_device_capability": (7, 5), "get_device_name": "old",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    done = support.run_main("generate", "x", "--device", "cuda")
+    assert done.error is not None
+    assert (done.code, done.error.id) == (5, "gpu-too-old")
 
 
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
