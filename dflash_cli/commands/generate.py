@@ -240,7 +240,8 @@ def command(request: GenerationRequest) -> None:
         console.result_json(found.document)
     elif found.handoffs.is_sending:
         console.result(f"{found.handoffs.place}")
-    console.status(found.tally.figures(found.seconds))
+    if any(answer.output.error is None for answer in found.tally.answers) or found.is_interrupted:
+        console.status(found.tally.figures(found.seconds))
     _tell(found, request)
     if found.is_interrupted:
         _stop(found, found.handoffs.kept_in or request.output)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_cli.probing.http_client import base_url
 from dflash_cli.probing.probe_options import ProbeOptions, ProbePlan, open_probe
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
@@ -43,6 +44,9 @@ def probe(request: ProbeRequest) -> "Probed":
         ServerUnreachable, UnsupportedError: the server does not answer, or reports no acceptance.
         UsageError: the result to compare with shares no prompt with the probe.
     """
+    for url in (request.url, request.beside):
+        if url is not None:
+            base_url(url)
     console.status(f"asking {request.url} ...")
     with open_probe(request.url, request) as plan:
         return _probe(plan)

@@ -274,7 +274,7 @@ class Unrecognised(Format):
         raise unknown_format(config, path)
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        raise UnsupportedError(f"{self.title} cannot be written")
+        raise UnsupportedError(f"{self.title} cannot be written", id="dialect-not-written", found=self.name)
 
 
 USUAL_KEYS = frozenset(

@@ -65,7 +65,7 @@ class Relative(Format):
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        raise UnsupportedError(f"dflash does not write {self.title} drafts")
+        raise UnsupportedError(f"dflash does not write {self.title} drafts", id="dialect-not-written", found=self.name)
 
     def _model_type(self, config: Mapping[str, Any]) -> str | None:
         body = config.get("transformer_layer_config", config)

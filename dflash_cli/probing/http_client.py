@@ -72,7 +72,7 @@ class HttpClient:
         num_retries: int = 3,
     ) -> None:
         self._library: Any = import_module("httpx2" if find_spec("httpx2") else "httpx")
-        self.url = _base_url(url)
+        self.url = base_url(url)
         self._num_retries, self._timeout_s = num_retries, timeout_s
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = self._library.Limits(max_connections=None, max_keepalive_connections=0)
@@ -213,7 +213,7 @@ def _reason(response: Answer) -> str:
     return f": {' '.join(text.split())[:160]}" if isinstance(text, str) else ""
 
 
-def _base_url(url: str) -> str:
+def base_url(url: str) -> str:
     """Scheme, host and path without a trailing `/v1`.
 
     Raises:

@@ -325,15 +325,20 @@ def _duration(seconds: float) -> str:
 
 
 def _log_to_stderr(verbosity: int) -> None:
-    """Let the packages of this project log nothing (0), steps (1) or every detail (2) to stderr.
+    """Let the packages of this project log warnings (0), also steps (1) or every detail (2) to stderr.
 
-    Warnings are left out, because commands print them as notices.
+    A logged notice is left out, because the command prints it.
     """
     import logging
 
+    from dflash_runtime.notices import Notice
+
+    warnings = logging.Handler(logging.WARNING)
+    warnings.addFilter(lambda record: not isinstance(record.msg, Notice))
+    warnings.emit = lambda record: warn(record.getMessage())  # type: ignore[method-assign]
     for name in ("dflash_cli", "dflash_runtime"):
         logger = logging.getLogger(name)
-        logger.handlers = [logging.NullHandler()]
+        logger.handlers = [warnings]
         if verbosity:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -23,6 +23,7 @@ from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, check_tokens, find_problems
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
@@ -198,7 +199,8 @@ class Transfers:
         self._leaving.clear()
         self._settle_keeping()
         if self.counts.num_given_up > 1:
-            logger.warning("%d prompts were prefilled here because no hand-off arrived", self.counts.num_given_up)
+            text = f"{self.counts.num_given_up} prompts were prefilled here because no hand-off arrived"
+            logger.warning(Notice(text, id="prompts-prefilled-here"))
 
     def _advance_arriving(self) -> Iterator[Request]:
         for request, arriving in list(self._arriving.items()):
@@ -277,7 +279,8 @@ class Transfers:
         """Prefill a request here instead of loading it, and log the reason once."""
         if not self.counts.num_given_up:
             self.counts.why_given_up = error.message
-            logger.warning("hand-off %s was not loaded (%s): prefilling its prompt", request.load_key, error.message)
+            text = f"hand-off {request.load_key} was not loaded ({error.message}): prefilling its prompt"
+            logger.warning(Notice(text, id="hand-off-not-loaded"))
         self.counts.num_given_up += 1
         self._scheduler.give_up_loading(request)
 
@@ -380,7 +383,7 @@ class Transfers:
             self._advance_keeping()
         failures = [error for error in (future.exception() for future in self._kept) if error is not None]
         if failures:
-            logger.warning("%d prompts are not kept: %s", len(failures), failures[0])
+            logger.warning("%s not kept: %s", plural(len(failures), "prompt"), failures[0])
         self._kept = []
 
     def _leave(self, request: Request, leaving: Leaving) -> None:

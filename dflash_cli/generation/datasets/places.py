@@ -120,4 +120,4 @@ def _cached(repo: str, revision: str | None, patterns: list[str], error: HubUnre
             return download_snapshot(repo, revision, patterns, repo_type="dataset", is_local=True)
     except CheckpointNotFound:
         hint = f"{error.hint}; or give a folder with the dataset: --dataset NAME=DIR"
-        raise HubUnreachable(error.message, hint=hint) from error
+        raise HubUnreachable(error.message, id=error.id, found=error.found, hint=hint) from error

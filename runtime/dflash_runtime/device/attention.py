@@ -14,17 +14,20 @@ from dflash_runtime.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """The attention that a backend computes. `max_head_dim` None means any head size."""
+    """The attention that a backend computes. `max_head_dim` None means any even head size: rope turns pairs."""
 
     causal: bool = True
     non_causal: bool = True
     causal_window: bool = True
     non_causal_window: bool = True
+    sinks: bool = True
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float64"})
     max_head_dim: int | None = None
 
     def can(self, need: "Need") -> bool:
         """Whether the backend computes this attention."""
+        if need.has_sinks and not self.sinks:
+            return False
         if need.window is None:
             return self.causal if need.is_causal else self.non_causal
         return self.causal_window if need.is_causal else self.non_causal_window
@@ -37,16 +40,20 @@ class Need:
     layer: str
     is_causal: bool
     window: int | None
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         kind = "causal" if self.is_causal else "non-causal"
-        return f"{kind} attention" + (f" over a window of {self.window}" if self.window is not None else "")
+        window = f" over a window of {self.window}" if self.window is not None else ""
+        return f"{kind} attention{window}{' with sinks' if self.has_sinks else ''}"
 
 
 BACKENDS: Mapping[str, Capability] = {
     "reference": Capability(),
     "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512),
 }
+"""Both backends compute every mask, window and sink. Tiles of heads of 512 take up to 66 KiB of shared memory on a GPU
+that has 99 KiB, the least from compute capability 8.0 on; wider heads were not tried."""
 
 
 def check_capability(
@@ -77,11 +84,16 @@ def check_capability(
                 id="attention-not-computed", field=need.layer, found=str(need), hint=hint,
             )  # fmt: skip
     paged = (target if target is not None and target.own_cache is None else None, draft)
-    widest = max((size for config in paged if config is not None for _, size in config.kv_shapes), default=0)
-    if capability.max_head_dim is not None and widest > capability.max_head_dim:
-        raise UnsupportedError(
-            field="head_dim", found=widest, expected=f"at most {capability.max_head_dim} for the {backend} backend"
-        )
+    sizes = {size for config in paged if config is not None for _, size in config.kv_shapes}
+    most = capability.max_head_dim or max(sizes, default=0)
+    for size in sorted(sizes):
+        if size % 2 or size > most:
+            able = [name for name, other in backends.items() if size <= (other.max_head_dim or size) and not size % 2]
+            raise UnsupportedError(
+                id="head-size-not-computed", field="head_dim", found=size,
+                expected="an even number" if size % 2 else f"at most {most} for the {backend} backend",
+                hint=f"--kernels {able[0]}" if able else None,
+            )  # fmt: skip
 
 
 def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:
@@ -89,7 +101,7 @@ def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]
     needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(windows)]
     if draft is not None:
         needs += [
-            Need(f"draft layer {layer}", is_causal, window)
+            Need(f"draft layer {layer}", is_causal, window, draft.has_sinks)
             for layer, (is_causal, window) in enumerate(zip(draft.causal, draft.windows, strict=True))
         ]
     return needs

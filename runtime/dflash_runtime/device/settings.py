@@ -42,7 +42,10 @@ def resolve_device(name: str) -> torch.device:
             )
         if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             found = f"{torch.cuda.get_device_name(device)} with compute capability {_capability(device)}"
-            raise UnsupportedError(field="device", found=found, expected="compute capability 8.0 or higher")
+            raise UnsupportedError(
+                id="gpu-too-old", field="device", found=found, expected="compute capability 8.0 or higher",
+                hint="--device cpu runs everywhere",
+            )  # fmt: skip
         # With a number, because "cuda" means whichever device is current at each use.
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device

@@ -2,11 +2,15 @@
 
 import json
 import re
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_kernels import suite
+from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_testing import checkpoints as support
 
 
@@ -79,10 +83,57 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "error: --kernels: " in done.err
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("head_dim", "options", "id"),
+    [
+        (16, ["--dtype", "float64"], "dtype-not-computed"),
+        (520, [], "head-size-not-computed"),
+        (15, [], "head-size-not-computed"),
+    ],
+)
+def test_attention_that_the_kernels_do_not_compute_is_refused(
+    tmp_path: Path, head_dim: int, options: list[str], id: str
+) -> None:
+    shape = replace(support.SMALL, head_dim=head_dim)
+    draft, target = support.make_native(tmp_path / "draft", shape), support.make_target(tmp_path / "target", shape)
+    pair = ["--draft", draft, "--target", target, "--device", "cpu", "--kernels", "triton"]
+    done = support.run_main("generate", "x", *pair, *options)
+    assert done.error is not None
+    assert (done.code, done.out, done.error.id) == (5, "", id)
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {
+        "is_available": True, "device_count": 1, "get_device_capability": (7, 5), "get_device_name": "old",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    done = support.run_main("generate", "x", "--device", "cuda")
+    assert done.error is not None
+    assert (done.code, done.error.id) == (5, "gpu-too-old")
+
+
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
     done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
     assert all(re.search(rf"\b{number}\b", done.err) for number in (126, 16, 2001, 8, 13)), "pages, tokens, the pool"
+
+
+def test_statistics_are_left_out_if_no_prompt_was_answered() -> None:
+    failed, mixed = support.run_main("generate", ""), support.run_main("generate", "", "x", "-n", "1")
+    assert (failed.code, mixed.code) == (2, 2)
+    assert "0 tokens" not in failed.err
+    assert "1 tokens, " in mixed.err or "1 token, " in mixed.err
+
+
+def test_prompts_that_a_store_does_not_keep_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime logs it. A warning that is only logged reaches the user too."""
+    refused: Future[None] = Future()
+    refused.set_exception(OSError("no room"))
+    monkeypatch.setattr(PrefixStore, "keep", lambda *_: refused)
+    done = support.run_main("generate", "x = 1; " * 20, "-n", "1", "--prefix-store", tmp_path / "store")
+    assert (done.code, done.err.count("warning: ")) == (0, 1)
+    assert "no room" in done.err
 
 
 def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:

@@ -153,6 +153,12 @@ def test_rows_with_other_settings_are_not_resumed(engine: FakeEngine, prompts: P
     assert (done.code, done.error_id, done.field) == (2, "settings-differ", "max_new_tokens")
 
 
+@pytest.mark.parametrize("options", [("ftp://x",), ("http://127.0.0.1:9", "--beside", "ftp://x")])
+def test_a_malformed_url_is_refused_before_anything_is_asked(options: tuple[str, ...]) -> None:
+    done = support.invoke("probe", *options)
+    assert (done.code, done.field, "asking" in done.err) == (2, "URL", False)
+
+
 def test_a_refused_connection_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -61,8 +61,26 @@ def test_a_backend_without_windows_refuses_windows() -> None:
 
 
 def test_the_head_size_of_every_layer_is_checked() -> None:
-    with refuses(UnsupportedError, field="head_dim", found=520):
+    with refuses(UnsupportedError, "head-size-not-computed", field="head_dim", found=520) as refused:
         check_capability("triton", replace(TARGET, other_kv_shapes={1: (1, 520)}), None, "float32")
+    assert "reference" in str(refused.value.hint)
+    check_capability("reference", replace(TARGET, other_kv_shapes={1: (1, 520)}), None, "float32")
+
+
+def test_a_backend_without_sinks_refuses_sinks() -> None:
+    backends = {"old": Capability(sinks=False), "new": Capability()}
+    found = "non-causal attention with sinks"
+    with refuses(UnsupportedError, LACKS, field="draft layer 0", found=found) as refused:
+        check_capability("old", TARGET, draft(has_sinks=True), "float32", backends=backends)
+    assert "new" in str(refused.value.hint)
+    check_capability("old", TARGET, draft(), "float32", backends=backends)
+    check_capability("new", TARGET, draft(has_sinks=True), "float32", backends=backends)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_odd_head_size_is_refused_before_a_step_fails(backend: str) -> None:
+    with refuses(UnsupportedError, "head-size-not-computed", field="head_dim", found=15, hint=None):
+        check_capability(backend, replace(TARGET, other_kv_shapes={1: (1, 15)}), None, "float32")
 
 
 def test_triton_does_not_compute_in_float64() -> None:
