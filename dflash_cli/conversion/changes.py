@@ -24,6 +24,7 @@ WHY_DROPPED = {
     "tie_word_embeddings": "a draft does not own an embedding, so it cannot tie its head to one",
     "torch_dtype": "dtype says the same",
     "rope_is_neox_style": "is_neox_style says the same, and every engine with rope styles reads it",
+    "verifier": "the command that runs the draft names its target",
     "max_window_layers": "layer_types says which layers slide",
     "transformers_version": "names only the release that wrote the file",
     **dict.fromkeys(("max_anchors", "attention_dropout", "initializer_range"), "a setting of the training only"),
