@@ -237,7 +237,7 @@ def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftC
     first, ignored = _proposal(as_object(config.get("speculators_config")))
     asked = first.get("speculative_tokens", canonical.num_draft_tokens)
     if asked != canonical.num_draft_tokens:
-        text = f"speculative_tokens is {asked!r}, and a conversion writes {canonical.num_draft_tokens}, the block minus one"
+        text = f"speculative_tokens is {asked!r}; a conversion writes {canonical.num_draft_tokens}, the block minus one"
         notes.append(Notice(text, id="draft-tokens-differ"))
     if ignored:
         text = f"{', '.join(ignored)}: engines ignore it, and a conversion leaves it out"
