@@ -72,7 +72,7 @@ def key_changes(
 
 
 def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any]) -> list[str]:
-    """The dropped keys whose meaning is not known: each may be a part of the draft."""
+    """The dropped keys of unknown meaning. Each may be a part of the draft."""
     stated = {_leaf(key) for key, value in carried.items() if value is not None} - WHY_DROPPED.keys()
     return [item.from_ for item in changes if item.change == "dropped" and item.from_ and _leaf(item.from_) in stated]
 

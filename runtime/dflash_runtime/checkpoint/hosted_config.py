@@ -223,7 +223,7 @@ def read_recorded(source: TargetSource) -> RecordedConfig:
 
 
 def rope_kinds(text: "DecoderConfig") -> set[str]:
-    """Return the rope types of a decoder whose frequencies depend on the longest text in a call."""
+    """Return the rope types of a decoder, if their frequencies depend on the longest text in a call."""
     return {rope["rope_type"] for rope in _ropes(text) if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY}
 
 
