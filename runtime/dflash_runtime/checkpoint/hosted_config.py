@@ -185,8 +185,8 @@ class RecordedConfig:
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """The rope in the spelling of transformers 5."""
-        stated = as_object(self._stated.get("rope_parameters")) or as_object(self._stated.get("rope_scaling"))
+        """The rope in the spelling of transformers 5, which prefers the older key if both are stated."""
+        stated = as_object(self._stated.get("rope_scaling")) or as_object(self._stated.get("rope_parameters"))
         if not stated:
             return {"rope_type": next(iter(self._defaults.get("rope_kinds", ())), "default")}
         return {"rope_type": stated.get("type"), **stated}
