@@ -24,6 +24,7 @@ WHY_DROPPED = {
     "tie_word_embeddings": "a draft does not own an embedding, so it cannot tie its head to one",
     "torch_dtype": "dtype says the same",
     "rope_is_neox_style": "is_neox_style says the same, and every engine with rope styles reads it",
+    "verifier": "the command that runs the draft names its target",
     "max_window_layers": "layer_types says which layers slide",
     "transformers_version": "names only the release that wrote the file",
     **dict.fromkeys(("max_anchors", "attention_dropout", "initializer_range"), "a setting of the training only"),
@@ -71,7 +72,7 @@ def key_changes(
 
 
 def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any]) -> list[str]:
-    """The dropped keys whose meaning is not known: each may be a part of the draft."""
+    """The dropped keys of unknown meaning. Each may be a part of the draft."""
     stated = {_leaf(key) for key, value in carried.items() if value is not None} - WHY_DROPPED.keys()
     return [item.from_ for item in changes if item.change == "dropped" and item.from_ and _leaf(item.from_) in stated]
 

@@ -262,7 +262,11 @@ def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftC
     if stated is not None and stated != canonical.is_causal:
         text = f"transformer_layer_config.is_causal {stated} is ignored, because {NON_CAUSAL_FLAG} decides"
         notes.append(Notice(text, id="causality-contradicts"))
-    ignored = _ignored_proposals(as_object(config.get("speculators_config")))
+    first, ignored = _proposal(as_object(config.get("speculators_config")))
+    asked = first.get("speculative_tokens", canonical.num_draft_tokens)
+    if asked != canonical.num_draft_tokens:
+        text = f"speculative_tokens is {asked!r}; a conversion writes {canonical.num_draft_tokens}, the block minus one"
+        notes.append(Notice(text, id="draft-tokens-differ"))
     if ignored:
         text = f"{', '.join(ignored)}: engines ignore it, and a conversion leaves it out"
         notes.append(Notice(text, id="proposal-settings-ignored"))
@@ -295,13 +299,13 @@ def _write_causality(config: DraftConfig) -> bool:
     return sliding != {True}
 
 
-def _ignored_proposals(stated: Mapping[str, Any]) -> list[str]:
-    """The settings of a proposal that differ from the only ones that `write_config` writes, with their values."""
+def _proposal(stated: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The proposal that engines read, and the settings of proposals that `write_config` does not write."""
     methods = stated.get("proposal_methods")
     first, *others = methods if isinstance(methods, list) and methods else [{}]
-    found = {key: as_object(first).get(key, value) for key, value in PROPOSAL.items()}
-    ignored = [f"{key} {value!r}" for key, value in found.items() if value != PROPOSAL[key]]
-    return ignored + ([f"{len(others)} further proposal_methods"] if others else [])
+    proposal = as_object(first)
+    ignored = [f"{key} {proposal[key]!r}" for key, value in PROPOSAL.items() if proposal.get(key, value) != value]
+    return proposal, ignored + ([f"{len(others)} further proposal_methods"] if others else [])
 
 
 def _write_proposal(config: DraftConfig) -> Json:

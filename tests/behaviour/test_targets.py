@@ -295,6 +295,28 @@ def test_every_command_gives_one_answer(name: str, tmp_path: Path) -> None:
         assert said == done
 
 
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"use_bidirectional_attention": True}, {"attention_chunk_size": 64}, {"attention_chunk_size": None},
+    {"kv_lora_rank": 16}, {"layer_types": None}, {"hc_mult": 4}, {"v_head_dim": 4}, {"alibi": True},
+)  # fmt: skip
+"""Changes of a decoder's config by which another runtime may serve it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_one_answer_for_changed_configs(change: dict[str, Any], tmp_path: Path) -> None:
+    if pytest.importorskip("transformers").__version__ != "5.23.0":
+        pytest.skip("recorded with transformers 5.23.0")
+    for name in NAMES:
+        config = config_of(name)
+        key = next((key for key in ("text_config", "llm_config", "language_config") if key in config), None)
+        changed = {**config, **change} if key is None else {**config, key: {**config[key], **change}}
+        write_headers(tmp_path / name, changed, {})
+        with suppress(InvalidConfig):
+            said, done = answers(open_target(tmp_path / name))
+            assert said == done or done[1] == "config-refused-by-transformers", name
+
+
 @pytest.mark.slow
 def test_one_answer_for_every_type_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -251,13 +251,14 @@ def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
         return
     answer = how_it_runs(subject.target_source)
     location = f"target {CONFIG_FILE}:model_type"
+    unread = ", ".join(subject.target_source.facts.not_known)
+    why = f"; dflash's own code does not read: {unread}" if unread else ""
     if answer.runtime is None:
-        unread = ", ".join(subject.target_source.facts.not_known)
-        yield Problem(location, answer.words + (f"; dflash's own code does not read: {unread}" if unread else ""))
+        yield Problem(location, answer.words + why)
     elif not answer.is_fast:
         effect = "acceptance is measured as usual, but times do not show the pair's speed"
         fix = "dflash eval-acceptance {draft} --target {target} # then measure speed in the engine"
-        yield Problem(location, f"runs {answer.words}", effect=effect, fix=fix)
+        yield Problem(location, f"runs {answer.words}{why}", effect=effect, fix=fix)
 
 
 def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:

@@ -185,8 +185,8 @@ class RecordedConfig:
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """The rope in the spelling of transformers 5."""
-        stated = as_object(self._stated.get("rope_parameters")) or as_object(self._stated.get("rope_scaling"))
+        """The rope in the spelling of transformers 5, which prefers the older key if both are stated."""
+        stated = as_object(self._stated.get("rope_scaling")) or as_object(self._stated.get("rope_parameters"))
         if not stated:
             return {"rope_type": next(iter(self._defaults.get("rope_kinds", ())), "default")}
         return {"rope_type": stated.get("type"), **stated}
@@ -223,7 +223,7 @@ def read_recorded(source: TargetSource) -> RecordedConfig:
 
 
 def rope_kinds(text: "DecoderConfig") -> set[str]:
-    """Return the rope types of a decoder whose frequencies depend on the longest text in a call."""
+    """Return the rope types of a decoder, if their frequencies depend on the longest text in a call."""
     return {rope["rope_type"] for rope in _ropes(text) if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY}
 
 

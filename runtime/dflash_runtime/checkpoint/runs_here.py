@@ -1,7 +1,7 @@
 """Whether a target runs here, and how: one answer for every command. Needs no torch.
 
-Commands that run a target pass the readers that load it. Other commands read the config by what is recorded about
-native families and about transformers' config classes, so that they import neither torch nor transformers.
+Commands that run a target pass the readers that load it. Other commands use a record of transformers' config classes,
+and import neither torch nor transformers.
 """
 
 import logging
@@ -136,7 +136,7 @@ def how_it_runs(
 
 
 def without_native_family(source: TargetSource, families: frozenset[str]) -> UnsupportedError:
-    """Return the refusal of a model type for which there is no native family."""
+    """Return the refusal of a model type without a native family."""
     not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
     reason = f"it runs {', '.join(sorted(families))}{not_known}"
     kind, path = source.facts.model_type, source.checkpoint.config_path

@@ -227,6 +227,9 @@ class TestWriting:
 def test_ignored_settings_of_proposals_are_named(proposals: list[dict[str, Any]], named: str) -> None:
     config = support.speculators_config()
     config["speculators_config"]["proposal_methods"] = proposals
+    assert "draft-tokens-differ" not in [note.id for note in DIALECT.read_config(config, PATH).notes]
+    other = {**config, "block_size": config["block_size"] + 1}
+    assert "draft-tokens-differ" in [note.id for note in DIALECT.read_config(other, PATH).notes]
     notes = DIALECT.read_config(config, PATH).notes
     found = [note for note in notes if note.id == "proposal-settings-ignored"]
     assert bool(found) == bool(named)
