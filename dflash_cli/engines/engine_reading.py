@@ -13,9 +13,9 @@ from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
-from dflash_runtime.checkpoint.layout import body_shapes, compare_tensors
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD, SINKS, body_shapes, compare_tensors
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import is_number
+from dflash_runtime.json_values import is_int, is_number
 
 TORCH_TYPES = frozenset(
     {"bfloat16", "float16", "float32", "float64", "half", "float", "double", "int8", "uint8", "float8_e4m3fn"}
@@ -36,6 +36,7 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 class EngineReading:
     """The values that an engine serves a draft with.
 
+    rope        its rope parameters; empty if they are not known
     taps        the layers whose outputs it captures; -1 is the embedding's output
     block_size  None if it does not read the key
     """
@@ -64,10 +65,10 @@ class EngineReading:
             "target_layer_ids": (self.taps, config.target_layer_ids),
             "mask_token_id": (self.mask_token_id, config.mask_token_id),
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
-            "rope_theta": (self.rope["rope_theta"], theta),
-            "rope": (rope, meant),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
+        if self.rope:
+            pairs |= {"rope_theta": (self.rope["rope_theta"], theta), "rope": (rope, meant)}
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
 
 
@@ -226,6 +227,31 @@ def check_mask(mask: Any, subject: Subject) -> None:
         raise EngineStops("mask_token_id", f"found {mask}, the target's embedding has {rows} rows")
 
 
+OPTIONAL = (EMBEDDING, HEAD, "rotary_emb.")
+"""Tensors that a strict reader also knows."""
+
+
+def check_all_tensors(found: Mapping[str, Any], num_taps: int, subject: Subject) -> None:
+    """Require exactly the tensors of a draft without biases; attention sinks are optional.
+
+    Raises:
+        EngineStops: a tensor is missing, misshapen or unknown, or a size is absent.
+    """
+    absent = next((key for key in BODY_SIZES if key != "vocab_size" and not is_int(found.get(key))), None)
+    if absent is not None:
+        raise EngineStops(absent, f"found {found.get(absent)!r}, expected an integer")
+    if subject.tensors is None or common_prefix(subject) is not None or fused_names(subject):
+        return
+    check_shapes({**found, "attention_bias": False}, num_taps, subject)
+    sizes = {**{name: found[key] for key, name in BODY_SIZES.items() if key != "vocab_size"}, "vocab_size": 1}
+    config = stand_in(sizes, num_taps)
+    wanted = body_shapes(config) if config is not None else {}
+    missing = sorted(wanted.keys() - subject.tensors.keys())
+    extra = [name for name in subject.tensors if name not in wanted and not name.startswith(OPTIONAL)]
+    for name in (*missing, *(name for name in extra if not name.endswith(SINKS))):
+        raise EngineStops(f"{WEIGHTS}:{name}", "missing" if name in missing else "the engine does not know the tensor")
+
+
 def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **more: Any) -> None:
     """Require tensors of the shapes that the resolved sizes give. Missing tensors stop no engine here.
 
@@ -234,7 +260,7 @@ def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **mo
     """
     if subject.tensors is None or common_prefix(subject) is not None or fused_names(subject):
         return
-    sizes = {**{name: found[key] for key, name in BODY_SIZES.items()}, "vocab_size": 1}
+    sizes = {**{name: found[key] for key, name in BODY_SIZES.items() if key != "vocab_size"}, "vocab_size": 1}
     assumed = next((key for key in BODY_SIZES if key not in subject.stated.body), None)
     place = assumed or f"{WEIGHTS}:fc.weight"
     config = stand_in(sizes, num_taps, attention_bias=found["attention_bias"], **more)

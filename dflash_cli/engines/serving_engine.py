@@ -167,8 +167,8 @@ class ServingEngine:
         reading = self.read_config(subject)
         return None if reading is None else isinstance(reading, EngineReading)
 
-    def ignores_extra_tensors(self) -> bool:
-        """Whether it loads a file with tensors that its model does not have."""
+    def ignores_extra_tensor(self, name: str) -> bool:
+        """Whether it loads a file with a tensor of that name, which the config does not ask for."""
         return self.outcome_of("extra-tensors") == "serves"
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
