@@ -60,7 +60,7 @@ class EngineReading:
         """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
         meant = {"rope_type": "default", **config.rope.to_parameters()}
         theta, rope = meant.pop("rope_theta"), {key: self.rope.get(key) for key in meant if key != "rope_theta"}
-        pairs = {
+        pairs: dict[str, tuple[Any, Any]] = {
             "windows": (self.windows, config.windows),
             "target_layer_ids": (self.taps, config.target_layer_ids),
             "mask_token_id": (self.mask_token_id, config.mask_token_id),
