@@ -72,7 +72,7 @@ class LlamaCpp(ServingEngine):
     }
     """Source: conversion/qwen.py, which puts `model.` before layers and the last norm, and finds the rest by name."""
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """The metadata that the converter writes, as the loader reads it. Numbers must be integers that GGUF holds."""
         config = subject.config
         try:

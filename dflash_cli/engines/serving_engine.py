@@ -141,13 +141,13 @@ class ServingEngine:
             return None
         if str(self) not in subject.known:
             try:
-                subject.known[str(self)] = self.read_native(subject)
+                subject.known[str(self)] = self.read_values(subject)
             except EngineStops as stops:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.
 
         Raises:
