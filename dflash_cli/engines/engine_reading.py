@@ -1,4 +1,4 @@
-"""What an engine makes of a native config, and the checks that engines share. An engine's file has the rest."""
+"""The values that an engine reads from a native config, and the checks that engines share."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 class EngineReading:
     """The values that an engine serves a draft with.
 
-    rope        its rope parameters; empty if they are not known
-    taps        the layers whose outputs it captures; -1 is the embedding's output
-    block_size  None if it does not read the key
+    rope        the rope parameters; empty if they are not known
+    taps        the captured layers, counted from 0; -1 is the embedding's output
+    block_size  None if the engine does not read the key
     """
 
     windows: tuple[int | None, ...]
@@ -174,7 +174,7 @@ def check_rope(params: Mapping[str, Any], *needed: str) -> None:
             "rope_scaling.rope_type", f"found {kind!r}, expected one of {', '.join(sorted(ROPE_NUMBERS))}"
         )
     if kind == "yarn" and params["rope_theta"] in (0, 1):
-        raise EngineStops("rope_theta", f"found {params['rope_theta']}, whose logarithm YaRN divides by")
+        raise EngineStops("rope_theta", f"found {params['rope_theta']}, but YaRN divides by its logarithm")
     for key in ("rope_theta", *ROPE_NUMBERS[kind], *needed):
         is_stated = key in params and not (params[key] is None and kind == "yarn" and key not in needed)
         if is_stated and not is_number(params[key]):
@@ -186,7 +186,7 @@ def windows_of(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer of a resolved config.
 
     Raises:
-        EngineStops: a sliding layer has no window, or a layer is of another kind.
+        EngineStops: a sliding layer lacks a window, or a layer is neither full nor sliding.
     """
     kinds, window = found["layer_types"], found["sliding_window"]
     strange = next((kind for kind in kinds if kind not in (FULL, SLIDING)), None)
