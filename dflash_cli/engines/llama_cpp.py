@@ -31,7 +31,7 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
@@ -81,13 +81,14 @@ class LlamaCpp(ServingEngine):
             found = dict(config)
         if found is None:
             return None
-        check_architecture({"architectures": (config.get("architectures") or [])[:1]}, Native.architecture)
+        check_architecture({"architectures": named_architectures(config)[:1]}, Native.architecture)
         nested = found.get("dflash_config", {})
         if not isinstance(nested, dict):
             raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
         taps, mask = nested.get("target_layer_ids"), _count("mask_token_id", nested.get("mask_token_id"))
         if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
             raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers beside the mask token")
+        rope = as_object(found.get("rope_parameters"))
         block = _count("block_size", found.get("block_size", 16))
         windows = _windows(found)
         check_all_tensors(found, len(taps), subject)
@@ -98,9 +99,7 @@ class LlamaCpp(ServingEngine):
             causal=self.causality(subject),
             taps=tuple(taps),
             mask_token_id=mask,
-            rope=as_object(found.get("rope_parameters"))
-            if "rope_theta" in (found.get("rope_parameters") or {})
-            else {},
+            rope=rope if "rope_theta" in rope else {},
             eps=found.get("rms_norm_eps", 1e-6),
             block_size=block if "block_size" in config else None,
         )
@@ -141,8 +140,8 @@ def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     window, kinds = found.get("sliding_window"), found.get("layer_types")
     if not (found.get("use_sliding_window") and window and kinds):
         return (None,) * count
-    if len(kinds) != count:
-        raise EngineStops("layer_types", f"found {len(kinds)} entries for {count} layers")
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise EngineStops("layer_types", f"found {kinds!r}, expected {count} entries")
     return tuple(_count("sliding_window", window) if kind == SLIDING else None for kind in kinds)
 
 
