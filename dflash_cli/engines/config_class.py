@@ -1,4 +1,4 @@
-"""What transformers' config classes make of a draft's config: types, defaults, kinds of layers, rope.
+"""Transformers' config classes, as engines apply them to drafts: types, defaults, kinds of layers, rope.
 
 Engines read drafts through these classes. A key of a wrong type stops them. An absent key takes a value that belongs to
 another model. Source: transformers 5.19.0 and 5.23.0 models/qwen3, models/gpt_oss, configuration_utils.py and
@@ -105,7 +105,7 @@ class ConfigClass:
 
 LEGACY_KINDS = {"attention": FULL}
 LAYER_KINDS = (FULL, SLIDING, "linear_attention", "chunked_attention")
-"""Kinds of layers that transformers knows; it knows more, of which no draft is made."""
+"""The kinds of layers of transformers that a draft's config may name."""
 STRETCHED = ("llama3", "yarn", "longrope")
 _COMMON: dict[str, tuple[tuple[type, ...], Any]] = {
     "num_attention_heads": ((int,), 32),

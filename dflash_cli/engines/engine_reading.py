@@ -1,4 +1,4 @@
-"""What an engine makes of a native config, and the checks that engines share. An engine's file has the rest."""
+"""The values that an engine reads from a native config, and the checks that engines share."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
-from dflash_runtime.checkpoint.layout import body_shapes, compare_tensors
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD, SINKS, body_shapes, compare_tensors
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import is_number
+from dflash_runtime.json_values import is_int, is_number
 
 TORCH_TYPES = frozenset(
     {"bfloat16", "float16", "float32", "float64", "half", "float", "double", "int8", "uint8", "float8_e4m3fn"}
@@ -36,8 +36,9 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 class EngineReading:
     """The values that an engine serves a draft with.
 
-    taps        the layers whose outputs it captures; -1 is the embedding's output
-    block_size  None if it does not read the key
+    rope        the rope parameters; empty if they are not known
+    taps        the captured layers, counted from 0; -1 is the embedding's output
+    block_size  None if the engine does not read the key
     """
 
     windows: tuple[int | None, ...]
@@ -59,15 +60,15 @@ class EngineReading:
         """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
         meant = {"rope_type": "default", **config.rope.to_parameters()}
         theta, rope = meant.pop("rope_theta"), {key: self.rope.get(key) for key in meant if key != "rope_theta"}
-        pairs = {
+        pairs: dict[str, tuple[Any, Any]] = {
             "windows": (self.windows, config.windows),
             "target_layer_ids": (self.taps, config.target_layer_ids),
             "mask_token_id": (self.mask_token_id, config.mask_token_id),
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
-            "rope_theta": (self.rope["rope_theta"], theta),
-            "rope": (rope, meant),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
+        if self.rope:
+            pairs |= {"rope_theta": (self.rope["rope_theta"], theta), "rope": (rope, meant)}
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
 
 
@@ -173,7 +174,7 @@ def check_rope(params: Mapping[str, Any], *needed: str) -> None:
             "rope_scaling.rope_type", f"found {kind!r}, expected one of {', '.join(sorted(ROPE_NUMBERS))}"
         )
     if kind == "yarn" and params["rope_theta"] in (0, 1):
-        raise EngineStops("rope_theta", f"found {params['rope_theta']}, whose logarithm YaRN divides by")
+        raise EngineStops("rope_theta", f"found {params['rope_theta']}, but YaRN divides by its logarithm")
     for key in ("rope_theta", *ROPE_NUMBERS[kind], *needed):
         is_stated = key in params and not (params[key] is None and kind == "yarn" and key not in needed)
         if is_stated and not is_number(params[key]):
@@ -185,7 +186,7 @@ def windows_of(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer of a resolved config.
 
     Raises:
-        EngineStops: a sliding layer has no window, or a layer is of another kind.
+        EngineStops: a sliding layer lacks a window, or a layer is neither full nor sliding.
     """
     kinds, window = found["layer_types"], found["sliding_window"]
     strange = next((kind for kind in kinds if kind not in (FULL, SLIDING)), None)
@@ -226,6 +227,31 @@ def check_mask(mask: Any, subject: Subject) -> None:
         raise EngineStops("mask_token_id", f"found {mask}, the target's embedding has {rows} rows")
 
 
+OPTIONAL = (EMBEDDING, HEAD, "rotary_emb.")
+"""Tensors that a strict reader also knows."""
+
+
+def check_all_tensors(found: Mapping[str, Any], num_taps: int, subject: Subject) -> None:
+    """Require exactly the tensors of a draft without biases; attention sinks are optional.
+
+    Raises:
+        EngineStops: a tensor is missing, misshapen or unknown, or a size is absent.
+    """
+    absent = next((key for key in BODY_SIZES if key != "vocab_size" and not is_int(found.get(key))), None)
+    if absent is not None:
+        raise EngineStops(absent, f"found {found.get(absent)!r}, expected an integer")
+    if subject.tensors is None or common_prefix(subject) is not None or fused_names(subject):
+        return
+    check_shapes({**found, "attention_bias": False}, num_taps, subject)
+    sizes = {**{name: found[key] for key, name in BODY_SIZES.items() if key != "vocab_size"}, "vocab_size": 1}
+    config = stand_in(sizes, num_taps)
+    wanted = body_shapes(config) if config is not None else {}
+    missing = sorted(wanted.keys() - subject.tensors.keys())
+    extra = [name for name in subject.tensors if name not in wanted and not name.startswith(OPTIONAL)]
+    for name in (*missing, *(name for name in extra if not name.endswith(SINKS))):
+        raise EngineStops(f"{WEIGHTS}:{name}", "missing" if name in missing else "the engine does not know the tensor")
+
+
 def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **more: Any) -> None:
     """Require tensors of the shapes that the resolved sizes give. Missing tensors stop no engine here.
 
@@ -234,7 +260,7 @@ def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **mo
     """
     if subject.tensors is None or common_prefix(subject) is not None or fused_names(subject):
         return
-    sizes = {**{name: found[key] for key, name in BODY_SIZES.items()}, "vocab_size": 1}
+    sizes = {**{name: found[key] for key, name in BODY_SIZES.items() if key != "vocab_size"}, "vocab_size": 1}
     assumed = next((key for key in BODY_SIZES if key not in subject.stated.body), None)
     place = assumed or f"{WEIGHTS}:fc.weight"
     config = stand_in(sizes, num_taps, attention_bias=found["attention_bias"], **more)

@@ -8,8 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_reading import (
+    EngineReading,
+    check_all_tensors,
+    check_architecture,
+    check_captured,
+    check_mask,
+    resolve_auto,
+)
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -22,11 +31,13 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.json_values import as_object
 
 NAME = "llama.cpp"
@@ -61,6 +72,42 @@ class LlamaCpp(ServingEngine):
     }
     """Source: conversion/qwen.py, which puts `model.` before layers and the last norm, and finds the rest by name."""
 
+    def read_values(self, subject: Subject) -> EngineReading | None:
+        """The metadata that the converter writes, as the loader reads it. Numbers must be integers that GGUF holds."""
+        config = subject.config
+        try:
+            found = resolve_auto(config)
+        except EngineStops:  # the converter then reads the file itself
+            found = dict(config)
+        if found is None:
+            return None
+        check_architecture({"architectures": named_architectures(config)[:1]}, Native.architecture)
+        nested = found.get("dflash_config", {})
+        if not isinstance(nested, dict):
+            raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
+        taps, mask = nested.get("target_layer_ids"), _count("mask_token_id", nested.get("mask_token_id"))
+        if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
+            raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers beside the mask token")
+        rope = as_object(found.get("rope_parameters"))
+        block = _count("block_size", found.get("block_size", 16))
+        windows = _windows(found)
+        check_all_tensors(found, len(taps), subject)
+        check_captured(taps, found["hidden_size"], subject)
+        check_mask(mask, subject)
+        return EngineReading(
+            windows=windows,
+            causal=self.causality(subject),
+            taps=tuple(taps),
+            mask_token_id=mask,
+            rope=rope if "rope_theta" in rope else {},
+            eps=found.get("rms_norm_eps", 1e-6),
+            block_size=block if "block_size" in config else None,
+        )
+
+    def ignores_extra_tensor(self, name: str) -> bool:
+        """It computes attention sinks if their tensors are there, whatever the config says."""
+        return name.endswith(SINKS)
+
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """One flag for all layers, false if none is stated."""
         top, nested = subject.config.get("is_causal"), as_object(subject.config.get("dflash_config")).get("causal")
@@ -78,6 +125,24 @@ class LlamaCpp(ServingEngine):
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
+
+
+def _count(key: str, value: Any) -> int:
+    """A number as GGUF holds it."""
+    if not isinstance(value, int) or value < 0:
+        raise EngineStops(key, f"found {value!r}, expected an integer of 0 or more")
+    return value
+
+
+def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer. The converter writes windows only if three keys together ask for them."""
+    count = _count("num_hidden_layers", found.get("num_hidden_layers"))
+    window, kinds = found.get("sliding_window"), found.get("layer_types")
+    if not (found.get("use_sliding_window") and window and kinds):
+        return (None,) * count
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise EngineStops("layer_types", f"found {kinds!r}, expected {count} entries")
+    return tuple(_count("sliding_window", window) if kind == SLIDING else None for kind in kinds)
 
 
 @check_llama_cpp("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER)

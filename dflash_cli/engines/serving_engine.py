@@ -141,13 +141,13 @@ class ServingEngine:
             return None
         if str(self) not in subject.known:
             try:
-                subject.known[str(self)] = self.read_native(subject)
+                subject.known[str(self)] = self.read_values(subject)
             except EngineStops as stops:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.
 
         Raises:
@@ -167,8 +167,8 @@ class ServingEngine:
         reading = self.read_config(subject)
         return None if reading is None else isinstance(reading, EngineReading)
 
-    def ignores_extra_tensors(self) -> bool:
-        """Whether it loads a file with tensors that its model does not have."""
+    def ignores_extra_tensor(self, name: str) -> bool:
+        """Whether it loads a file with a tensor of that name, which the config does not ask for."""
         return self.outcome_of("extra-tensors") == "serves"
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:

@@ -117,7 +117,7 @@ class SglangEngine(ServingEngine):
         rank = nested.get("markov_rank", config.get("markov_rank"))
         return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
         config = subject.config
         nested = as_object(config.get("dflash_config"))

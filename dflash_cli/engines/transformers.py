@@ -75,7 +75,7 @@ class Transformers(ServingEngine):
     }
     """Recorded from z-lab 0.1.0 in tests/golden/engine_habits.json."""
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of z-lab's loader and loop, which read every draft as Qwen3. Source: dflash 0.1.0 model.py."""
         config, nested = subject.config, subject.config.get("dflash_config", {})
         found = resolve(config, "qwen3")

@@ -142,7 +142,7 @@ class VllmEngine(ServingEngine):
         first = self.speculators_types.get(kind)
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
-    def read_native(self, subject: Subject) -> EngineReading | None:
+    def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of vLLM's config and model. Source: 0.33.0 config/speculative.py, models/qwen3_dflash.py."""
         if isinstance(subject.format, SpeculatorsFormat) or self.release < READS_ROPE_STYLE:
             return None

@@ -55,8 +55,8 @@ class NamedEngine(Protocol):
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """Whether the engine has a model for a draft of another kind."""
 
-    def ignores_extra_tensors(self) -> bool:
-        """Whether the engine loads a file with tensors that its model does not have."""
+    def ignores_extra_tensor(self, name: str) -> bool:
+        """Whether the engine loads a file with a tensor of that name, which the config does not ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

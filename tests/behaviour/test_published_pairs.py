@@ -32,6 +32,10 @@ def test_a_pair(pair: PublishedPair, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError) as refused:
             describe(draft)
         assert pair.not_converted in refused.value.message
+        if "C01" in pair.errors:
+            assert [name for name in ENGINES if f"{name} " in str(refused.value.hint)] == sorted(
+                pair.served, reverse=True
+            )
     check_findings(pair, draft, target)
     check_serving(pair, draft, target)
     check_conversion(pair, draft, target)
@@ -44,6 +48,7 @@ def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
     assert found["error"] == pair.errors.keys(), report.findings
     assert found["warning"] - {"P17"} == set(pair.warnings), report.findings
     assert report.fails() == bool(pair.errors)
+    assert [verdict.name for verdict in report.verdicts if verdict.outcome != "stops"] == pair.served
 
 
 def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import importlib.abc
 import importlib.machinery
-import io
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +330,87 @@ def start_sglang() -> Load:
     return load
 
 
+def start_llama() -> Load:
+    """llama.cpp: the class of its converter that writes a draft's metadata, and its loader as read.
+
+    `code` is conversion/qwen.py of August 2026. Its class runs with a writer that packs numbers as GGUF does. Loading
+    follows conversion/base.py (load_hparams, get_model_architecture) and src/models/dflash.cpp at 01b78a15: lines 25 to
+    27 need target_layers, lines 97 to 215 create every tensor, and common/speculative.cpp needs the mask token.
+    """
+    import ast
+    import struct
+
+    from transformers import AutoConfig
+
+    class Writer:
+        def __init__(self) -> None:
+            self.found: Reading = {}
+
+        def __getattr__(self, name: str) -> Callable[[Any], None]:
+            def add(value: Any) -> None:
+                for item in value if isinstance(value, list) else [value]:
+                    struct.pack("<?" if isinstance(item, bool) else "<i" if isinstance(value, list) else "<I", item)
+                self.found[name.removeprefix("add_")] = value
+
+            return add
+
+    class Base:
+        def __init__(self, hparams: Reading) -> None:
+            self.hparams, self.gguf_writer = hparams, Writer()
+
+        def set_gguf_parameters(self) -> None:
+            for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+                struct.pack("<I", self.hparams[key])
+
+    source = Path(sys.argv[2]).read_text(encoding="utf-8")
+    body = [node for node in ast.parse(source).body if getattr(node, "name", "") == "DFlashModel"]
+    body[0].decorator_list = []  # type: ignore[attr-defined]
+    scope: Reading = {"Qwen3Model": Base, "gguf": StandIn, "classmethod": classmethod}
+    exec(compile(ast.Module(body=body, type_ignores=[]), "qwen.py", "exec"), scope)
+
+    def load(draft: Path, target: Path) -> Reading:
+        raw = json.loads((draft / "config.json").read_text())
+        try:
+            hparams = AutoConfig.from_pretrained(draft).to_dict()
+        except Exception:  # load_hparams falls back to the file
+            hparams = raw
+        if hparams["architectures"][0] != "DFlashDraftModel":
+            raise ValueError("get_model_architecture: not supported")
+        model = scope["DFlashModel"](hparams)
+        model.set_gguf_parameters()
+        if (mask := hparams.get("dflash_config", {}).get("mask_token_id")) is not None:
+            model.gguf_writer.add_mask_token_id(mask)
+        found = model.gguf_writer.found
+        if not found.get("target_layers") or "mask_token_id" not in found:
+            raise ValueError(f"dflash.cpp: target_layers or mask token missing: {sorted(found)}")
+        if max(found["target_layers"]) > config_cases.SHAPE.target_layers:
+            raise ValueError("speculative.cpp: target layer input not extracted")
+        sizes = {
+            "hidden": hparams["hidden_size"], "inner": hparams.get("intermediate_size"), "bias": False,
+            "layers": hparams["num_hidden_layers"], "heads": hparams["num_attention_heads"],
+            "kv_heads": hparams.get("num_key_value_heads"), "head_dim": hparams.get("head_dim"),
+            "taps": tuple(found["target_layers"]),
+        }  # fmt: skip
+        expected = support.body_shapes(replace(config_cases.SHAPE, **sizes))
+        stored = {name: tuple(tensor.shape) for name, tensor in weights_of(draft)}
+        extra = {name for name in stored.keys() - expected.keys() if not name.startswith(OPTIONAL_IN_LLAMA)}
+        if extra or any(stored.get(name) != shape for name, shape in expected.items()):
+            raise ValueError(f"dflash.cpp: create_tensor, or a tensor that cannot be mapped: {sorted(extra)[:1]}")
+        pattern = found.get("sliding_window_pattern") or [False] * hparams["num_hidden_layers"]
+        return {
+            "taps": [layer - 1 for layer in found["target_layers"]],
+            "block_size": found["block_size"],
+            "mask_token_id": found["mask_token_id"],
+            "windows": [found["sliding_window"] if is_sliding else None for is_sliding in pattern],
+        }
+
+    return load
+
+
+OPTIONAL_IN_LLAMA = ("embed_tokens.", "lm_head.", "rotary_emb.", "layers.0.self_attn.attention_sink_bias")
+"""Tensors that the converter maps or skips, and that the loader does not need."""
+
+
 def weights_of(draft: Path) -> Iterator[tuple[str, Any]]:
     from safetensors.torch import load_file
 
@@ -367,7 +448,8 @@ def load_all(load: Load, only: str) -> dict[str, Reading]:
         target.mkdir()
         support.write_config(target, config_cases.TARGET)
         for index, (case_name, case) in enumerate(config_cases.all_cases().items()):
-            if only in case_name:
+            is_read = only in case_name and (sys.argv[1] != "llama.cpp" or case.is_read_by_llama)
+            if is_read:
                 draft = Path(folder) / f"draft-{index}"
                 support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
                 found[case_name] = attempt(load, draft, target, folder)
@@ -379,7 +461,7 @@ def load_all(load: Load, only: str) -> dict[str, Reading]:
 def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
     """A reading, or the kind and the beginning of the error by which the engine stops."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with Path(os.devnull).open("w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
             return load(draft, target)
     except ModuleNotFoundError:
         raise
@@ -414,6 +496,7 @@ def _lines(entry: Reading) -> str:
 STARTS: dict[str, tuple[str, Callable[[], Load], str]] = {
     "vllm": ("vllm", start_vllm, "vllm"),
     "sglang": ("sglang", start_sglang, "sglang 0.5.23"),
+    "llama.cpp": ("gguf", start_llama, "llama.cpp"),
     "zlab": ("dflash", start_zlab, "z-lab 0.1.0"),
 }
 

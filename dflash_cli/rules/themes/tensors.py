@@ -79,7 +79,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     if dims is None or common_prefix(subject) is not None:
         return
     _, unexpected, _ = compare_tensors(owned_shapes(dims), _shapes(subject))
-    stopping = _names_of(subject, ignoring=False)
+    stopping = _names_of(subject, WEIGHTS, ignoring=False)
     for name in subject.tensors or ():
         if name.startswith("verifier_") and stopping:
             yield Problem(f"{WEIGHTS}:{name}", "unexpected: left over from training", engines=stopping)
@@ -162,11 +162,11 @@ def layers_are_counted(subject: Subject) -> Iterator[Problem]:
     found = layer_indices(subject.tensors)
     if len(found) != 0 and (len(found) != count or found != list(range(len(found)))):
         problem = Problem(WEIGHTS, f"found the layers {_numbers(found)}, expected 0..{count - 1}")
-        stopping = _names_of(subject, ignoring=False) if max(found) >= count else ()
+        stopping = _names_of(subject, WEIGHTS, ignoring=False) if max(found) >= count else ()
         if stopping:
             yield replace(problem, engines=stopping, outcome="stops", effect="the engine does not know the layers")
-        if not stopping or _names_of(subject, ignoring=True):
-            yield replace(problem, engines=_names_of(subject, ignoring=True) or None)
+        if not stopping or _names_of(subject, WEIGHTS, ignoring=True):
+            yield replace(problem, engines=_names_of(subject, WEIGHTS, ignoring=True) or None)
 
 
 @check(
@@ -284,7 +284,8 @@ def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
 
 def extra_tensor(subject: Subject, problem: Problem) -> Iterator[Problem]:
     """The problem with a tensor that the model lacks: an error about named engines that stop, else a warning."""
-    ignoring, stopping = _names_of(subject, ignoring=True), _names_of(subject, ignoring=False)
+    name = problem.location.removeprefix(f"{WEIGHTS}:")
+    ignoring, stopping = _names_of(subject, name, ignoring=True), _names_of(subject, name, ignoring=False)
     if stopping or not ignoring:
         yield replace(problem, engines=stopping or None)
     if ignoring:
@@ -297,9 +298,9 @@ def _harmless(problem: Problem) -> Problem:
     return replace(problem, severity="warning", outcome="serves", effect="readers that follow every key stop at it")
 
 
-def _names_of(subject: Subject, *, ignoring: bool) -> tuple[str, ...]:
-    """The named engines that ignore tensors that their model lacks, or those that stop at them."""
-    return tuple(item.name for item in subject.plan.engines if item.ignores_extra_tensors() is ignoring)
+def _names_of(subject: Subject, name: str, *, ignoring: bool) -> tuple[str, ...]:
+    """The named engines that ignore a tensor that the config does not ask for, or the named engines that stop at it."""
+    return tuple(item.name for item in subject.plan.engines if item.ignores_extra_tensor(name) is ignoring)
 
 
 def common_prefix(subject: Subject) -> str | None:

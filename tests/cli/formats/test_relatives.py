@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import detect_from
+from dflash_cli.formats.dialect import detect_from, find_dialect, servers_of
 from dflash_cli.formats.relatives import Relative, served_in_words
 from dflash_runtime.errors import UnknownFormat
+from dflash_runtime.phrases import article
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
 
@@ -134,3 +136,27 @@ def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: 
         lines = [line for line in f"{outcome.out}{outcome.err}".splitlines() if "HunYuan DFlash" in line]
         assert len(lines) == 1, command
     assert not (tmp_path / "out").exists()
+
+
+def test_a_config_alone_is_refused_by_the_name_of_its_kind(tmp_path: Path) -> None:
+    support.write_config(tmp_path, native("Qwen3DSparkModel"))
+    with refuses(UnknownFormat, "relative-of-dflash", found="dspark"):
+        describe(tmp_path)
+
+
+def test_a_head_of_eagle_is_no_target() -> None:
+    """EAGLE and EAGLE-2 publish their head under the target's architecture."""
+    config = support.target_config()
+    names = frozenset({"fc.weight", "fc.bias", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight"})
+    assert detect_from(config, names, PATH).format.name == "eagle"
+    assert find_dialect(config, frozenset({"model.embed_tokens.weight", "lm_head.weight"})) is None
+
+
+def test_latent_attention_is_served_by_no_engine() -> None:
+    config = native("DFlash2DraftModel", attention_mode="mla")
+    assert servers_of(detect_from(config, frozenset(), PATH).format, config) == ()
+
+
+@pytest.mark.parametrize(("title", "text"), [("EAGLE-3", "an EAGLE-3"), ("DSpark", "a DSpark"), ("MTP", "an MTP")])
+def test_articles(title: str, text: str) -> None:
+    assert article(title) == text

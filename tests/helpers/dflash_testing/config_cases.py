@@ -185,6 +185,12 @@ TENSORS: Mapping[str, tuple[int, ...] | None] = {
 """Name of a tensor that is added or changed, with its shape; None to leave it out. On `full`."""
 
 
+READ_BY_LLAMA = (
+    "architectures", "block_size", "dflash_config", "layer_types", "sliding_window", "use_sliding_window",
+    "max_window_layers", "target_layer_ids", "mask_token_id", "num_target_layers", "model_type",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigCase:
     """A config with its tensors."""
@@ -197,6 +203,11 @@ class ConfigCase:
     def name(self) -> str:
         said = ", ".join(f"{key}={json.dumps(value)}" for key, value in self.changes.items())
         return f"{self.base}: {said or self.tensor or 'as it is'}".replace(f'"{ABSENT}"', "absent")
+
+    @property
+    def is_read_by_llama(self) -> bool:
+        """Whether it is about keys and tensors whose reading in llama.cpp's converter and loader is known."""
+        return self.base != "gpt_oss" and all(key.startswith(READ_BY_LLAMA) for key in self.changes)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, read_header
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.json_values import finite, is_number
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
 
@@ -148,6 +149,15 @@ def test_a_damaged_header_is_read_as_the_library_does_or_refused(data: st.DataOb
 
 
 class TestJson:
+    def test_a_config_may_hold_numbers_that_are_not_finite(self) -> None:
+        """Published configs of Nemotron-H do, in a key that dflash does not read. A number that is read is finite."""
+        found = parse_json(
+            b'{"time_step_limit": [0.0, Infinity], "block_size": NaN, "big": 1e999}', PATH, is_config=True
+        )
+        assert found["time_step_limit"] == [0.0, float("inf")]
+        assert not is_number(found["block_size"])
+        assert finite(found)["time_step_limit"] == [0.0, "Infinity"]
+
     @pytest.mark.parametrize(
         ("text", "id", "found"),
         [
