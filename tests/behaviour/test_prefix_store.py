@@ -3,6 +3,7 @@
 import _thread
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -104,8 +105,11 @@ def test_pages_not_copied_before_their_request_ends_are_not_stored(
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
     monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: next(looks) > 100))
     whole = max(bundled_prompts(), key=len)[:100]
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     make_llm(tmp_path, num_pages=20).generate([whole], SamplingParams(max_new_tokens=2))
     monkeypatch.undo()
+    assert len(pauses) > 10  # the wait at the end of the call leaves the processor to others
     found = make_llm(tmp_path).generate([whole], PARAMS)
     assert found[0].num_loaded == 64
     assert traces(found) == traces(make_llm(None).generate([whole], PARAMS))

@@ -119,7 +119,7 @@ class StoredPages:
             CapacityError: it cannot be written, for example because the disk is full.
         """
         path = self._path(digest)
-        if not path.exists():
+        if not path.is_file():
             tensors = {name: tensor.contiguous() for name, tensor in page.items()}
             facts = PageFacts(digest, self._fingerprint, {name: checksum(item) for name, item in tensors.items()})
             with transfer_output(path, "KV page", id="page-not-written") as partial:
@@ -137,6 +137,7 @@ class StoredPages:
 
     def tidy(self) -> None:
         """Remove partial files of killed processes, and pages beyond the limit. Reads the sizes of all pages."""
+        num_written = self._num_written
         files = sorted(self._page_files(), key=lambda file: file.used_ns)
         total, most = sum(file.size for file in files), self._max_bytes
         if total > most:
@@ -146,7 +147,7 @@ class StoredPages:
                 self._remove(file.path)
                 total -= file.size
         with self._lock:
-            self._num_bytes, self._num_written = total, 0
+            self._num_bytes, self._num_written = total, self._num_written - num_written
 
     @property
     def is_untidy(self) -> bool:
