@@ -111,6 +111,21 @@ def test_prompts_with_common_beginnings_are_stored_and_found(tmp_path: Path) -> 
         assert traces(small_llm(tmp_path, max_num_requests=8).generate(prompts, params)) == right
 
 
+def test_a_store_stays_below_its_limit(tmp_path: Path) -> None:
+    prompts = random_prompts((50,) * 6, 97)
+    params = SamplingParams(max_new_tokens=2)
+    small_llm(tmp_path).generate(prompts[:1], params)
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    target = random_target(torch.float64)
+    llm = random_llm(
+        target, random_draft(target, torch.float64), 4, prefix_store=str(tmp_path), prefix_store_bytes=2 * size
+    )
+    right = traces(small_llm(None).generate(prompts, params))
+    for _ in range(2):
+        assert traces(llm.generate(prompts, params)) == right
+        assert 0 < sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= 2 * size
+
+
 def test_pages_not_copied_before_their_request_ends_are_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,7 @@ class PrefixStore(LoadingConnector):
         for index, digest in enumerate(digests):
             self._pages.write(digest, {name: tensor[index] for name, tensor in tensors.items()})
         self._pages.mark_used(digests, first)
-        if self._pages.is_untidy and self._tidying.acquire(blocking=False):
+        while self._pages.is_untidy and self._tidying.acquire(blocking=False):
             try:
                 self._pages.tidy()
             finally:

@@ -38,8 +38,9 @@ PAGE = re.compile(r"[0-9a-f]{32}\.safetensors")
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.safetensors\.(tmp|old)-[0-9a-f]+")
 """Names of a store's folders and files. Nothing else in the folder is counted or removed."""
 
-PARTIAL_SECONDS = 10.0
-"""A partial file that nobody wrote to for this long belongs to a process that was killed."""
+PARTIAL_SECONDS = 2.0
+"""A partial file that nobody wrote to for this long belongs to a process that was killed. A process that lives fails to
+store this page."""
 
 LIST_SECONDS = 60.0
 """Time after which a call lists the folder again, for the pages that other processes have stored."""
