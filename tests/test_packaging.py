@@ -40,12 +40,9 @@ def test_what_is_imported_is_declared() -> None:
         name for folder in PACKAGES for file in (ROOT / folder).rglob("*.py") for name in _imports(file.read_text())
     }
     assert {"torch", "numpy", "typer"} <= found
-    assert {_distribution(name) for name in found - ours - sys.stdlib_module_names} <= declared
-
-
-def _distribution(name: str) -> str:
-    """Return the name of the distribution that installs a module: PyYAML for yaml."""
-    return metadata.packages_distributions().get(name, [name])[0].lower().replace("-", "_")
+    installed = metadata.packages_distributions()  # PyYAML for yaml
+    distributions = {installed.get(name, [name])[0] for name in found - ours - sys.stdlib_module_names}
+    assert {name.lower().replace("-", "_") for name in distributions} <= declared
 
 
 def _imports(text: str) -> Iterator[str]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.block_conv import block_conv, block_conv_ref
+from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
@@ -66,6 +68,8 @@ class Kernels:
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
+    block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    candidate_walk: Callable[..., Walk]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -90,6 +94,8 @@ REFERENCE = Kernels(
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
+    block_conv=block_conv_ref,
+    candidate_walk=candidate_walk_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -114,6 +120,8 @@ _TRITON = Kernels(
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     ragged_attention=ragged_attention,
+    block_conv=block_conv,
+    candidate_walk=candidate_walk,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

@@ -15,6 +15,8 @@ from typing import Any
 from dflash_runtime.errors import InvalidConfig, UsageError
 from dflash_runtime.json_values import is_int, is_number
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -42,9 +44,58 @@ class Verifier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionConfig:
+    """Convolutions along the rows of a block, around each sublayer: taps, and adjacent columns with one kernel."""
+
+    kernel_size: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        _require_count("conv_kernel_size", self.kernel_size)
+        _require_count("conv_group_size", self.group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig:
+    """The choice among the `top_k` best tokens of each position, by codebooks of `rank` numbers per token."""
+
+    rank: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        _require_count("selector_rank", self.rank)
+        _require_count("selector_top_k", self.top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkovConfig:
+    """A bias of a position's logits by the token before it, of `rank` numbers per token.
+
+    head_type  "vanilla" reads the token alone, "gated" also the position's hidden state, and "rnn" also a state that it
+               carries along the block
+    top_k      the bias chooses among this many best tokens of a position; None: among all
+    """
+
+    rank: int
+    head_type: str = "vanilla"
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("markov_rank", self.rank)
+        if self.head_type not in MARKOV_HEADS:
+            raise InvalidConfig("markov_head_type", self.head_type, ", ".join(MARKOV_HEADS))
+        if self.top_k is not None:
+            _require_count("dspark_draft_topk", self.top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """A DFlash draft of any dialect. `family` names the file in `drafts/` that runs it.
 
+    sample_from_anchor      row i of a block predicts the token after it, the anchor's row included. Otherwise each mask
+                            predicts the token at its own position.
+    has_confidence          the draft predicts for each token how likely the target accepts it
+    confidence_reads_token  this prediction reads the token before it, too
     has_sinks          every layer has an attention sink for each head
     has_target_scale   the draft multiplies the target's embedding rows by the target's embedding scale, as native
                        drafts without a stated scale do. It is not a config key, and comparisons of drafts ignore it.
@@ -79,6 +130,11 @@ class DraftConfig:
     sample_from_anchor: bool = False
     dtype: str | None = None
     model_type: str = "qwen3"
+    markov: MarkovConfig | None = None
+    has_confidence: bool = False
+    confidence_reads_token: bool = True
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
     family: str = "dflash"
 
     def __post_init__(self) -> None:
@@ -97,6 +153,11 @@ class DraftConfig:
         _require_count("block_size", self.block_size, minimum=2)
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+        if self.convolution is not None and self.hidden_size % self.convolution.group_size:
+            expected = f"a divisor of hidden_size {self.hidden_size}"
+            raise InvalidConfig("conv_group_size", self.convolution.group_size, expected)
+        if self.selector is not None and self.selector.top_k > self.draft_vocab_size:
+            raise InvalidConfig("selector_top_k", self.selector.top_k, f"at most {self.draft_vocab_size} tokens")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidConfig("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {self.vocab_size}")
         if not is_number(self.rms_norm_eps) or not self.rms_norm_eps > 0:
@@ -123,8 +184,8 @@ class DraftConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The K that the draft was trained for: the rows of a block without the anchor."""
-        return self.block_size - 1
+        """The K that the draft was trained for: the rows of a block that predict a token."""
+        return self.block_size - (not self.sample_from_anchor)
 
     @property
     def num_taps(self) -> int:

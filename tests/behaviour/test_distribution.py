@@ -4,6 +4,7 @@ The first three tokens are counted jointly. The first comes from the prefill and
 numbers shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from dflash_kernels.sampling import filtered_probs_ref
+from dflash_runtime.config import MarkovConfig
+from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
-from dflash_testing.pairs import ScriptedDraft, random_draft, random_llm, random_target, target_logits
+from dflash_testing.pairs import DFLASH2, ScriptedDraft, random_draft, random_llm, random_target, target_logits
 
 V, PROMPT = 6, [1, 2, 3]
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -44,11 +47,25 @@ class FixedDraft(ScriptedDraft):
         return self._logits.expand(len(positions), num_drafts or positions.shape[1] - 1, V)
 
 
-def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:
+def walking_draft() -> Draft:
+    """A DFlash 2 draft, whose later tokens depend on its earlier ones."""
+    return random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1), **DFLASH2)
+
+
+def markov_draft() -> Draft:
+    """A DSpark draft, which proposes by the filters of the request, too."""
+    markov = MarkovConfig(rank=3, head_type="rnn")
+    changes: dict[str, Any] = {"family": "dspark", "markov": markov, "sample_from_anchor": True}
+    return random_draft(target(), torch.float64, block_size=3, target_layer_ids=(0, 1), **changes)
+
+
+def observe(
+    draft_sampling: str, sampling: dict[str, Any], num_samples: int, draft: Draft
+) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens, and the share of accepted drafts."""
     llm = random_llm(
         target(),
-        FixedDraft(),
+        draft,
         3,
         max_num_requests=500,
         num_pages=4000,
@@ -87,8 +104,8 @@ def next_distribution(tokens: list[int], name: str) -> torch.Tensor:
     )[0]
 
 
-def check(draft_sampling: str, name: str, num_samples: int) -> str:
-    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples)
+def check(draft_sampling: str, name: str, num_samples: int, make_draft: Callable[[], Draft] = FixedDraft) -> str:
+    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples, make_draft())
     assert counts.sum() == num_samples
     assert acceptance > 0.05  # otherwise acceptance would hardly affect the distribution
     expected = distribution(name) * num_samples
@@ -115,11 +132,17 @@ def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     check(draft_sampling, name, 2_000)
 
 
+@pytest.mark.parametrize("make_draft", [walking_draft, markov_draft])
+def test_distribution_with_a_draft_that_walks(make_draft: Callable[[], Draft]) -> None:
+    check("probabilistic", "T 1.5, top-k 4, top-p 0.9", 2_000, make_draft)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("make_draft", [FixedDraft, walking_draft, markov_draft])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_distribution_over_200_000_samples(draft_sampling: str, name: str) -> None:
-    print(check(draft_sampling, name, 200_000))
+def test_distribution_over_200_000_samples(draft_sampling: str, name: str, make_draft: Callable[[], Draft]) -> None:
+    print(check(draft_sampling, name, 200_000, make_draft))
 
 
 @pytest.mark.parametrize(("num_samples", "factor"), [(2_000, 1.33), (200_000, 1.03)])

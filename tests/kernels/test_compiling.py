@@ -24,7 +24,7 @@ from dflash_testing.tensors import between_layers
 IS_WHOLE = sys.argv[1] == "all"
 
 def normal(*shape):
-    return torch.randn(*shape).bfloat16()
+    return torch.empty(*shape, dtype=torch.bfloat16)  # nothing runs
 
 def some(*cases):
     return cases if IS_WHOLE else cases[:1]
@@ -65,7 +65,7 @@ def calls():
         block = [normal(61, heads, 128) for heads in (8, 2, 2)]
         kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
 
-sys.exit(compiling.run(calls, light=("_gated_experts_kernel", "_down_experts_kernel")))
+sys.exit(compiling.run(calls, is_whole=IS_WHOLE, light=("_gated_experts_kernel", "_down_experts_kernel")))
 """
 
 
@@ -75,7 +75,7 @@ sys.exit(compiling.run(calls, light=("_gated_experts_kernel", "_down_experts_ker
 def test_every_kernel_compiles(shapes: str, least: int) -> None:
     """The compiler rejects code that the interpreter accepts: type changes in loops, and errors in unused branches.
 
-    By default every kernel compiles for few shapes.
+    By default every kernel compiles once.
     """
     folders = (".", "kernels", "runtime", "tests/helpers")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "0"}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.candidate_walk import WalkDraws
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
@@ -136,6 +137,16 @@ def switch_on_rows(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return packed, *state
 
 
+def walk(kernels: Kernels, at: Inputs, *, is_sampled: bool) -> tuple[Tensor, ...]:
+    """The inner rows of `qkv` are codebooks of 2 * R * N tokens, and of the walk's hidden states."""
+    codebook = at["qkv"].flatten(0, 1) / 8
+    rows = (at["scores"], at["experts"].sort(-1).values % len(codebook), at["qkv"][0])
+    logits, candidates, hidden = (item.view(R, N, -1)[:, 1:].contiguous() for item in rows)
+    draws = WalkDraws(at["temperatures"], at["seeds"], at["positions"][:, 1:]) if is_sampled else None
+    anchors = at["places"] % len(codebook)
+    return tuple(kernels.candidate_walk(logits, candidates, hidden, codebook, codebook.flip(0), anchors, draws))
+
+
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
@@ -154,6 +165,9 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
+    "block_conv": lambda k, at: (k.block_conv(at["residual"], at["weights"], at["cos"].view(R * N, L, D // 2), N),),
+    "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
+    "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
     "open_step": open_step,
     "close_step": close_step,
     "change_rows": change_rows,

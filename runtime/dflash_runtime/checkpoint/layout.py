@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.config import DraftConfig, MarkovConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch
 from dflash_runtime.registry import Registry
 
@@ -15,6 +15,14 @@ TARGET_TO_DRAFT = "t2d"
 
 SINKS = "attention_sink_bias"
 """Attention sinks: a tensor of self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
+
+MARKOV = "markov_head"
+CONFIDENCE = "confidence_head.proj"
+"""Parts of DSpark. Source: speculators 0.9.0 models/dspark/model_definitions.py."""
+
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+SELECTOR = "candidate_selector"
+"""Parts of DFlash 2. Source: z-lab/dflash 0.1.0 model.py."""
 
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Tensors in a draft's file that the draft does not own: copies of the target's weights, and training leftovers."""
@@ -93,12 +101,14 @@ def body_shapes(config: DraftConfig) -> dict[str, Shape]:
     return shapes
 
 
+@LAYOUTS.register("dflash2")
+@LAYOUTS.register("dspark")
 @LAYOUTS.register("dflash")
 def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
     """Return every tensor of a DFlash draft: 3 tensors, and 11 per layer, or 15 per layer with attention biases.
 
-    Attention sinks add one tensor per layer. A draft of another width than its target has its own embedding and head.
-    A reduced output vocabulary has a head and an id map.
+    Attention sinks add one tensor per layer, and convolutions four. A selector adds three tensors. A draft of another
+    width than its target has its own embedding and head. A reduced output vocabulary has a head and an id map.
     """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {
@@ -108,6 +118,15 @@ def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
     }
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    if config.markov is not None:
+        shapes |= _markov_shapes(config.markov, config)
+    if config.has_confidence:
+        token = config.markov.rank if config.markov is not None and config.confidence_reads_token else 0
+        shapes |= {f"{CONFIDENCE}.weight": (1, hidden + token), f"{CONFIDENCE}.bias": (1,)}
+    if config.selector is not None:
+        codebook = (config.vocab_size, config.selector.rank)
+        shapes |= {f"{SELECTOR}.predecessor_codebook": codebook, f"{SELECTOR}.successor_codebook": codebook}
+        shapes[f"{SELECTOR}.hidden_projection.weight"] = (config.selector.rank, hidden)
     if config.has_own_width:
         shapes[EMBEDDING] = (config.vocab_size, hidden)
     if config.has_own_width or config.has_reduced_vocab:
@@ -229,6 +248,28 @@ def _layer_shapes(config: DraftConfig) -> dict[str, Shape]:
         }
     if config.has_sinks:
         shapes[f"self_attn.{SINKS}"] = (config.num_heads,)
+    if config.convolution is not None:
+        taps = config.convolution.kernel_size
+        projected = 2 * taps * (hidden // config.convolution.group_size)
+        for name in CONVOLUTIONS:
+            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{name}.kernel_projection.weight"] = (projected, hidden)
+    return shapes
+
+
+def _markov_shapes(markov: MarkovConfig, config: DraftConfig) -> dict[str, Shape]:
+    hidden, rank = config.hidden_size, markov.rank
+    shapes: dict[str, Shape] = {
+        f"{MARKOV}.markov_w1.weight": (config.vocab_size, rank),
+        f"{MARKOV}.markov_w2.weight": (config.draft_vocab_size, rank),
+    }
+    if markov.head_type == "gated":
+        shapes |= {f"{MARKOV}.gate_proj.weight": (rank, hidden + rank), f"{MARKOV}.gate_proj.bias": (rank,)}
+    if markov.head_type == "rnn":
+        shapes |= {
+            f"{MARKOV}.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+            f"{MARKOV}.joint_proj.bias": (3 * rank,),
+        }
     return shapes
 
 

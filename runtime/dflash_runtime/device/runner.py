@@ -43,6 +43,7 @@ from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
+from dflash_runtime.drafts.draft import Draws, WalkingDraft
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
@@ -67,6 +68,7 @@ class Runner:
         self.kernels = pair.placement.kernels
         self.device = pair.placement.device
         self.page_size = page_size = pair.config.page_size
+        self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
         self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
         num_target_pages = num_pages if self.texts is None else 0
@@ -317,8 +319,16 @@ class Runner:
         attend = PagedAttention(
             self.kernels, self.draft_kv, page_table, step.context_lens, config.causal, config.windows
         )
+        is_greedy = sampling.mode.is_greedy or not self.samples_drafts
+        if self._walks:
+            drafted = step.positions[:, 1 : 1 + num_drafts]
+            has_filters = sampling.mode.has_filters
+            draws = None if is_greedy else Draws(*sampling.filters(), sampling.seeds, drafted, has_filters)
+            assert isinstance(self.draft, WalkingDraft)
+            walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
+            return Proposal(self._to_target(walked.token_ids), walked.distribution)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
-        if sampling.mode.is_greedy or not self.samples_drafts:
+        if is_greedy:
             return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
         drawn = self.kernels.sample(
             logits.flatten(0, 1), *sampling.filters(), sampling.seeds, step.positions[:, 1 : 1 + num_drafts].flatten(),

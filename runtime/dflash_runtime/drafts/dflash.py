@@ -30,9 +30,10 @@ class DFlashDraft:
     """A Qwen3-shaped DFlash draft. It uses the target's embedding and head unless it has its own."""
 
     follows_from_shapes: ClassVar[bool] = True
+    samples_from_anchor: ClassVar[bool] = False
 
     def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
-        if config.sample_from_anchor:
+        if config.sample_from_anchor and not self.samples_from_anchor:
             raise UnsupportedError(
                 "sample_from_anchor is true, but DFlash predicts at masked positions only",
                 id="draft-samples-from-anchor",
@@ -53,9 +54,12 @@ class DFlashDraft:
         self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head
         self._features = Linear(weights["fc.weight"], kernels=kernels)
         self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
-        self._decoder = DecoderStack(weights, "", replace(config, rope=_without_partial(config.rope)), placement)
+        self._decoder = self._read_layers(weights, replace(config, rope=_without_partial(config.rope)), placement)
         self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
         self._key_norms = torch.stack([layer.attention.key_norm for layer in self._decoder.layers])
+
+    def _read_layers(self, weights: Weights, config: DraftConfig, placement: Placement) -> DecoderStack:
+        return DecoderStack(weights, "", config, placement)
 
     def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         """See `drafts.draft.Draft`."""
@@ -69,20 +73,28 @@ class DFlashDraft:
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         """See `drafts.draft.Draft`."""
+        num_drafts = block_ids.shape[1] - 1 if num_drafts is None else num_drafts
+        logits = self._score(self._denoise(block_ids, positions, attend, num_drafts))
+        return logits.view(len(block_ids), num_drafts, -1)
+
+    def _denoise(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int) -> Tensor:
+        """Return the hidden states of the first masks of each block, [R * K, hidden]."""
         num_blocks, block = block_ids.shape
-        num_drafts = block - 1 if num_drafts is None else num_drafts
-        embedded = _scale(self._embedding[block_ids.flatten()], self._embedding_scale)
         wanted = None
         if num_drafts < block - 1:  # otherwise selecting rows costs a launch and saves little
             rows = torch.arange(num_blocks * block, device=block_ids.device).view(num_blocks, block)
             wanted = rows[:, 1 : 1 + num_drafts].flatten()
-        hidden, _ = self._decoder(embedded, positions.flatten(), attend, wanted=wanted)
+        hidden, _ = self._decoder(self._embed(block_ids), positions.flatten(), attend, wanted=wanted)
         # Flatten the blocks into one matrix: a batched product would read the head once per block.
-        masked = hidden if wanted is not None else hidden.view(num_blocks, block, -1)[:, 1:].flatten(0, 1)
-        return self._cap(self._head(masked)).view(num_blocks, num_drafts, -1)
+        return hidden if wanted is not None else hidden.view(num_blocks, block, -1)[:, 1:].flatten(0, 1)
 
-    def _cap(self, logits: Tensor) -> Tensor:
-        logits = _scale(logits, self.config.output_multiplier)
+    def _embed(self, block_ids: Tensor) -> Tensor:
+        """[R, N] -> [R * N, hidden]."""
+        return _scale(self._embedding[block_ids.flatten()], self._embedding_scale)
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """Return logits [T, V'] of hidden states [T, hidden]."""
+        logits = _scale(self._head(hidden), self.config.output_multiplier)
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 

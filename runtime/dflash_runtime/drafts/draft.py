@@ -8,11 +8,13 @@ Axis letters: R requests, N block rows, K draft tokens, T flat rows, F features,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from dflash_kernels.sampling import Distribution
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import MASK_FILE
 from dflash_runtime.checkpoint.layout import owned_shapes, select_tensors
@@ -49,6 +51,41 @@ class Draft(Protocol):
         K is `num_drafts`, by default N - 1. Every row of a block goes through the layers whatever K is: without
         causality the first rows depend on the last. Only the first K masks need logits and the whole last layer.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How R requests sample K drafted tokens each.
+
+    temperatures [R] float64, top_ks [R] int64, top_ps [R] float64, seeds [R] int64   of the requests
+    positions [R, K] int64   positions of the drafted tokens
+    has_filters              whether some top_k or top_p may remove tokens
+    """
+
+    temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
+    seeds: Tensor
+    positions: Tensor
+    has_filters: bool
+
+
+class Drawn(NamedTuple):
+    """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were."""
+
+    token_ids: Tensor
+    distribution: Distribution | Tensor | None = None
+
+
+@runtime_checkable
+class WalkingDraft(Draft, Protocol):
+    """A draft whose tokens depend on its earlier tokens of the block, so that it chooses them itself."""
+
+    def propose(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+    ) -> Drawn:
+        """Choose the first `num_drafts` tokens of blocks [R, N]: the best ones, or with `draws` at temperatures."""
         ...
 
 

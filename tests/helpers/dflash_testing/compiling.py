@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ NAMES = {
 }  # fmt: skip
 """Triton's names of pointer types."""
 
-Compiled = dict[str, str | None]
-"""Kernel with types, constants and options -> error message of the compiler, or None."""
+Launches = dict[str, Callable[[], Any]]
+"""Kernel with types, constants and options -> its compilation."""
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on an H100 or H200."""
@@ -37,10 +38,8 @@ HALF_BYTES = 113 * 1024
 """Shared memory per program if two programs share a multiprocessor of an H100 or H200."""
 
 
-def compile_launch(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled, light: Sequence[str]
-) -> None:
-    """Compile the kernel of one launch, unless it is already compiled. `light` is as in `run`."""
+def record_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], launches: Launches) -> None:
+    """Record how to compile the kernel of one launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -59,15 +58,18 @@ def compile_launch(
             signature[name], aligned[place,] = NAMES[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i64" if abs(value) >= 2**31 else "i32"
-    key = f"{function.fn.__name__} {signature} {constants} {options}"
-    if key in compiled:
-        return
+    source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
+    compilation = partial(triton.compile, source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    launches[f"{function.fn.__name__} {signature} {constants} {options}"] = compilation
+
+
+def fault(compilation: Callable[[], Any], is_light: bool) -> str | None:
+    """Return the compiler's error message, or the resources of a kernel that should be light and is too heavy."""
     try:
-        source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-        compiled[key] = too_heavy(built) if function.fn.__name__ in light else None
+        built = compilation()
+        return too_heavy(built) if is_light else None
     except Exception as error:
-        compiled[key] = str(error)[-800:]
+        return str(error)[-800:]
 
 
 def too_heavy(built: Any) -> str | None:
@@ -85,11 +87,11 @@ def too_heavy(built: Any) -> str | None:
     return None if is_light else f"{spilled} bytes spilled, {registers} registers, {shared} bytes of shared memory"
 
 
-def intercept(compiled: Compiled, light: Sequence[str] = ()) -> None:
-    """Replace launches by compilation, and make launchers behave as on an H200."""
+def intercept(launches: Launches) -> None:
+    """Record launches instead of running them, and make launchers behave as on an H200."""
     from triton.runtime.jit import JITFunction
 
-    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: compile_launch(self, args, kwargs, compiled, light)
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: record_launch(self, args, kwargs, launches)
     early = {"IS_EARLY": True, "launch_pdl": True}
     stand_ins: dict[str, Callable[..., Any]] = {
         "check_tensors": lambda *tensors: None,
@@ -112,20 +114,22 @@ def kernel_names() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-def run(calls: Callable[[], None], light: Sequence[str] = ()) -> int:
-    """Compile the launches of these calls. Returns the exit status.
+def run(calls: Callable[[], None], *, is_whole: bool, light: Sequence[str] = ()) -> int:
+    """Compile the launches of these calls: all of them, or the last one of each kernel. Returns the exit status.
 
     It prints errors, and kernels that no call launched. For the kernels in `light`, two programs must fit on a
     multiprocessor of an H100 or H200.
     """
-    compiled: Compiled = {}
-    intercept(compiled, light)
+    launches: Launches = {}
+    intercept(launches)
     calls()
-    failed = {key: said for key, said in compiled.items() if said is not None}
+    chosen = set(launches) if is_whole else set({key.split()[0]: key for key in launches}.values())
+    faults = {key: fault(launches[key], key.split()[0] in light) for key in chosen}
+    failed = {key: said for key, said in faults.items() if said is not None}
     for key, said in failed.items():
         print(f"{key}\n{said}\n", file=sys.stderr)
-    left_out = kernel_names() - {key.split()[0] for key in compiled}
+    left_out = kernel_names() - {key.split()[0] for key in launches}
     if left_out:
         print(f"no call launches: {', '.join(sorted(left_out))}", file=sys.stderr)
-    print(f"{len(compiled) - len(failed)} compiled")
+    print(f"{len(chosen) - len(failed)} compiled")
     return int(bool(failed or left_out))

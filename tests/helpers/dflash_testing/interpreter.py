@@ -31,6 +31,7 @@ def quicken() -> None:
     if not all(hasattr(interpreter, name) for name in REPLACED):
         return
     _patch_once(interpreter)
+    _compare_names(interpreter)
     _remember_types(interpreter)
     _remember_operands(interpreter)
     _remember_shapes(interpreter)
@@ -103,6 +104,23 @@ def _patch_once(interpreter: Any) -> None:
     interpreter._patch_lang = patch_missing
 
 
+def _compare_names(interpreter: Any) -> None:
+    """Compare a type with itself, and unwrap values that nothing wraps, without a look at every class."""
+    core = interpreter.tl.core
+    unwrap, equals = core._unwrap_if_constexpr, core.dtype.__eq__
+    bare = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
+
+    def unwrap_wrapped(value: Any) -> Any:
+        return value if type(value) in bare else unwrap(value)
+
+    def equals_quickly(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        return bool(self.name == other.name if type(other) is core.dtype else equals(self, other))
+
+    core._unwrap_if_constexpr, core.dtype.__eq__ = unwrap_wrapped, equals_quickly
+
+
 def _remember_types(interpreter: Any) -> None:
     """Cache values that depend on a type's name only: the array type, its size, and the shape of a tensor."""
     core = interpreter.tl.core
@@ -149,7 +167,8 @@ def _remember_types(interpreter: Any) -> None:
 def _remember_operands(interpreter: Any) -> None:
     """Cache how two operands get one type and one shape.
 
-    Two tensors of one type stay as they are. A number beside a tensor becomes the same array each time.
+    Two tensors of one type stay as they are. Two types decide what both are cast to. A number beside a tensor becomes
+    the same array each time.
     """
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
     make_handle, match = interpreter.TensorHandle, semantic.binary_op_type_checking_impl
@@ -163,6 +182,23 @@ def _remember_operands(interpreter: Any) -> None:
             scalar = kind.scalar
             stays[key] = not scalar.is_ptr() and (scalar.is_int() or not is_division or scalar.primitive_bitwidth > 16)
         return stays[key]
+
+    casts: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def together(left: Any, right: Any, settings: tuple[bool, ...]) -> tuple[Any, Any]:
+        """Cast two tensors to the types of earlier operands with the same types, and give them one shape."""
+        key = (left.type.name, right.type.name, *settings)
+        if key not in casts:
+            pair = match(left, right, *settings)
+            kinds = [made.type.scalar for made in pair]
+            casts[key] = tuple(
+                None if kind == given.type.scalar else kind for kind, given in zip(kinds, (left, right), strict=True)
+            )  # type: ignore[assignment]
+            return pair  # type: ignore[no-any-return]
+        left_kind, right_kind = casts[key]
+        left = left if left_kind is None else semantic.cast(left, left_kind)
+        right = right if right_kind is None else semantic.cast(right, right_kind)
+        return semantic.broadcast_impl_value(left, right)  # type: ignore[no-any-return]
 
     def beside(
         number: Any, other: Any, is_left: bool, settings: tuple[bool, ...], convert: Callable[[], tuple[Any, Any]]
@@ -191,6 +227,7 @@ def _remember_operands(interpreter: Any) -> None:
             if isinstance(right, tensor):
                 if left.type.name == right.type.name and stays_as_it_is(left.type, division):
                     return left, right
+                return together(left, right, settings)
             elif isinstance(right, Number):
                 return beside(right, left, False, settings, lambda: match(left, right, *settings))  # type: ignore[no-any-return]
         elif isinstance(left, Number) and isinstance(right, tensor):
@@ -201,9 +238,15 @@ def _remember_operands(interpreter: Any) -> None:
 
 
 def _remember_shapes(interpreter: Any) -> None:
-    """Cache the common type of a scalar and a block, and of two blocks with the same number of axes."""
+    """Cache the common type of a scalar and a block, and of two blocks with the same number of axes.
+
+    A scalar becomes a block without a copy of its number per element.
+    """
+    from numpy import ndarray
+
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
     builder, match = interpreter.interpreter_builder, semantic.broadcast_impl_value
+    make_handle = interpreter.TensorHandle
     plans: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def spread(value: Any, kind: Any) -> Any:
@@ -211,7 +254,8 @@ def _remember_shapes(interpreter: Any) -> None:
             return value
         if value.type.is_block():
             return tensor(builder.create_broadcast(value.handle, kind.shape), kind)
-        return tensor(builder.create_splat(kind, value.handle), kind)
+        data = value.handle.data  # [1]
+        return tensor(make_handle(ndarray(kind.shape, data.dtype, data, 0, (0,) * len(kind.shape)), kind.scalar), kind)
 
     def broadcast(left: Any, right: Any) -> tuple[Any, Any]:
         key = (left.type.name, right.type.name)

@@ -17,11 +17,18 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
-from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import (
+    ConvolutionConfig,
+    DraftConfig,
+    EngineConfig,
+    RopeConfig,
+    SelectorConfig,
+    TargetConfig,
+)
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import resolve_kernels, rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
-from dflash_runtime.drafts.draft import Draft, load_draft
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.models.placement import Placement
@@ -182,7 +189,17 @@ def random_draft(
         ids = torch.linspace(0, config.vocab_size - 1, config.draft_vocab_size).long()
         weights[DRAFT_TO_TARGET] = ids - torch.arange(config.draft_vocab_size)
     placed = replace(placement(dtype), kernels=kernels)
-    return DFlashDraft(config, stack_projections(weights.items()), target, placed)
+    draft = build_draft(config, stack_projections(weights.items()), target, placed)
+    assert isinstance(draft, DFlashDraft)
+    return draft
+
+
+DFLASH2: dict[str, Any] = {
+    "family": "dflash2",
+    "convolution": ConvolutionConfig(kernel_size=2, group_size=4),
+    "selector": SelectorConfig(rank=5, top_k=4),
+}
+"""Changes that make a random draft a DFlash 2 draft."""
 
 
 def random_llm(

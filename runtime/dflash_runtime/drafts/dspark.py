@@ -1,0 +1,142 @@
+"""The DSpark draft: DFlash whose logits depend on the token before, by a bias of low rank (a Markov head).
+
+A block has one of two layouts. In the fill-in layout of DFlash each mask predicts the token at its own position. In the
+anchor-first layout (`sample_from_anchor`) every row predicts the token after it, so a block of N rows gives N tokens.
+The block is denoised in one pass. Then tokens are chosen from left to right, each with the bias of the one before.
+Sources: speculators 0.9.0 models/dspark; vLLM 0.33.0 models/qwen3_dspark.py.
+
+Axis letters: R requests, N block rows, K draft tokens, H hidden width, E rank of the bias, V' output vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.sampling import Chosen
+from dflash_kernels.uniform import DRAFT
+from dflash_runtime.checkpoint.layout import MARKOV
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
+from dflash_runtime.models.layers import Attend, Linear
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.target import TargetEnds
+from dflash_runtime.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovHead:
+    """The bias of a position's logits by the token before it."""
+
+    head_type: str
+    before: Tensor  # [V, E], a row per token of the target
+    after: Linear  # [V', E]
+    inner: Linear | None  # of the gate, or of the state
+
+    @classmethod
+    def read(cls, weights: Weights, head_type: str, placement: Placement) -> "MarkovHead":
+        name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head_type)
+        inner = None if name is None else Linear.read(weights, f"{MARKOV}.{name}", placement.kernels)
+        after = Linear.read(weights, f"{MARKOV}.markov_w2", placement.kernels)
+        return cls(head_type, weights[f"{MARKOV}.markov_w1.weight"], after, inner)
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """The state before the first position, [R, E], for hidden states [R, H]."""
+        return hidden.new_zeros(len(hidden), self.before.shape[1])
+
+    def __call__(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens before [R], hidden states of the position [R, H], state [R, E] -> bias [R, V'], and the next state."""
+        embedded = self.before[tokens]
+        if self.inner is None:
+            return self.after(embedded), state
+        if self.head_type == "gated":
+            return self.after(torch.sigmoid(self.inner(torch.cat((hidden, embedded), -1))) * embedded), state
+        gate, fresh, out = self.inner(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return self.after(torch.tanh(out)), gate * state + (1 - gate) * torch.tanh(fresh)
+
+
+@DRAFTS.register("dspark")
+class DSparkDraft(DFlashDraft):
+    """A DFlash draft with a Markov head. Its prediction of acceptance is not read."""
+
+    samples_from_anchor: ClassVar[bool] = True
+
+    def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
+        super().__init__(config, weights, target, placement)
+        markov = config.markov
+        self._markov = None if markov is None else MarkovHead.read(weights, markov.head_type, placement)
+
+    def _denoise(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int) -> Tensor:
+        if not self.config.sample_from_anchor:
+            return super()._denoise(block_ids, positions, attend, num_drafts)
+        return self._rows(block_ids[:, :-1], positions[:, :-1], attend)[:, :num_drafts].flatten(0, 1)
+
+    def _rows(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the hidden states of every row of the blocks, [R, N, H]."""
+        hidden, _ = self._decoder(self._embed(block_ids), positions.flatten(), attend)
+        return hidden.view(*block_ids.shape, -1)
+
+    def propose(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+    ) -> Drawn:
+        """See `drafts.draft.WalkingDraft`."""
+        has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
+        if has_anchor_step and not self.config.sample_from_anchor:
+            rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]
+            anchors, hidden = rows[:, 0], rows[:, 1:].flatten(0, 1)
+        else:
+            anchors, hidden = None, self._denoise(block_ids, positions, attend, num_drafts)
+        logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
+        if self._markov is not None:
+            logits = self._limit(logits)
+        return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
+
+    def _limit(self, logits: Tensor) -> Tensor:
+        """Leave only the best tokens of each position, if the config says how many."""
+        top_k = self.config.markov.top_k if self.config.markov is not None else None
+        if top_k is None or top_k >= logits.shape[-1]:
+            return logits
+        best = logits.topk(top_k, dim=-1)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best.indices, best.values)
+
+    def _walk(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, anchors: Tensor | None, draws: Draws | None
+    ) -> Drawn:
+        """Choose tokens from left to right: logits [R, K, V'], hidden states [R, K, H], anchor tokens [R].
+
+        `anchors` [R, H] are the anchors' own hidden states, if the state of the bias begins at the anchor.
+        """
+        state = None
+        if self._markov is not None:
+            state = self._markov.first_state(hidden[:, 0])
+            if anchors is not None:
+                _, state = self._markov(tokens, anchors, state)
+        drafted, scored = [], []
+        for position in range(logits.shape[1]):
+            scores = logits[:, position]
+            if self._markov is not None and state is not None:
+                bias, state = self._markov(tokens, hidden[:, position], state)
+                scores = scores + bias
+            chosen = self._choose(scores.contiguous(), draws, position)
+            tokens = chosen if self.target_ids is None else self.target_ids[chosen]
+            drafted.append(chosen)
+            scored.append(scores)
+        token_ids = torch.stack(drafted, 1)
+        if draws is None:
+            return Drawn(token_ids)
+        return Drawn(token_ids, self._sample(torch.stack(scored, 1).flatten(0, 1), draws, draws.positions).distribution)
+
+    def _choose(self, scores: Tensor, draws: Draws | None, position: int) -> Tensor:
+        """[R, V'] -> [R], ids of the draft."""
+        if draws is None:
+            return self._kernels.argmax(scores)
+        return self._sample(scores, draws, draws.positions[:, position]).token_ids
+
+    def _sample(self, scores: Tensor, draws: Draws, positions: Tensor) -> Chosen:
+        return self._kernels.sample(
+            scores, draws.temperatures, draws.top_ks, draws.top_ps, draws.seeds, positions.flatten(),
+            has_filters=draws.has_filters, purpose=DRAFT,
+        )  # fmt: skip

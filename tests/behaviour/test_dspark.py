@@ -1,0 +1,176 @@
+"""DSpark: drafted tokens and traces equal z-lab's loop with speculators' Markov head, in both layouts and every mode.
+
+tests/golden/dspark_traces.py recorded the traces. Near the end of the output the reference shortens blocks and this
+runtime does not, so only steps with a whole block left are compared.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_kernels.suite import REFERENCE, triton_kernels
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.config import MarkovConfig
+from dflash_runtime.drafts.dspark import DSparkDraft
+from dflash_runtime.errors import InvalidConfig
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.lifted_drafts import Spark, markov_tensors, sparks
+from dflash_testing.pairs import (
+    bundled_draft,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_target_model,
+    placement,
+    random_draft,
+    random_llm,
+    random_prompts,
+    random_target,
+)
+from dflash_testing.paths import GOLDEN
+from dflash_testing.refusals import refuses
+from dflash_testing.widths import ListedWidths
+
+RECORDED = json.loads((GOLDEN / "dspark_traces.json").read_text())
+CASES = {case.seed: case for case in sparks()}
+SAMPLED = {trace["seed"] for trace in RECORDED["traces"][:: len(RECORDED["traces"]) // 10]}
+NUM_TOKENS: int = RECORDED["provenance"]["max_new_tokens"]
+PROMPTS = random_prompts([1, 9, 17, 30, 40], 97)
+HEADS = [
+    {"head_type": "vanilla", "sample_from_anchor": False, "top_k": 5},
+    {"head_type": "gated", "sample_from_anchor": True},
+    {"head_type": "rnn", "sample_from_anchor": False, "draft_vocab_size": 40},
+]
+
+
+@cache
+def tensors() -> dict[str, Tensor]:
+    return load_file(tiny_directory() / "draft" / "model.safetensors")
+
+
+def with_head(case: Spark) -> DSparkDraft:
+    """The bundled draft with a Markov head."""
+    config = replace(
+        bundled_draft().config,
+        family="dspark",
+        block_size=case.block_size,
+        sample_from_anchor=case.samples_from_anchor,
+        markov=MarkovConfig(rank=case.rank, head_type=case.head_type, top_k=case.top_k),
+    )
+    assert config.num_draft_tokens == case.num_drafts
+    head = markov_tensors(case, config.hidden_size, config.vocab_size)
+    every = {**tensors(), **{f"markov_head.{name}": tensor for name, tensor in head.items()}}
+    assert {name: tuple(tensor.shape) for name, tensor in every.items()} == owned_shapes(config)
+    weights = stack_projections((name, tensor.float()) for name, tensor in every.items())
+    return DSparkDraft(config, weights, bundled_target_model(), placement())
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(trace, marks=() if trace["seed"] in SAMPLED else pytest.mark.slow, id=str(trace["seed"]))
+        for trace in RECORDED["traces"]
+    ],
+)
+def test_every_drafted_token_is_the_references(trace: dict[str, Any]) -> None:
+    case = CASES[trace["seed"]]
+    llm = bundled_llm(with_head(case), case.num_drafts)
+    (output,) = llm.generate([trace["prompt_token_ids"]], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
+    assert list(output.token_ids) == trace["token_ids"]
+    count = num_whole(trace, case.num_drafts + 1)
+    assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]
+    assert [list(step.draft_ids) for step in output.drafts[:count]] == trace["drafts"][:count]
+
+
+def num_whole(trace: dict[str, Any], num_rows: int) -> int:
+    """The reference's steps that had at least a whole block left to generate."""
+    generated = 1
+    for count, length in enumerate(trace["acceptance_lengths"]):
+        if NUM_TOKENS - generated < num_rows:
+            return count
+        generated += length
+    return len(trace["acceptance_lengths"])
+
+
+def test_a_hundred_heads_are_recorded_of_every_kind() -> None:
+    cases = [CASES[trace["seed"]] for trace in RECORDED["traces"]]
+    assert len(cases) >= 100
+    assert len({(case.head_type, case.samples_from_anchor) for case in cases}) == 6
+    assert len({(case.head_type, case.top_k) for case in cases}) == 6
+
+
+def test_without_a_bias_it_is_dflash() -> None:
+    case, prompt = CASES[0], RECORDED["traces"][0]["prompt_token_ids"]
+    params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    (plain,), (own,) = (
+        bundled_llm(draft, 7).generate([prompt], params) for draft in (bundled_draft_model(), with_head(case))
+    )
+    assert (own.token_ids, own.drafts) == (plain.token_ids, plain.drafts)
+
+
+def make_llm(head: dict[str, Any] | None, dtype: torch.dtype = torch.float64, **engine: Any) -> LLM:
+    kernels = triton_kernels() if engine.get("kernels") == "triton" else REFERENCE
+    target = random_target(dtype, num_layers=3, max_position_embeddings=96, scale=0.15, kernels=kernels)
+    if head is None:
+        return random_llm(target, None, 0, **engine)
+    own = {name: value for name, value in head.items() if name not in ("head_type", "top_k")}
+    markov = MarkovConfig(rank=5, head_type=head["head_type"], top_k=head.get("top_k"))
+    draft = random_draft(
+        target, dtype, target_layer_ids=(0, 1), block_size=6, family="dspark", markov=markov, kernels=kernels, **own
+    )
+    return random_llm(target, draft, draft.config.num_draft_tokens, **engine)
+
+
+def params(temperature: float = 0.0) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_new_tokens=12, temperature=temperature, top_k=30, seed=seed) for seed in range(len(PROMPTS))
+    ]
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts) for output in outputs]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_the_text_is_that_of_plain_decoding(head: dict[str, Any]) -> None:
+    plain = make_llm(None).generate(PROMPTS, params())
+    llm = make_llm(head, max_num_requests=5, scheduling="async")
+    llm.engine.scheduler.width_policy = ListedWidths((3, 1, 6, 2, 5))
+    assert [output.token_ids for output in llm.generate(PROMPTS, params())] == [item.token_ids for item in plain]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_a_trace_does_not_depend_on_the_mode(head: dict[str, Any], temperature: float) -> None:
+    alone = make_llm(head, draft_sampling="probabilistic").generate(PROMPTS, params(temperature))
+    engine: dict[str, Any] = {"scheduling": "async", "max_batched_tokens": 9, "max_num_requests": 3}
+    llm = make_llm(head, draft_sampling="probabilistic", num_pages=16, page_size=8, **engine)
+    assert traces(llm.generate(PROMPTS, params(temperature))) == traces(alone)
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.interpreter
+def test_triton_equals_the_references() -> None:
+    found = []
+    for kernels in ("reference", "triton"):
+        llm = make_llm(HEADS[1], torch.float32, kernels=kernels, draft_sampling="probabilistic", max_num_requests=2)
+        one = [SamplingParams(max_new_tokens=3, temperature=0.9, seed=seed) for seed in range(2)]
+        found.append(traces(llm.generate([PROMPTS[0], PROMPTS[1][:5]], one)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("markov_rank", {"rank": 0}), ("markov_head_type", {"head_type": "other"}), ("dspark_draft_topk", {"top_k": 0})],
+)
+def test_a_wrong_value_is_refused(field: str, values: dict[str, Any]) -> None:
+    with refuses(InvalidConfig, field=field):
+        MarkovConfig(**{"rank": 4, **values})
