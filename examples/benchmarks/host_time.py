@@ -1,7 +1,7 @@
 """Time the host's part of a step: scheduling and commits, with long contexts, a waiting prompt, and a full pool.
 
     python3 examples/benchmarks/host_time.py [--requests 32] [--contexts 1000,120000] [--shared 8192,32768]
-        [--sharing 256] [--out host.jsonl]
+        [--sharing 256] [--clock wall|processor] [--out host.jsonl]
 
 The scheduler runs as in an engine with two steps in flight, but without a device: results are invented, with a random
 number of accepted draft tokens. Rows are JSON lines; the table comes last.
@@ -11,6 +11,8 @@ number of accepted draft tokens. Rows are JSON lines; the table comes last.
     full pool    all steps of one prompt in a pool that is full of pages of other texts
     shared       all steps of prompts that share this many tokens, from the first until each has its first token
     no room      decode steps beside a prompt that does not fit the pool, whose first half is cached
+
+Processor time leaves out the time in which other programs use the processor.
 
 For `shared` and `no room`, `ms` is the mean. For the others it is the median, or the sum of the full pool.
 """
@@ -42,6 +44,8 @@ VOCAB = 151_936
 PROMPT_ROWS = 8192
 """Most rows of a step with prompts."""
 
+WALL = "wall"
+CLOCKS = {WALL: time.perf_counter, "processor": time.process_time}
 IN_FLIGHT = 2
 OWN_TOKENS = 32
 """Tokens of each prompt after a shared prefix."""
@@ -52,7 +56,7 @@ COLUMNS = ("what", "requests", "tokens", "ms", "95% ms", "worst ms")
 class Host:
     """A scheduler with `num_requests` rows and pages for `num_tokens` tokens. Its steps finish at once."""
 
-    def __init__(self, num_requests: int, num_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_requests: int, num_tokens: int, max_model_len: int, clock: str = WALL) -> None:
         pool = PagePool(-(-num_tokens // PAGE_SIZE) + 1, PAGE_SIZE)
         limits = Limits(
             num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=num_requests, vocab_size=VOCAB,
@@ -60,6 +64,7 @@ class Host:
         )  # fmt: skip
         self.scheduler = Scheduler(limits, pool, PrefixCache(pool))
         self._random, self._count = random.Random(0), itertools.count()
+        self._now = CLOCKS[clock]
         self._in_flight: deque[Batch] = deque()
 
     def add(self, num_tokens: int, num_answered: int, beginning: Sequence[int] = ()) -> None:
@@ -70,20 +75,20 @@ class Host:
 
     def step(self) -> float:
         """Queue a step and commit the oldest step in flight -> milliseconds of both."""
-        began = time.perf_counter()
+        began = self._now()
         batch = self.scheduler.schedule(is_drained=not self._in_flight)
-        spent = time.perf_counter() - began
+        spent = self._now() - began
         if not batch.is_empty:
             self._in_flight.append(batch)
         if batch.is_empty or len(self._in_flight) > IN_FLIGHT:
             oldest = self._in_flight.popleft()
             results = self._results(oldest)
-            began = time.perf_counter()
+            began = self._now()
             for chunk in oldest.chunks:
                 self.scheduler.finish_chunk(chunk)
             for request, output in results:
                 self.scheduler.commit(request, output)
-            spent += time.perf_counter() - began
+            spent += self._now() - began
         return spent * 1000
 
     def _results(self, batch: Batch) -> list[tuple[Request, StepOutput]]:
@@ -101,11 +106,11 @@ class Host:
         return results
 
 
-def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 0) -> list[float]:
+def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 0, clock: str = WALL) -> list[float]:
     """Milliseconds of each step of `num_requests` requests, with a prompt of `waiting` tokens in the queue."""
     room = (num_steps + 2 * IN_FLIGHT + -(-num_requests * context // PROMPT_ROWS)) * BLOCK + 4 * BLOCK
     num_tokens = num_requests * (context + room + PAGE_SIZE) + waiting
-    host = Host(num_requests, num_tokens, max(context, waiting) + room + 4 * BLOCK)
+    host = Host(num_requests, num_tokens, max(context, waiting) + room + 4 * BLOCK, clock)
     for _ in range(num_requests):
         host.add(context, room)
     while not all(request.output_token_ids for request in host.scheduler.live):
@@ -116,9 +121,9 @@ def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 
     return [host.step() for _ in range(num_steps)]
 
 
-def evicting_ms(num_tokens: int) -> float:
+def evicting_ms(num_tokens: int, clock: str = WALL) -> float:
     """Milliseconds of all steps of one prompt, in a pool filled by earlier prompts."""
-    host = Host(1, 4 * num_tokens, num_tokens + 4 * BLOCK)
+    host = Host(1, 4 * num_tokens, num_tokens + 4 * BLOCK, clock)
     spent = 0.0
     for _ in range(6):
         host.add(num_tokens, 1)
@@ -128,11 +133,11 @@ def evicting_ms(num_tokens: int) -> float:
     return spent
 
 
-def sharing_ms(num_requests: int, num_shared: int) -> list[float]:
+def sharing_ms(num_requests: int, num_shared: int, clock: str = WALL) -> list[float]:
     """Milliseconds of each step of prompts with a shared prefix, until each has its first token."""
     room = 200 * BLOCK
     num_tokens = num_shared + num_requests * (OWN_TOKENS + room + PAGE_SIZE)
-    host = Host(num_requests, num_tokens, num_shared + OWN_TOKENS + 2 * room)
+    host = Host(num_requests, num_tokens, num_shared + OWN_TOKENS + 2 * room, clock)
     text = [random.Random(1).randrange(VOCAB) for _ in range(num_shared)]
     for _ in range(num_requests):
         host.add(
@@ -145,11 +150,11 @@ def sharing_ms(num_requests: int, num_shared: int) -> list[float]:
     return times
 
 
-def no_room_ms(num_tokens: int, num_steps: int) -> list[float]:
+def no_room_ms(num_tokens: int, num_steps: int, clock: str = WALL) -> list[float]:
     """Milliseconds of decode steps beside a prompt that waits for room. The first half of its text is cached."""
     text = [random.Random(1).randrange(VOCAB) for _ in range(num_tokens)]
     room = (num_steps + 4 * IN_FLIGHT) * BLOCK
-    host = Host(8, num_tokens + 3 * room, num_tokens + 3 * room)
+    host = Host(8, num_tokens + 3 * room, num_tokens + 3 * room, clock)
     for num_own in (0, num_tokens // 2):
         host.add(num_own, room, text[: num_tokens // 2])
         while not all(request.output_token_ids for request in host.scheduler.live):
@@ -163,14 +168,14 @@ def measure(recorder: Recorder, given: argparse.Namespace) -> None:
     """Measure and record every row."""
     for context in given.contexts:
         for what, waiting in (("decoding", 0), ("waiting", given.waiting)):
-            times = sorted(decoding_ms(given.requests, context, given.steps, waiting))
+            times = sorted(decoding_ms(given.requests, context, given.steps, waiting, given.clock))
             row = {"what": what, "requests": given.requests, "tokens": context, "ms": statistics.median(times),
                    "p95_ms": times[len(times) * 95 // 100]}  # fmt: skip
             recorder.add("host", row)
             say(f"{what}, {given.requests} requests of {context} tokens: {row['ms']:.3f} ms")
     for what, tokens, times in (
-        *(("shared", count, sharing_ms(given.sharing, count)) for count in given.shared),
-        ("no room", given.waiting, no_room_ms(given.waiting, given.steps)),
+        *(("shared", count, sharing_ms(given.sharing, count, given.clock)) for count in given.shared),
+        ("no room", given.waiting, no_room_ms(given.waiting, given.steps, given.clock)),
     ):
         ordered = sorted(times)
         row = {"what": what, "requests": given.sharing if what == "shared" else 8, "tokens": tokens,
@@ -178,7 +183,7 @@ def measure(recorder: Recorder, given: argparse.Namespace) -> None:
                "steps": len(times)}  # fmt: skip
         recorder.add("host", row)
         say(f"{what}, {tokens} tokens: {row['ms']:.3f} ms in {len(times)} steps")
-    row = {"what": "full pool", "requests": 1, "tokens": given.evicted, "ms": evicting_ms(given.evicted)}
+    row = {"what": "full pool", "requests": 1, "tokens": given.evicted, "ms": evicting_ms(given.evicted, given.clock)}
     recorder.add("host", row)
 
 
@@ -191,6 +196,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--evicted", type=int, default=32_768, help="tokens of the prompt in a full pool")
     parser.add_argument("--shared", type=counts, default="8192,32768", help="tokens of a shared prefix")
     parser.add_argument("--sharing", type=int, default=256, help="prompts that share it")
+    parser.add_argument("--clock", choices=list(CLOCKS), default=WALL)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser

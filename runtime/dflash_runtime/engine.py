@@ -199,7 +199,7 @@ class Engine:
             if chunk.is_last and self.transfers is not None:
                 self.transfers.keep(chunk.request)
         for request, output in outputs:
-            if request.is_finished:
+            if request.finish_reason is not None:
                 continue  # it ended in an earlier step
             self._touched[request] = None
             if self.scheduler.commit(request, output):

@@ -3,6 +3,7 @@
 import _thread
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -45,11 +46,14 @@ def make_llm(folder: Path | None, **engine: Any) -> LLM:
     return bundled_llm(bundled_draft_model(), 7, **{"max_num_requests": 4} | engine)
 
 
-def small_llm(folder: Path | None, eps_of_target: float = 1e-6, eps_of_draft: float = 1e-6) -> LLM:
+def small_llm(
+    folder: Path | None, eps_of_target: float = 1e-6, eps_of_draft: float = 1e-6, max_num_requests: int = 1
+) -> LLM:
     """A random pair of a few layers."""
-    target = random_target(rms_norm_eps=eps_of_target)
-    draft = random_draft(target, rms_norm_eps=eps_of_draft)
-    return random_llm(target, draft, 4, prefix_store=None if folder is None else str(folder))
+    target = random_target(torch.float64, rms_norm_eps=eps_of_target)
+    draft = random_draft(target, torch.float64, rms_norm_eps=eps_of_draft)
+    path = None if folder is None else str(folder)
+    return random_llm(target, draft, 4, prefix_store=path, max_num_requests=max_num_requests)
 
 
 def stored_page(folder: Path, prompt: Sequence[int], column: int) -> Path:
@@ -96,6 +100,32 @@ def test_a_longer_prompt_loads_the_pages_of_its_prefix(tmp_path: Path) -> None:
     other.engine.scheduler.check_integrity()
 
 
+def test_prompts_with_common_beginnings_are_stored_and_found(tmp_path: Path) -> None:
+    """The beginnings are stored already, and the prompts run together."""
+    texts = random_prompts((90, 90), 97)
+    prompts = [[*texts[index % 2][: 20 + 9 * index], index] for index in range(8)]
+    params = SamplingParams(max_new_tokens=4)
+    right = traces(small_llm(None).generate(prompts, params))
+    small_llm(tmp_path).generate([text[:50] for text in texts], params)
+    for _ in range(2):
+        assert traces(small_llm(tmp_path, max_num_requests=8).generate(prompts, params)) == right
+
+
+def test_a_store_stays_below_its_limit(tmp_path: Path) -> None:
+    prompts = random_prompts((50,) * 6, 97)
+    params = SamplingParams(max_new_tokens=2)
+    small_llm(tmp_path).generate(prompts[:1], params)
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    target = random_target(torch.float64)
+    llm = random_llm(
+        target, random_draft(target, torch.float64), 4, prefix_store=str(tmp_path), prefix_store_bytes=2 * size
+    )
+    right = traces(small_llm(None).generate(prompts, params))
+    for _ in range(2):
+        assert traces(llm.generate(prompts, params)) == right
+        assert 0 < sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= 2 * size
+
+
 def test_pages_not_copied_before_their_request_ends_are_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,8 +134,11 @@ def test_pages_not_copied_before_their_request_ends_are_not_stored(
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
     monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: next(looks) > 100))
     whole = max(bundled_prompts(), key=len)[:100]
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     make_llm(tmp_path, num_pages=20).generate([whole], SamplingParams(max_new_tokens=2))
     monkeypatch.undo()
+    assert len(pauses) > 10  # the wait at the end of the call leaves the processor to others
     found = make_llm(tmp_path).generate([whole], PARAMS)
     assert found[0].num_loaded == 64
     assert traces(found) == traces(make_llm(None).generate([whole], PARAMS))
@@ -180,7 +213,7 @@ UNFIT: dict[str, Callable[[Path, Path], None]] = {
     "no draft rows": lambda page, _: rewrite(page, lambda tensors: {"target": tensors["target"]}),
     "one tensor more": lambda page, _: rewrite(page, lambda tensors: {**tensors, "more": torch.zeros(2)}),
     "fewer rows": lambda page, _: rewrite(page, lambda tensors: {k: v[:, :, :8].clone() for k, v in tensors.items()}),
-    "other dtype": lambda page, _: rewrite(page, lambda tensors: {k: v.double() for k, v in tensors.items()}),
+    "other dtype": lambda page, _: rewrite(page, lambda tensors: {k: v.float() for k, v in tensors.items()}),
     "no metadata": lambda page, _: save_file(load_file(page), page),
     "no file": lambda page, _: page.rename(page.with_name("moved")).with_name(page.name).mkdir(),
 }

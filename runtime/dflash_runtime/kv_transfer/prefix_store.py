@@ -122,7 +122,7 @@ class PrefixStore(LoadingConnector):
     @cached_property
     def _pages(self) -> StoredPages:
         pages = StoredPages(self._folder, self._fingerprint.digest, self._specs, self._max_bytes)
-        self._pool.submit(pages.tidy)
+        threading.Thread(target=pages.tidy, name="prefix-store", daemon=True).start()  # slow on a network disk
         return pages
 
     def _digest(self, request: Request, column: int) -> str:
@@ -168,7 +168,7 @@ class PrefixStore(LoadingConnector):
         for index, digest in enumerate(digests):
             self._pages.write(digest, {name: tensor[index] for name, tensor in tensors.items()})
         self._pages.mark_used(digests, first)
-        if self._pages.is_untidy and self._tidying.acquire(blocking=False):
+        while self._pages.is_untidy and self._tidying.acquire(blocking=False):
             try:
                 self._pages.tidy()
             finally:

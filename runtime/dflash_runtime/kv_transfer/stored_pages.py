@@ -38,8 +38,9 @@ PAGE = re.compile(r"[0-9a-f]{32}\.safetensors")
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.safetensors\.(tmp|old)-[0-9a-f]+")
 """Names of a store's folders and files. Nothing else in the folder is counted or removed."""
 
-PARTIAL_SECONDS = 10.0
-"""A partial file that nobody wrote to for this long belongs to a process that was killed."""
+PARTIAL_SECONDS = 2.0
+"""A partial file that nobody wrote to for this long belongs to a process that was killed. A process that lives fails to
+store this page."""
 
 LIST_SECONDS = 60.0
 """Time after which a call lists the folder again, for the pages that other processes have stored."""
@@ -119,7 +120,7 @@ class StoredPages:
             CapacityError: it cannot be written, for example because the disk is full.
         """
         path = self._path(digest)
-        if not path.exists():
+        if not path.is_file():
             tensors = {name: tensor.contiguous() for name, tensor in page.items()}
             facts = PageFacts(digest, self._fingerprint, {name: checksum(item) for name, item in tensors.items()})
             with transfer_output(path, "KV page", id="page-not-written") as partial:
@@ -137,6 +138,7 @@ class StoredPages:
 
     def tidy(self) -> None:
         """Remove partial files of killed processes, and pages beyond the limit. Reads the sizes of all pages."""
+        num_written = self._num_written
         files = sorted(self._page_files(), key=lambda file: file.used_ns)
         total, most = sum(file.size for file in files), self._max_bytes
         if total > most:
@@ -146,7 +148,7 @@ class StoredPages:
                 self._remove(file.path)
                 total -= file.size
         with self._lock:
-            self._num_bytes, self._num_written = total, 0
+            self._num_bytes, self._num_written = total, self._num_written - num_written
 
     @property
     def is_untidy(self) -> bool:

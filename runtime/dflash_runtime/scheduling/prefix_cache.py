@@ -204,6 +204,7 @@ def _share_digests(request: Request, relative: Request, page_size: int) -> None:
         relative.page_digests = relative.common_digests[: relative.num_common] + relative.page_digests
         relative.common_digests = []
     request.common_digests = relative.page_digests
+    request.page_digests = request.page_digests[request.num_common :]  # a lookup may have computed some before
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:

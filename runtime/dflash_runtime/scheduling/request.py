@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
-from typing import Any, TypeGuard
+from typing import Any
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
@@ -439,7 +439,7 @@ def check_ids(token_ids: Iterable[int], field: str = "prompt_token_ids") -> tupl
     return tuple(ids)
 
 
-def is_real(value: object) -> TypeGuard[Real]:
+def is_real(value: object) -> bool:
     """Whether a value is a number of any real type, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 

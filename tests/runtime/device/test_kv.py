@@ -1,6 +1,8 @@
 """KV pages: their memory layout, and copies out of pages and into pages."""
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,3 +108,24 @@ def test_missing_layers_are_zeros(num_layers: int) -> None:
     assert bool((cache.pages[[4, 1, 2], :num_layers] == 1).all())
     assert not cache.pages[[4, 1, 2], num_layers:].any()
     assert torch.equal(cache.pages[[0, 3, 5]], before[[0, 3, 5]])
+
+
+def test_payloads_are_pinned_with_the_porters_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector's thread begins with the first GPU as its current device."""
+    current: list[object] = []
+
+    @contextmanager
+    def as_current(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        assert current == [CPU]
+        return tensor
+
+    carrier = porter(filled(2))
+    monkeypatch.setattr(carrier, "_stream", object())
+    monkeypatch.setattr(kv_pages, "as_current", as_current)
+    monkeypatch.setattr(kv_pages, "_pinned", pinned)
+    assert carrier.pin({"target": torch.ones(2)}).keys() == {"target"}

@@ -150,6 +150,8 @@ def test_shared_pages_equal_those_of_a_plain_walk(seed: int) -> None:
             length = draw.randrange(1, 110)
             text = [*draw.choice(texts)[:length], *(draw.randrange(3) for _ in range(draw.randrange(1, 12)))]
             live.append(make_request(text, draw.randrange(1, 20)))
+            if draw.random() < 0.5:  # a lookup in a store
+                page_digests(live[-1], 0, draw.randrange(len(text) // PAGE + 1), PAGE)
             scheduler.add(live[-1])
         if live and draw.random() < 0.1:
             scheduler.abort([live.popleft()])
