@@ -88,7 +88,8 @@ def junk(generator: random.Random) -> Any:
     return generator.choice(
         (
             None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 3.5, -0.0, 1e308, "", "x", "full_attention",
-            "\ud800", "a\nerror: forged\x1b[2J\u202e", "../../etc", "\0", [], {}, [[]], [None], [1, 2, 3], ["0"], [1e9] * 5, {"a": {"b": {}}},
+            "\ud800", "a\nerror: forged\x1b[2J\u202e",
+            "../../etc", "\0", [], {}, [[]], [None], [1, 2, 3], ["0"], [1e9] * 5, {"a": {"b": {}}},
             list(range(2000)), "y" * 5000, "<NaN>", "<Infinity>", "<-Infinity>", "<1e999>", "<" + "9" * 5000 + ">",
             "<" + "[" * 100_000 + ">", "<" + "[" * 3000 + "]" * 3000 + ">",
             "<" + '{"a":' * 2000 + "1" + "}" * 2000 + ">",
