@@ -21,8 +21,9 @@ from dflash_runtime.registry import Registry
 PACKAGE = "dflash_cli.probing.servers"
 Read = TypeVar("Read")
 
-MAX_STEPS = 1_000_000
+MAX_STEPS = 200_000
 """More steps than any answer has."""
+MAX_CONCURRENCY = 1_000_000
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
@@ -46,7 +47,7 @@ class ServerFacts:
         texts = {name: isinstance(getattr(self, name), str) for name in ("release", "draft")}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
-            for name, most in (("num_draft_tokens", MAX_DRAFT_TOKENS), ("max_concurrency", MAX_STEPS))
+            for name, most in (("num_draft_tokens", MAX_DRAFT_TOKENS), ("max_concurrency", MAX_CONCURRENCY))
         }
         is_known = {"is_drafting": isinstance(self.is_drafting, bool)}
         for name, is_sound in {**texts, **numbers, **is_known}.items():
@@ -70,7 +71,7 @@ class ServedSteps:
     @classmethod
     def of_histogram(cls, histogram: Sequence[int]) -> "ServedSteps":
         """Steps without order, from the numbers of steps that accepted 0, 1, ... draft tokens."""
-        return cls(accepted=tuple(accepted for accepted, count in enumerate(histogram) for _ in steps_of(count)))
+        return cls(accepted=tuple(accepted for _, accepted in steps_of({"": histogram})))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,15 +253,17 @@ class ServerTokenizer(Tokenizer):
             raise RequestError(error.message, id=error.id, path=where, found=error.found, hint=hint) from error
 
 
-def steps_of(count: object) -> range:
-    """A step for each number of a histogram's count.
+def steps_of(histograms: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
+    """The name of its histogram and the number of accepted draft tokens for each step that histograms count.
 
     Raises:
-        ValueError: the count is not a plausible number of steps.
+        ValueError: the counts are not a plausible number of steps.
     """
-    if not is_int(count) or not 0 <= count <= MAX_STEPS:
-        raise ValueError(f"{shorten(repr(count), MAX_SHOWN_CHARS)} steps, expected 0 to {MAX_STEPS}")
-    return range(count)
+    counts = [count for histogram in histograms.values() for count in histogram]
+    if not all(is_int(count) and count >= 0 for count in counts) or sum(counts) > MAX_STEPS:
+        raise ValueError(f"counts of steps, expected 0 or more and at most {MAX_STEPS} in all")
+    items = histograms.items()
+    return [(name, place) for name, histogram in items for place, count in enumerate(histogram) for _ in range(count)]
 
 
 def ids_of(document: Any, name: str = "tokens") -> list[int]:

@@ -90,11 +90,10 @@ def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]
 
     try:
         families = list(text_string_to_metric_families(text))
-        samples = [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+        return [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
     except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
         raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error
-    return samples
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:

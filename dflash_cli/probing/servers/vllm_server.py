@@ -113,10 +113,5 @@ def _steps(document: Mapping[str, Any]) -> ServedSteps | None:
     by_length = found.get("acceptance_histogram_by_draft_length")
     if not by_length:
         return ServedSteps.of_histogram(found["acceptance_histogram"])
-    pairs = [
-        (accepted, int(drafted))
-        for drafted, histogram in by_length.items()
-        for accepted, count in enumerate(histogram)
-        for _ in steps_of(count)
-    ]
+    pairs = [(accepted, int(drafted)) for drafted, accepted in steps_of(by_length)]
     return ServedSteps(accepted=tuple(pair[0] for pair in pairs), drafted=tuple(pair[1] for pair in pairs))

@@ -6,13 +6,19 @@ import shlex
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dflash_cli.checkpoints import remote_headers
+from dflash_cli.checkpoints.hub import HubUnreachable
+from dflash_runtime.errors import CheckpointError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.deadline import deadline
+from dflash_testing.refusals import refuses
 
 BIG = support.Shape(hidden=64, inner=256, layers=6, windows=(None,) * 6, vocab=32, draft_vocab=32)
 
@@ -205,3 +211,23 @@ def test_the_target_that_a_draft_names_is_read_by_its_headers(
     assert "acme/target" in outcome.err
     ranges = [wanted for path, wanted in local_hub.asked if path.endswith(".safetensors") and "/cdn/" in path]
     assert ranges == ["bytes=0-131071"]
+
+
+class TestAnswersOfAHostileHub:
+    def test_a_slow_answer_ends_at_its_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote_headers, "MAX_ANSWER_S", 0.05)
+        trickle = SimpleNamespace(url="https://hub/x", iter_bytes=lambda size: iter(lambda: b" ", b""))
+        with deadline(10), refuses(HubUnreachable, "hub-too-slow", path="https://hub/x"):
+            remote_headers._read(trickle, 1 << 40)
+
+    @pytest.mark.parametrize("total", ["9" * 5000, "²", "-1", "*", ""])
+    def test_a_size_that_is_none_is_not_read(self, total: str) -> None:
+        answer = SimpleNamespace(headers={"Content-Range": f"bytes 0-1/{total}", "Content-Length": total})
+        assert remote_headers._whole_size(answer, 7) == 7
+        assert remote_headers._whole_size(SimpleNamespace(headers={"Content-Range": "bytes 0-1/12"}), 7) == 12
+
+    @pytest.mark.parametrize("commit", [None, 7, "", "../x", "a\nb", "a" * 65])
+    def test_a_listing_without_a_commit_is_refused(self, commit: object) -> None:
+        data = json.dumps({"sha": commit, "siblings": []}).encode()
+        with refuses(CheckpointError, "hub-without-commit", field="sha"):
+            remote_headers.parse_listing(data, "org/x", "https://hub/x", remote_headers.Traffic())

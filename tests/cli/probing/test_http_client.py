@@ -143,7 +143,9 @@ def test_a_description_drops_values_of_other_types() -> None:
     assert ServerFacts(**known, release="1", is_drafting=True, num_draft_tokens=MAX_DRAFT_TOKENS).num_draft_tokens
 
 
-@pytest.mark.parametrize("line", ['d{position="99999999999"} 1', "d NaN", "d +Inf", "d -2", "d 1e300", 'd{a="'])
+@pytest.mark.parametrize(
+    "line", ['d{position="99999999999"} 1', "d NaN", "d +Inf", "d -2", "d 1e300", "d " + "9" * 400, 'd{a="']
+)
 def test_counters_that_no_server_has_are_refused(line: str) -> None:
     names = {"num_drafts": "d", "per_pos_accepted": "d"}
     with refuses(UnsupportedError, "not-prometheus"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.terminal.console import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing import mutations
 from dflash_testing.deadline import deadline
@@ -128,6 +129,8 @@ def held(command: tuple[object, ...], what: str, home: Path) -> int:
         WATCH.root = None
     assert outcome.code in DOCUMENTED, f"{what}: {outcome.code}\n{outcome.err}"
     assert outcome.code == 0 or outcome.out or outcome.err, what
+    hostile = CONTROLS.search((outcome.out + outcome.err).replace("\n", ""))
+    assert hostile is None, f"{what}: writes {hostile[0]!r}"
     assert not WATCH.opened, f"{what}: read {WATCH.opened}"
     assert not (home / "out").exists() or outcome.code in (0, 3), what
     assert not [item for item in home.iterdir() if item.name.startswith(".")], f"{what}: left something behind"
