@@ -11,6 +11,7 @@ import pytest
 
 import interval_coverage as coverage
 import verdict_rates
+from dflash_cli.acceptance.intervals.acceptance_difference import MIN_UNEVEN
 from dflash_cli.acceptance.intervals.resampling import MIN_FREEDOM, MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_cli.acceptance.intervals.statistics import MIN_FOR_POSITIONS
 from dflash_cli.acceptance.intervals.student import student_quantile
@@ -99,7 +100,7 @@ def test_the_script_of_verdicts_prints_its_tables(
 @pytest.mark.parametrize("kind", ["paired", "unpaired", "unpaired, 1 to 4"])
 @pytest.mark.parametrize("name", sorted(name for name, world in coverage.WORLDS.items() if world.repeats == 1))
 def test_equal_drafts_are_rarely_called_different_everywhere(name: str, kind: str) -> None:
-    counts = [count for count in verdict_rates.PROMPTS if count >= verdict_rates.MIN_UNEVEN or "1 to" not in kind]
+    counts = [count for count in verdict_rates.PROMPTS if count >= MIN_UNEVEN or "1 to" not in kind]
     for count in counts:
         assert verdict_rates.false_differences(coverage.WORLDS[name], count, 2000, kind) <= 5.5 + TWO_ERRORS, count
 
