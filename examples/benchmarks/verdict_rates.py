@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     print_head(["said to pay, though as fast as plain", "2 rounds", "4 rounds", "8 rounds"])
     for number in (1, 5):
-        rates = (false_payoffs(number, num_rounds, options.replications) for num_rounds in (2, 4, 8))
-        print_row([f"best of {number}", *(f"{rate:.1f}" for rate in rates)])
+        found_rates = (false_payoffs(number, num_rounds, options.replications) for num_rounds in (2, 4, 8))
+        print_row([f"best of {number}", *(f"{rate:.1f}" for rate in found_rates)])
     return 0
 
 
