@@ -1,7 +1,7 @@
 """Train two small pairs beside the bundled pair: a draft with sliding windows, and a draft for a hybrid target.
 
 Both learn an invented language (`tiny_pair/language.py`). The hybrid target is a Qwen3.5 with gated delta nets. Its
-states start with slow decays, so that a state of dozens of tokens back still counts.
+states start with slow decays. The text still needs them little, because the last words and attention tell the topic.
 
     python examples/train_family_pairs.py --output tests/data/pairs           # a few minutes on one GPU
     python examples/train_family_pairs.py --output pairs --scale 0.01         # a smoke run; learns nothing useful

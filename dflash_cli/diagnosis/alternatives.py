@@ -25,6 +25,9 @@ BLOCKS = (4, 7, 8, 10, 12, 16)
 
 EPSILONS = (1e-6, 1e-5)
 
+FARTHEST_TAP = 5
+"""The most layers between a tap and the layer that may have been tapped instead."""
+
 LARGEST_BLOCK = 4
 """The longest block that is tried, in blocks of the config."""
 
@@ -102,10 +105,16 @@ def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
             yield _with_taps(space, moved, f"tapped layers {count} {name}", f"the tapped layers are {count} too {late}")
     spaced = tuple(round(1 + index * (depth - 4) / max(1, len(taps) - 1)) for index in range(len(taps)))
     if len(set(spaced)) == len(taps) and spaced[0] >= 0 and spaced[-1] < depth:
-        yield _with_taps(space, spaced, "tapped layers spread evenly", "the tapped layers are missing the trained ones")
+        yield _with_taps(space, spaced, "tapped layers spread evenly", "the tapped layers differ from training")
+    yield from moved_taps(space)
+
+
+def moved_taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Another layer for one tap. The target's outputs of every such layer are kept, so layers far away are left out."""
+    taps = space.config.target_layer_ids
     for index, tap in enumerate(taps):
-        for other in range(depth):
-            if other not in taps:
+        for other in range(space.target.num_layers):
+            if other not in taps and abs(other - tap) <= FARTHEST_TAP:
                 moved = (*taps[:index], other, *taps[index + 1 :])
                 reading = _with_taps(space, moved, f"layer {other} tapped for {tap}", "one tapped layer is wrong")
                 yield replace(reading, is_guess=abs(other - tap) > 1)
@@ -191,8 +200,8 @@ def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
             space, "window", "no attention window", "the draft was trained without a window", windows=without
         )
     for windows in sorted(set(permutations(own)) - {own}, key=str) if stated and len(own) <= MAX_PERMUTED else ():
-        cause = "the attention windows belong to other layers"
-        yield _changed(space, "window", f"windows {list(windows)}", cause, windows=windows)
+        moved = "the attention windows belong to other layers"
+        yield _changed(space, "window", f"windows {list(windows)}", moved, windows=windows)
     for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
         if width >= space.text_len:
             continue

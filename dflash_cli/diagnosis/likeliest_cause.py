@@ -55,8 +55,9 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     warned = [item for item in lowering if item.severity == "warning"]
     if errors or lowering:
         return _from_finding((errors or warned or lowering)[0])
-    if low is not None and is_low:
-        return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, low.id)
+    if low is not None:
+        rule = low.id if is_low else None
+        return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, rule)
     return _nothing(report, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
 
 

@@ -31,6 +31,7 @@ from dflash_cli.diagnosis.alternatives import (
     AlternativeReading,
     ReadingSpace,
     alternative_readings,
+    moved_taps,
     neutral_readings,
 )
 from dflash_cli.diagnosis.mask_candidates import find_specials
@@ -86,8 +87,8 @@ MIN_GAIN = 0.1
 MIN_GAIN_SHARE = 0.1
 """The gain as a share of the tokens accepted per step under the config's own reading."""
 
-MIN_SHARE = 0.12
-"""Share of the drafted tokens below which a reading explains nothing: every published draft accepts more."""
+MIN_SHARE = 0.07
+"""Share of the drafted tokens below which a reading explains nothing: drafts that are read wrongly accept up to 6%."""
 
 LEFT_OUT_SHARE = 0.5
 """The same for a draft without one of its parts. That the part is damaged is sure only if the rest does well."""
@@ -286,6 +287,7 @@ class Searcher:
         screened = self._screened(pooled_acceptance_len(base))
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = find_best(counted)
+        best = self._refined(best, base) if best is not None else None
         longer = self._longer_block(screened, own) if best is None else None
         if longer is not None and longer.matters:
             best, counted = longer, [longer]
@@ -371,6 +373,20 @@ class Searcher:
         """The reading with the steps of a run."""
         counts = self._screen.walk(self._runner.build(item.alternative), is_whole=item.is_longer)
         return replace(compare(item.alternative, base, counts), score=item.score, is_longer=item.is_longer)
+
+    def _refined(self, best: ReadingResult, base: StepCounts) -> ReadingResult:
+        """The best reading, with its tapped layers moved one by one as long as this lowers the loss."""
+        while best.factor == "taps":
+            space = replace(self._space, config=best.alternative.config)
+            moved = [item for item in moved_taps(space) if set(item.config.target_layer_ids) <= self._taps()]
+            better = self._best(moved, MANY_ANCHORS)[:1]
+            if not better or better[0].score.loss >= LOWER * best.score.loss:
+                break
+            found = better[0].alternative
+            name = f"tapped layers {list(found.config.target_layer_ids)}"
+            found = replace(found, name=name, cause="the tapped layers differ from training")
+            best = self._counted(replace(better[0], alternative=found), base)
+        return best
 
     def _longer_block(self, screened: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
         """The longer block to count whole, if nearly every token is accepted and the block harms none of these."""

@@ -89,6 +89,10 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
             rewrite = rewrites.change_parts({parts[0]: change}, _only(layer))
             cause = f"{_named(name, layer)} is damaged"
             yield WeightReading(_named(f"without {name}", layer), rewrite, cause, _spots(parts, layer), is_neutral=True)
+    for index, tap in enumerate(space.config.target_layer_ids):
+        rewrite = rewrites.change_parts({"fc": partial(rewrites.forget_tap, index, space.config.num_taps)})
+        name, cause = f"without the features of layer {tap}", f"the columns of fc for layer {tap} are damaged"
+        yield WeightReading(name, rewrite, cause, _spots(("fc",), None), is_neutral=True)
 
 
 def _spots(parts: Iterable[str], *layers: int | None) -> frozenset[Spot]:

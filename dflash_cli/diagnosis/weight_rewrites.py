@@ -153,6 +153,13 @@ def flatten(tensor: "Tensor") -> "Tensor":
     return tensor.median().expand_as(tensor)
 
 
+def forget_tap(index: int, num_taps: int, weight: "Tensor") -> "Tensor":
+    """Zero the columns of one tapped layer."""
+    weight = weight.clone()
+    weight.chunk(num_taps, dim=1)[index].zero_()
+    return weight
+
+
 def along(dim: int, order: Order) -> Change:
     """Take rows (`dim` 0) or columns (`dim` 1) in another order. A change of columns leaves biases alone."""
 

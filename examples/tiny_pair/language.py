@@ -1,7 +1,7 @@
-"""An invented language with a memory: the next word depends on the current word and on the topic of its paragraph.
+"""An invented language: the next word depends on the current word and on the topic of its paragraph.
 
 A word is a run of 3 to 5 tokens, and words share tokens. A paragraph begins with the token of its topic and has dozens
-of tokens, so a model that forgets the topic writes wrong words. Most words have one likely successor per topic.
+of tokens. Most words have one likely successor per topic, so the last two words usually tell the topic as well.
 """
 
 from __future__ import annotations

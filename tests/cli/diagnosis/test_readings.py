@@ -212,7 +212,7 @@ def test_a_causal_flag_that_costs_little_is_no_cause() -> None:
 def test_a_mask_is_found_among_rarely_used_ids() -> None:
     """A mask that no special token names is searched among unused rows of the embedding."""
     space = ReadingSpace(config=bundled_draft().config, target=open_target(TARGET).config, rare_ids=(7, 11))
-    guesses = [item for item in alternative_readings(space) if item.is_guess]
+    guesses = [item for item in alternative_readings(space) if item.is_guess and item.factor == "mask"]
     assert [item.config.mask_token_id for item in guesses] == [7, 11]
 
 
@@ -227,7 +227,7 @@ def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.Mon
                 tensors[name] = (torch.randn(item.shape, generator=generator) * 0.02).to(item.dtype)
 
     report = run(rewrite(tmp_path / "draft", forget), num_prompts=4, max_new_tokens=16)
-    (found,) = report.findings
+    (found,) = [item for item in report.findings if item.severity != "info"]
     assert (found.id, found.severity) == ("R06", "error")
     assert report.search is not None
     assert report.search.explanation is None

@@ -1,0 +1,69 @@
+"""A sample of the cells of `examples/plant_kinds.py`: the right cause is named, and a sound draft has no finding.
+
+Only readings of one factor are tried, so that a cell takes a fraction of a second.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plant_kinds
+import pytest
+from planted_faults.kind_table import render, word_of
+from planted_faults.kinds import kinds
+
+KINDS = {kind.name: kind for kind in kinds()}
+
+
+@pytest.mark.parametrize(
+    ("name", "strength", "factor"),
+    [
+        ("windows lost", "strong", "window"),
+        ("first tap elsewhere", "strong", "taps"),
+        ("short block", "strong", "block"),
+        pytest.param("linear rope scaling", "strong", "rope", marks=pytest.mark.slow),
+        pytest.param("mask of another id", "strong", "mask", marks=pytest.mark.slow),
+        pytest.param("v_proj by columns", "mild", "weights", marks=pytest.mark.slow),
+        pytest.param("KV heads reversed", "mild", "weights", marks=pytest.mark.slow),
+        pytest.param("outlier in input_layernorm", "mild", "weights", marks=pytest.mark.slow),
+    ],
+)
+def test_the_right_cause_is_named(
+    name: str, strength: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = diagnosed(KINDS[name], strength, factor, tmp_path, monkeypatch)
+    assert row["has_cause"]
+    assert word_of({"plain": row}, "plain", KINDS[name].right) == "right"
+
+
+def test_a_damaged_tensor_is_no_reading_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = diagnosed(KINDS["outputs of fc in halves"], "strong", "causality", tmp_path, monkeypatch)
+    assert (row["has_cause"], row["rule"]) == (False, "R06")
+
+
+def diagnosed(kind: Any, strength: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name in ("VERY_FEW_ANCHORS", "FEW_ANCHORS", "MANY_ANCHORS", "MIN_TEST_PROMPTS", "NUM_RARE_IDS", "MAX_ON_TOP"):
+        monkeypatch.setattr(plant_kinds.readings, name, getattr(plant_kinds.readings, name))
+    plant_kinds.shorten()
+    monkeypatch.setattr(plant_kinds, "BUDGET", replace(plant_kinds.BUDGET, factors=frozenset({factor})))
+    plant_kinds.plant(kind, "windowed", strength, tmp_path / "draft")
+    return plant_kinds.diagnose(tmp_path / "draft", "windowed")[1]
+
+
+def test_the_page_counts_words_by_cost() -> None:
+    kind = KINDS["causal"]
+    named = {"has_cause": True, "rule": "R02", "sentence": "the causality differs; next: x", "findings": []}
+    low = {
+        "has_cause": False,
+        "rule": "R06",
+        "sentence": "",
+        "findings": [["R06", "warning", "", ""]],
+        "improves": None,
+    }
+    rows = [
+        {"family": "bundled", "name": kind.name, "strength": "mild", "length": 3.0, "loss": 0.6, "plain": named},
+        {"family": "hybrid", "name": kind.name, "strength": "mild", "length": 7.0, "loss": 0.2, "plain": low},
+    ]
+    lines = render(rows, [kind]).splitlines()
+    assert "| all | plain | 2 | 1 | 0 | 1 | 0 | 0 |" in lines
+    assert "| cost more than half | plain | 1 | 1 | 0 | 0 | 0 | 0 |" in lines
