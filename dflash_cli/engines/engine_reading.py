@@ -143,7 +143,7 @@ def whole(key: str, value: Any, least: int | None = None) -> int:
     """
     try:
         number = int(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EngineStops(key, f"found {value!r}, expected an integer") from error
     if least is not None and number < least:
         raise EngineStops(key, f"found {value!r}, expected at least {least}")
