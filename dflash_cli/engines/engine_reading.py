@@ -67,6 +67,8 @@ class EngineReading:
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
+        if self.sinks:
+            pairs["has_sinks"] = (True, config.has_sinks)
         if self.rope:
             pairs |= {"rope_theta": (self.rope["rope_theta"], theta), "rope": (rope, meant)}
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
