@@ -67,6 +67,8 @@ class EngineReading:
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
+        if self.sinks:
+            pairs["has_sinks"] = (True, config.has_sinks)
         if self.rope:
             pairs |= {"rope_theta": (self.rope["rope_theta"], theta), "rope": (rope, meant)}
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
@@ -143,7 +145,7 @@ def whole(key: str, value: Any, least: int | None = None) -> int:
     """
     try:
         number = int(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EngineStops(key, f"found {value!r}, expected an integer") from error
     if least is not None and number < least:
         raise EngineStops(key, f"found {value!r}, expected at least {least}")

@@ -305,7 +305,7 @@ def engine_accepts_the_config(subject: Subject) -> Iterator[Problem]:
     stage="unexplained",
 )
 def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
-    """The engine reads the windows, taps, mask token, block, rope and epsilon that the config states.
+    """The engine reads the windows, taps, mask token, block, rope, epsilon and sinks that the config states.
 
     S07, S11, S24 and S25 compare the causality.
     """

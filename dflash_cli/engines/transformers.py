@@ -36,7 +36,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
-from dflash_runtime.json_values import is_int
+from dflash_runtime.json_values import is_int, is_number
 
 NAME = "transformers"
 check_transformers = partial(check, engines=(NAME,))
@@ -82,12 +82,13 @@ class Transformers(ServingEngine):
         check_packing(config)
         if not isinstance(nested, dict):
             raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
-        if not isinstance(config.get("num_target_layers"), int | float):
+        depth = config.get("num_target_layers")
+        if not is_number(depth) and not isinstance(depth, bool):
             raise EngineStops("num_target_layers", "expected a number at the top level, from which taps are guessed")
         if found["hidden_act"] not in ACTIVATIONS:
             raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, which transformers does not know")
         stated = {**config, **nested}
-        guess = guess_taps(int(config["num_target_layers"]), found["num_hidden_layers"])
+        guess = guess_taps(int(depth), found["num_hidden_layers"])
         taps, mask = stated.get("target_layer_ids", guess), stated.get("mask_token_id")
         if not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
             raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from dflash_cli.conversion.manifest import Manifest
 from dflash_cli.documents.reading import read_document
@@ -56,3 +57,25 @@ def test_a_malformed_manifest_is_refused_with_the_field(name: str, document: dic
     changed = {key: value for key, value in (document | changes).items() if value is not MISSING}
     with refuses(CheckpointError, id, field=field, path="conversion.json"):
         read(changed)
+
+
+def test_every_unknown_key_and_the_metadata_of_headers_are_named(tmp_path: Path) -> None:
+    """By `inspect`, by `validate` and by conversion.json. A number that is not finite is carried."""
+    config = support.native_config(time_step_limit=[0.0, float("inf")])
+    config["dflash_config"] |= {"thresh_head_direct_len": True, "is_causal": True}
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    support.write_config(draft, config)
+    save_file(support.body_arrays(), draft / "model.safetensors", metadata={"format": "pt", "epoch": "3"})
+    unknown = {"time_step_limit", "dflash_config.thresh_head_direct_len", "dflash_config.is_causal"}
+    found = json.loads(support.invoke("inspect", draft, "--json").out)
+    assert unknown <= found["carried"].keys()
+    assert found["metadata"] == {"epoch": "3"}
+    findings = json.loads(support.invoke("validate", draft, "--json").out)["findings"]
+    named = {item["location"].partition(":")[2] for item in findings if item["id"] == "C49"}
+    assert named == {*unknown, "__metadata__.epoch"}
+    manifest = support.convert(draft, tmp_path / "out", "native")
+    changes = {item["from"]: item["change"] for item in manifest["config"]}
+    assert {changes[key] for key in unknown} == {"kept"}
+    assert changes["__metadata__.epoch"] == "dropped"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]

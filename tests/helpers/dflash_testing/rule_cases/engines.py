@@ -15,6 +15,10 @@ CASES = [
         rule="S33", key="rope_theta", names=("mrope", "default"), engines="vllm",
         config=top(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
     ),
+    Case(
+        rule="S33", key="dflash_config.attention_sink_bias", names=("True", "False"), engines="vllm",
+        config=top(add_swa_attention_sink_bias=True),
+    ),
     Case(rule="S09", key="speculators_config", names=("speculators", "native"), dialect=SPEC, engines="sglang"),
     Case(rule="S10", key="draft_vocab_size", names=("12", "32"), dialect=SPEC, shape=support.REDUCED, engines="sglang"),
     Case(rule="S01", at="config.json", names=("dflash",), severity="info", engines="vllm", name="draft"),
