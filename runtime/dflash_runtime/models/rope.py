@@ -130,4 +130,4 @@ def _yarn_scale(factor: float, parameters: _Parameters) -> float:
 KINDS: dict[str, Callable[[Tensor, _Parameters], tuple[Tensor, float]]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn
 }  # fmt: skip
-"""Rope type -> its frequencies. `dynamic` and `longrope` are left out: their frequencies depend on the length of the text."""
+"""Rope type -> its frequencies. `dynamic` and `longrope` are left out: they depend on the length of the text."""
