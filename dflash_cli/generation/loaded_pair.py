@@ -25,7 +25,7 @@ from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.pair import TargetSource, check_pair
+from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.documents import copy_fields, fields_of
@@ -241,8 +241,8 @@ def open_pair(
     if `config` asks for no draft tokens.
 
     Raises:
-        UsageError: the references do not name a pair, or the config asks for more than the pair can do.
-        PairMismatch: the draft was not made for the target. Opening raises further errors.
+        UsageError: the references do not name a pair, or the config asks for more than the pair can do. Opening
+            raises further errors.
     """
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
@@ -256,7 +256,6 @@ def open_pair(
     target_source = open_target(pair.find_target(fetch_directory))
     facts = target_source.facts
     if draft_checkpoint is not None:
-        check_pair(draft_checkpoint, target_source)
         tell_notes(draft_checkpoint, facts)
     if facts.max_position_embeddings is not None:
         resolve_model_len(config, facts.max_position_embeddings, draft_config)

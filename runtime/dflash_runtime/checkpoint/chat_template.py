@@ -50,7 +50,7 @@ def render_template(template: str, messages: Sequence[Mapping[str, Any]], names:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value consists of JSON's types only, whose methods the sandbox knows."""
+    """Whether a value consists of JSON's types only. The sandbox knows the methods of these types."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""Tokenizers that are their `tokenizer.json`, read without transformers, whose import takes a second or more.
+"""Read a plain `tokenizer.json` without transformers: importing transformers takes a second or more.
 
 transformers chooses a class by `tokenizer_config.json` and `config.json`. Most classes take `tokenizer.json` as it is;
 some build parts of the tokenizer anew. A tokenizer is read here only if both ways give the same tokenizer in every
@@ -47,7 +47,7 @@ OVERRULED = {
 """Model types for which transformers chooses a class whatever the settings name."""
 
 REBUILT = {"Qwen2Tokenizer": "cc6784937b270bb4", "Qwen3_5Tokenizer": "7319ee515db28d54"}
-"""Classes that build normalizer, pre-tokenizer, model and decoder anew -> `pipeline_digest` of what they build."""
+"""Classes that build normalizer, pre-tokenizer, model and decoder anew -> `pipeline_digest` of these parts."""
 
 NAMED_BY_REBUILT = ("unk_token", "eos_token", "pad_token")
 """Special tokens that these classes name if the settings do not state them."""
@@ -204,7 +204,7 @@ def _text(token: Any) -> str:
 
 
 def _check_tokens(library: Any, listed: Mapping[str, Any] | None, special: Sequence[str]) -> None:
-    """Check that the settings add no token to those of the file, and change none."""
+    """Check that the settings list the added tokens of the file, and that special tokens are among them."""
     from tokenizers import AddedToken
 
     own = library.get_added_tokens_decoder()

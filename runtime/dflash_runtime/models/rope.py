@@ -93,7 +93,7 @@ def _llama3(periods: Tensor, parameters: _Parameters) -> tuple[Tensor, float]:
 
 
 def _yarn(periods: Tensor, parameters: _Parameters) -> tuple[Tensor, float]:
-    """Divide frequencies that turn seldom within the trained length by `factor`, keep those that turn often."""
+    """Divide low frequencies by `factor` and keep high frequencies, with a ramp between both."""
     trained, theta, dim = parameters.trained_len, parameters.rope.theta, parameters.head_dim
     if theta <= 1:
         raise InvalidConfig("rope_theta", theta, "a number above 1, which yarn needs")
@@ -130,4 +130,4 @@ def _yarn_scale(factor: float, parameters: _Parameters) -> float:
 KINDS: dict[str, Callable[[Tensor, _Parameters], tuple[Tensor, float]]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn
 }  # fmt: skip
-"""Rope types whose frequencies do not depend on the length of the text. `dynamic` and `longrope` depend on it."""
+"""Rope type -> its frequencies. `dynamic` and `longrope` are left out: they depend on the length of the text."""

@@ -41,9 +41,14 @@ class LocalHub:
     num_bytes: int = 0
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repo: str, directory: Path) -> None:
         self.repos[repo] = {item.name: item.read_bytes() for item in directory.iterdir() if item.is_file()}
+
+    def count(self, num_bytes: int) -> None:
+        with self.lock:
+            self.num_bytes += num_bytes
 
     def forget(self) -> None:
         """Set the counts to zero."""
@@ -135,11 +140,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
+            self.hub.count(len(body))  # before the client can see the answer and ask for the count
             try:
                 self.wfile.write(body)
             except (BrokenPipeError, ConnectionResetError):  # a client may stop reading where it has enough
-                return
-            self.hub.num_bytes += len(body)
+                self.hub.count(-len(body))
 
 
 @contextmanager
