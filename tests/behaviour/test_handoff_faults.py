@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from dflash_runtime import transfers
 from dflash_runtime.device import kv_pages
-from dflash_runtime.errors import CapacityError
+from dflash_runtime.errors import CapacityError, HandoffMismatch
+from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, concerns_target, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import (
     NUM_DRAFTS,
@@ -30,7 +32,7 @@ from dflash_testing.handoffs import (
     traces,
     whole_run,
 )
-from dflash_testing.pairs import bundled_prompts
+from dflash_testing.pairs import bundled_prompts, random_draft, random_llm, random_target
 
 
 def first_rate(outputs: list[RequestOutput]) -> float:
@@ -208,3 +210,18 @@ def test_a_hand_off_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert "0.1 s" in str(output.error)
     assert not llm.engine.scheduler.has_work
     llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("changed", ["target", "draft"])
+def test_the_same_weights_under_another_config_are_refused(changed: str, tmp_path: Path) -> None:
+    def make(eps: float) -> LLM:
+        target = random_target(rms_norm_eps=eps if changed == "target" else 1e-6)
+        return random_llm(target, random_draft(target, rms_norm_eps=eps if changed == "draft" else 1e-6), 3)
+
+    connector, keys = FileConnector(tmp_path), ("one",)
+    params = SamplingParams(max_new_tokens=4)
+    make(1e-6).generate([[1, 2, 3]], params, handoffs=HandoffPlan(connector=connector, keys=keys, is_sending=True))
+    (output,) = make(0.3).generate([[1, 2, 3]], params, handoffs=HandoffPlan(connector=connector, keys=keys))
+    connector.close()
+    assert (output.error_id, output.exit_code) == ("handoff-does-not-fit", HandoffMismatch.exit_code)
+    assert f"{changed} rms_norm_eps" in str(output.error)

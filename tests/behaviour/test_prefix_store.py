@@ -186,8 +186,9 @@ def test_another_pair_finds_nothing(tmp_path: Path) -> None:
 def test_the_same_weights_under_another_config_find_nothing(tmp_path: Path, changed: str) -> None:
     prompts = random_prompts((40, 55), 97)
     small_llm(tmp_path).generate(prompts, PARAMS)
-    found = small_llm(tmp_path, **{f"eps_of_{changed}": 0.3}).generate(prompts, PARAMS)
-    assert traces(found) == traces(small_llm(None, **{f"eps_of_{changed}": 0.3}).generate(prompts, PARAMS))
+    eps = (0.3, 1e-6) if changed == "target" else (1e-6, 0.3)
+    found = small_llm(tmp_path, *eps).generate(prompts, PARAMS)
+    assert traces(found) == traces(small_llm(None, *eps).generate(prompts, PARAMS))
     assert not any(output.num_loaded for output in found)
     assert all(output.num_loaded for output in small_llm(tmp_path).generate(prompts, PARAMS))
 

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.config import DraftConfig, ExpertsConfig, OwnCache, RopeConfig, TargetConfig, Verifier
+from dflash_runtime.config import (
+    ConvolutionConfig,
+    DraftConfig,
+    ExpertsConfig,
+    MarkovConfig,
+    OwnCache,
+    RopeConfig,
+    SelectorConfig,
+    TargetConfig,
+    Verifier,
+)
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.pair_fingerprint import NOT_IN_DRAFT, NOT_IN_TARGET, fingerprint
 from dflash_testing.pairs import random_draft, random_llm, random_target
@@ -28,7 +38,9 @@ DRAFT_CHANGES: dict[str, Any] = {
     "windows": (8, None), "hidden_act": "gelu", "attention_bias": True, "has_sinks": True, "target_hidden_size": 32,
     "num_target_layers": 4, "verifier": Verifier(name_or_path="x"), "input_embedding_scale": 2.0,
     "has_target_scale": True, "output_multiplier": 2.0, "final_logit_softcapping": 30.0, "sample_from_anchor": True,
-    "dtype": "float16", "model_type": "llama", "family": "other",
+    "dtype": "float16", "model_type": "llama", "family": "other", "markov": MarkovConfig(rank=4),
+    "has_confidence": True, "confidence_reads_token": False, "selector": SelectorConfig(rank=4, top_k=2),
+    "convolution": ConvolutionConfig(kernel_size=3, group_size=2),
 }  # fmt: skip
 
 
