@@ -117,7 +117,7 @@ def test_a_prefixed_head_is_compared_with_the_targets(tmp_path: Path) -> None:
     arrays = prefixed("model.")({**support.body_arrays(), **support.reduced_arrays(support.REDUCED, target)})
     source = support.write_checkpoint(tmp_path / "source", support.speculators_config(support.REDUCED), arrays)
     made = support.make_target(tmp_path / "target", support.REDUCED)
-    support.convert(source, tmp_path / "out", "native", target=made)
+    support.convert(source, tmp_path / "out", "native", target=made, allow_lossy=True)
     assert set(Checkpoint(tmp_path / "out").tensors) == set(support.body_arrays())
 
 
