@@ -9,6 +9,7 @@ import pytest
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, read_result
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 VLLM = {  # vllm 0.33, benchmarks/serve.py: `benchmark`, and `main` around it, without --save-detailed
@@ -263,3 +264,21 @@ def test_another_definition_gives_a_warning(tmp_path: Path) -> None:
     assert outcome.notices == ("measured-otherwise",)
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["unlike"]["definition"] == ["vllm", "sglang"]
+
+
+RECORDED = ROOT / "tests" / "golden" / "results"
+"""Files that aiperf 0.13.0 and specforge 0.2.0 wrote for a made-up server, with fewer records and keys."""
+
+
+@pytest.mark.parametrize(("name", "length", "num_prompts"), [
+    ("aiperf_records.jsonl", 1 + 60 / 34, 2),
+    ("aiperf_summary.json", 2.6470588235294117, 0),
+    ("specforge.json", 3.447664835164835, 0),
+])  # fmt: skip
+def test_files_of_the_tools_themselves_are_read(name: str, length: float, num_prompts: int) -> None:
+    """AIPerf asks a prompt again if there are fewer prompts than requests: repeats are one conversation."""
+    found = read_result(RECORDED / name)
+    assert found.acceptance_len == pytest.approx(length)
+    assert len(found.conversations) == num_prompts
+    if found.counts is not None:
+        assert found.counts.num_speculative_tokens == 7
