@@ -31,10 +31,6 @@ class DiagnoseDocument:
     report: RunReport
 
 
-NO_CAUSE = "R06"
-"""The rule on low acceptance without a cause."""
-
-
 def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
@@ -45,7 +41,8 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
     about_all = [item for item in report.findings if not item.engines and item.level != "run"]
-    low = next((item for item in report.findings if item.id == NO_CAUSE), None)
+    # Without a reading that explains the draft, the only finding of the run level is about low acceptance.
+    low = next((item for item in report.findings if item.level == "run"), None) if best is None else None
     if best is not None:
         seen = [item for item in about_all if item.level == "weights" and _is_about(item, best)]
         return _from_finding(seen[0]) if seen else _from_reading(best, report.findings, f"dflash diagnose {pair}")
@@ -55,10 +52,9 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     warned = [item for item in lowering if item.severity == "warning"]
     if errors or lowering:
         return _from_finding((errors or warned or lowering)[0])
-    if low is not None:
-        rule = low.id if is_low else None
-        return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, rule)
-    return _nothing(report, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
+    if low is not None and is_low:
+        return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, low.id)
+    return _nothing(report, f"dflash eval-acceptance {pair} --prompts FILE.jsonl", low)
 
 
 def _is_about(finding: Finding, best: ReadingResult) -> bool:
@@ -89,7 +85,7 @@ def _from_finding(finding: Finding) -> Diagnosis:
     return Diagnosis(True, f"{finding.location}: {finding.message}{effect}; next: {step}", step, finding.id)
 
 
-def _nothing(report: RunReport, step: str) -> Diagnosis:
+def _nothing(report: RunReport, step: str, low: Finding | None) -> Diagnosis:
     search = report.search
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
@@ -99,4 +95,5 @@ def _nothing(report: RunReport, step: str) -> Diagnosis:
         f"{search.acceptance_len:.2f} tokens per step of the config as it is"
     )
     reached = f"; the expected {search.expected.value:.2f} are reached" if search.expected is not None else ""
-    return Diagnosis(False, f"{found}{reached}; next: {step}", step)
+    remark = f"; {low.message}" if low is not None else ""
+    return Diagnosis(False, f"{found}{reached}{remark}; next: {step}", step)

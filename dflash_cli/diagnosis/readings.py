@@ -420,10 +420,13 @@ class Searcher:
         for half in best.alternative.halves:
             if self._score(replace(best.alternative, rewrite=half), MANY_ANCHORS).loss <= RATIO * best.score.loss:
                 return "one half of the exchange gains as much"
-        others = [item for item in screened if not _is_alike(item, best)][:MAX_ON_TOP]
+        touched = (
+            best.alternative.touches
+        )  # another exchange of the same kind, in other layers, is tried on top as well
+        others = [item for item in screened if not (_is_alike(item, best) and item.alternative.touches == touched)]
         before = self._estimate(best.alternative, FEW_ANCHORS).score.loss
         most = min((1 - FURTHER) * before, before - FURTHER * (self._own_score(FEW_ANCHORS).loss - before))
-        for item in others:
+        for item in others[:MAX_ON_TOP]:
             combined = combine(best.alternative, item.alternative, self._own)
             if combined is not None and self._score(combined, FEW_ANCHORS).loss < most:
                 return f"{item.reading} on top of it gains more"

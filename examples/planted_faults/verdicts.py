@@ -23,7 +23,7 @@ class Verdict:
 def judge(row: dict[str, Any], sound_len: float) -> Verdict:
     """The verdict of a case: right, wrong, no cause, other or silent; for a sound variant finding or silent.
 
-    docs/explanation/faults.md explains the words.
+    docs/measurements/planted-faults.md explains the words.
     """
     length = row["acceptance_len"]
     loss = 1 - (length - 1) / (sound_len - 1) if length is not None else None
@@ -102,7 +102,7 @@ HEAD = """# Planted faults, case by case
 
 What `dflash validate` reports about drafts with one planted fault each, and about sound drafts. Written by
 `python examples/plant_faults.py` from the two bundled drafts. The run level uses {prompts} prompts of {tokens} tokens.
-[How many faults are found](../explanation/faults.md) explains the columns.
+[How many faults are found](../explanation/faults.md) describes the search.
 
 Cases: {done} of {all}.
 

@@ -31,7 +31,7 @@ NOISE_EDGE = 1.15
 """Largest singular value, as a share of the value that noise of this size has. Trained matrices exceed it by far."""
 
 TRAINED_EDGE = 1.5
-CLIPPED_SHARE = 0.01
+CLIPPED_SHARE, MIN_CLIPPED = 0.01, 16
 MAX_ROWS = 4096
 
 Measure = Callable[["torch.Tensor"], float]
@@ -122,8 +122,9 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
         noise = float(piece.std()) * float(piece.shape[0] ** 0.5 + piece.shape[1] ** 0.5)
         return float((piece @ vector).norm()) / max(noise, 1e-12)
 
-    for name, own, others in _beside(subject, edge, dim=2):
-        if own < NOISE_EDGE and (not others or median(others) > TRAINED_EDGE):
+    found = list(_beside(subject, edge, dim=2))
+    for name, own, others in found:
+        if own < NOISE_EDGE and median(others or [value for _, value, _ in found]) > TRAINED_EDGE:
             yield Problem(f"{WEIGHTS}:{name}", f"its largest singular value is {own:.2f} times that of noise")
 
 
@@ -143,7 +144,7 @@ def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
         return float((sizes == sizes.max()).float().mean())
 
     for name, own, _ in _beside(subject, clipped, dim=2):
-        if CLIPPED_SHARE < own < 1:
+        if CLIPPED_SHARE < own < 1 and own * (subject.tensors or {})[name].num_elements >= MIN_CLIPPED:
             yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values have the largest size")
 
 

@@ -68,7 +68,7 @@ def test_sound_drafts_pass(
 ) -> None:
     shorten_if_default(request, monkeypatch)
     report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
-    assert report.findings == ()
+    assert {item.severity for item in report.findings} <= {"info"}
     assert report.search is not None
     assert report.search.acceptance_len > 2
     assert {item.factor for item in report.search.readings} >= {"taps", "causality", "rope", "mask", "weights"}

@@ -11,6 +11,19 @@ from dflash_testing.rule_cases.base import SPEC, Case, add, both, edit, nothing,
 WIDE = replace(support.SMALL, hidden=128, head_dim=16)
 
 
+THREE = replace(support.SMALL, layers=3, windows=(None, None, None))
+DOWN = "model.safetensors:layers.1.mlp.down_proj.weight"
+
+
+def _structured(arrays: dict[str, Any]) -> None:
+    """Every matrix except one holds more than noise."""
+    for name, item in arrays.items():
+        if item.ndim == 2 and DOWN.partition(":")[2] != name:
+            arrays[name] = (item + 0.3).astype(np.float32) * np.sign(np.arange(len(item)) % 2 - 0.5)[:, None].astype(
+                np.float32
+            )
+
+
 def _follow_moved_id(mask: Any) -> Any:
     """The mask of the kept ids after the fifth was moved on by one."""
     moved = mask.copy()
@@ -20,6 +33,33 @@ def _follow_moved_id(mask: Any) -> Any:
 
 
 CASES = [
+    Case(
+        rule="N34", at=DOWN, names=("25%", "columns"), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item * np.where(np.arange(24) < 6, 1e-3, 1).astype("f4")),
+    ),
+    Case(
+        rule="N35", at="model.safetensors:norm.weight", names=("median",), severity="info", level="weights",
+        tensors=edit("norm.weight", lambda item: np.where(np.arange(16) == 3, 40, item).astype("f4")),
+    ),
+    Case(
+        rule="N36", at=DOWN, names=("times",), severity="info", level="weights", shape=THREE,
+        tensors=edit(DOWN.partition(":")[2], lambda item: item * 8),
+    ),
+    Case(
+        rule="N37", at=DOWN, names=("singular",), severity="info", level="weights", shape=THREE, tensors=_structured,
+    ),
+    Case(
+        rule="N38", at=DOWN, names=("largest",), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item.clip(-0.05, 0.05)),
+    ),
+    Case(
+        rule="N39", at=DOWN, names=("50%", "rows"), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: np.concatenate([item[:8], item[:8]])),
+    ),
+    Case(
+        rule="N39", at=DOWN, names=("25%", "zero"), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item * (np.arange(24) % 4 != 0).astype("f4")),
+    ),
     Case(
         rule="N13", at="model.safetensors:norm.weight", names=("1",), level="weights",
         tensors=edit("norm.weight", lambda item: np.where(np.arange(16) == 3, np.nan, item).astype(np.float32)),
