@@ -101,6 +101,7 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> "TensorSpec":
         """The dtype and the shape of a tensor, without a checksum."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))  # type: ignore[arg-type]
+
     def __post_init__(self) -> None:
         if len(self.shape) > MAX_AXES or math.prod(max(size, 1) for size in self.shape) > MAX_ELEMENTS:
             expected = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"

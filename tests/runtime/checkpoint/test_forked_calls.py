@@ -89,7 +89,7 @@ def test_a_chat_template_past_its_limits_is_refused(
 
 def test_a_template_renders_as_transformers_renders_it(target: Path) -> None:
     found = Tokenizer(target)
-    text = found._tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    text = found._hosted.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert found._rendered([MESSAGES, {}]) == text
 
 
