@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_cli.terminal.console import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing.deadline import deadline
 
@@ -290,3 +291,17 @@ def test_hardware_that_is_not_there_is_unsupported(options: list[str]) -> None:
 def test_usage_errors_are_typers() -> None:
     assert support.launch("validate").code == 2
     assert support.launch("convert", "tiny", "out", "--to", "gguf").code == 2
+
+
+HOSTILE = "x\nerror: forged\x1b]0;t\x07\x9b2J\u202e"
+
+
+@pytest.mark.parametrize("command", [("inspect", "--tensors"), ("validate",), ("inspect", "--json")])
+def test_names_of_a_checkpoint_forge_no_lines_and_no_escapes(command: tuple[str, ...], tmp_path: Path) -> None:
+    changed = support.native_config(model_type=HOSTILE, verifier=HOSTILE, extra_key=HOSTILE)
+    support.write_checkpoint(tmp_path, changed, {**support.body_arrays(), HOSTILE: np.ones(4, np.float32)})
+    outcome = support.run_main(command[0], tmp_path, *command[1:])
+    text = outcome.out + outcome.err
+    assert "forged" in text
+    assert not CONTROLS.search(text.replace("\n", ""))
+    assert not [line for line in text.splitlines() if line.startswith("error: forged")]
