@@ -159,6 +159,11 @@ def test_speculators_gives_totals_of_all_subsets(tmp_path: Path) -> None:
     (GUIDELLM, "no-acceptance", "GuideLLM"),
     (lines({"metadata": {}, "metrics": {}}), "no-acceptance", "AIPerf"),
     (SPECFORGE | {"average_acceptance_length": None}, "no-acceptance", "specforge benchmark"),
+    (
+        VLLM | {"spec_decode_num_drafts": 0, "spec_decode_acceptance_length": 0.0, "spec_decode_accepted_tokens": 0},
+        "no-steps",
+        "vllm bench serve",
+    ),
     (specdec_bench(1.0) * 2, "several-runs", "2"),
     (SPECULATORS.splitlines()[0] + "\n", "malformed-result", "speculators' acceptance.csv"),
     (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "malformed-result", "AIPerf profile_export_aiperf.json"),

@@ -176,3 +176,12 @@ def test_a_result_with_unverified_positions_is_refused(tmp_path: Path) -> None:
     (stored,) = read_evaluations([write_evaluation(tmp_path / "c.json", evaluation, per_pos_verified=verified)])
     with refuses(UsageError, "capped-result", found=3.0, expected="4"):
         refuse_capped(stored)
+
+
+def test_the_legend_says_how_much_lies_past_the_ends_of_answers() -> None:
+    """Whole blocks are counted. With short answers, most of their tokens are not part of an answer."""
+    evaluation = drawn_evaluation()
+    definitions = {**evaluation.total.definitions, "committed": 1.0}
+    short = replace(evaluation, total=replace(evaluation.total, definitions=definitions))
+    assert len(legend(short).splitlines()) == len(legend(evaluation).splitlines()) + 1
+    assert "1.000 tokens per step" in legend(short)
