@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.diagnosis.reading_screen import ReadingScreen
+from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_runtime.device import decode_graphs, memory
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
@@ -141,8 +141,8 @@ def test_readings_are_screened_on_the_second_device() -> None:
     for device in ("cuda:0", "cuda:1"):
         llm = gpu_llm("tiny", "float32", device=device, max_num_requests=4, seed=3)
         outputs = llm.generate(bundled_prompts()[:4], SamplingParams(max_new_tokens=64))
-        screen = ReadingScreen(llm.pair, outputs, {0, 2, 3, 4}, 7)
-        estimates.append(screen.acceptance_len(llm.pair, 100))
+        screen = ReadingScreen(KnownTexts(llm.pair, outputs, {0, 2, 3, 4}), 7)
+        estimates.append(screen.score(llm.pair, 100).accepted)
     assert estimates[0] == estimates[1] > 1.5
 
 

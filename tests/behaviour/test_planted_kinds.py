@@ -12,6 +12,8 @@ import pytest
 from planted_faults.kind_table import render, word_of
 from planted_faults.kinds import kinds
 
+from dflash_cli.diagnosis import readings
+
 KINDS = {kind.name: kind for kind in kinds()}
 
 
@@ -43,7 +45,7 @@ def test_a_damaged_tensor_is_no_reading_of_the_config(tmp_path: Path, monkeypatc
 
 def diagnosed(kind: Any, strength: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("VERY_FEW_ANCHORS", "FEW_ANCHORS", "MANY_ANCHORS", "MIN_TEST_PROMPTS", "NUM_RARE_IDS", "MAX_ON_TOP"):
-        monkeypatch.setattr(plant_kinds.readings, name, getattr(plant_kinds.readings, name))
+        monkeypatch.setattr(readings, name, getattr(readings, name))
     plant_kinds.shorten()
     monkeypatch.setattr(plant_kinds, "BUDGET", replace(plant_kinds.BUDGET, factors=frozenset({factor})))
     plant_kinds.plant(kind, "windowed", strength, tmp_path / "draft")
