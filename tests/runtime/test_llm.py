@@ -343,9 +343,9 @@ def test_a_tokenizer_is_loaded_only_for_text() -> None:
     llm = LLM(open_target(tiny_directory() / "target"), bundled_draft(), CONFIG)
     assert llm.tokenizer is not None
     (output,) = llm.generate(bundled_prompts()[:1], PARAMS)
-    assert "_tokenizer" not in vars(llm.tokenizer)
+    assert "_plain" not in vars(llm.tokenizer)
     assert output.text
-    assert "_tokenizer" in vars(llm.tokenizer)
+    assert "_plain" in vars(llm.tokenizer)
 
 
 def llm_with_text(**pair: Any) -> LLM:

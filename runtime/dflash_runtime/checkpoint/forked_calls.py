@@ -25,7 +25,14 @@ GRACE_S = 1.0
 
 
 class CallFailed(Exception):
-    """A call failed, was too slow, or took too much memory. The message gives the reason on one line."""
+    """A call failed, was too slow, or took too much memory. The message gives the reason on one line.
+
+    `kind` is the name of the exception in the forked process, or None past a limit.
+    """
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ForkedCalls:
@@ -56,7 +63,8 @@ class ForkedCalls:
                 limits = f"{self._seconds:g} s and {self._max_bytes} bytes"
                 raise CallFailed(f"it took more than {limits}") from error
         if not ok:
-            raise CallFailed(text)
+            kind, _, reason = text.partition("\n")
+            raise CallFailed(reason, kind)
         return text
 
     def _ask(self, data: bytes) -> tuple[bool, str]:
@@ -123,8 +131,9 @@ def _answer(call: Callable[[Any], str], argument: Any) -> bytes:
     try:
         return b"1" + call(argument).encode()
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        return b"0" + reason[:1000].encode("utf-8", errors="replace")
+        kind = type(error).__name__
+        reason = (str(error).splitlines() or [""])[0] or kind
+        return b"0" + f"{kind}\n{reason[:1000]}".encode("utf-8", errors="replace")
 
 
 def _receive(connection: socket.socket, length: int, until: float | None = None) -> bytes:

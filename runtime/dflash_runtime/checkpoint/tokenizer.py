@@ -79,10 +79,22 @@ class Tokenizer:
         return bool((self._plain or self._hosted).chat_template)
 
     @cached_property
-    def _rendered(self) -> ForkedCalls:
-        """The text of a conversation with options."""
-        _ = self._plain or self._hosted  # loaded here, and not again in each forked process
-        return ForkedCalls(lambda asked: self._render(*asked), seconds=RENDER_S, max_bytes=RENDER_BYTES)
+    def _plain_texts(self) -> ForkedCalls:
+        """The text of a conversation with options, by the plain tokenizer."""
+        plain = self._plain
+        assert plain is not None
+        return ForkedCalls(lambda asked: plain.render(*asked), seconds=RENDER_S, max_bytes=RENDER_BYTES)
+
+    @cached_property
+    def _hosted_texts(self) -> ForkedCalls:
+        """The text of a conversation with options, by transformers, which is loaded before the fork."""
+        hosted = self._hosted
+
+        def render(asked: Any) -> str:
+            messages, options = asked
+            return str(hosted.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+
+        return ForkedCalls(render, seconds=RENDER_S, max_bytes=RENDER_BYTES)
 
     @property
     def template_digest(self) -> str | None:
@@ -105,7 +117,7 @@ class Tokenizer:
                 limit.
         """
         try:
-            text = self._rendered([list(messages), {**self._template_options, **(options or {})}])
+            text = self._render(list(messages), {**self._template_options, **(options or {})})
         except CallFailed as error:
             raise RequestError(
                 f"{where}: the chat template refuses the conversation: {error}", id="template-refuses", field=where
@@ -113,10 +125,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        if self._plain is not None and self._plain.renders(messages, options):
-            return self._plain.render(messages, options)
-        text = self._hosted.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        return str(text)
+        is_plain = self._plain is not None and self._plain.renders(messages, options)
+        return (self._plain_texts if is_plain else self._hosted_texts)([messages, options])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

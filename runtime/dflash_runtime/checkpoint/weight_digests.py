@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.strict_json import loads, read_bytes
 from dflash_runtime.documents import from_json
-from dflash_runtime.errors import CheckpointError, InvalidConfig
+from dflash_runtime.errors import CheckpointError
 from dflash_runtime.whole_files import written_whole
 
 CHUNK_BYTES = 8 * 2**20
@@ -217,11 +218,11 @@ def recall(identity: FileIdentity) -> Mapping[Range, str]:
     """The remembered digests of a file's ranges. Empty if none are known."""
     try:
         file = _memory_file(identity)
-        entries = from_json(dict[str, str], json.loads(file.read_text(encoding="utf-8")))
+        entries = from_json(dict[str, str], loads(read_bytes(file)))
         return {
             (int(begin), int(end)): digest for key, digest in entries.items() for begin, _, end in [key.partition("-")]
         }
-    except (OSError, ValueError, RuntimeError, InvalidConfig):  # RuntimeError: the user has no home folder
+    except (OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: the user has no home folder
         return {}
 
 

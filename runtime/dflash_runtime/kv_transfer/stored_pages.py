@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.kv_transfer.handoff import TensorSpec
@@ -102,7 +103,7 @@ class StoredPages:
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                facts = from_json(PageFacts, json.loads((file.metadata() or {}).get(METADATA, "{}")))
+                facts = from_json(PageFacts, loads((file.metadata() or {}).get(METADATA, "{}")))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             problem = self._problem(digest, facts, tensors)
         except (SafetensorError, OSError, ValueError, InvalidConfig) as error:

@@ -29,6 +29,8 @@ OTHER_MEANINGS = {
     "generation/loaded_pair.py": "names of Python packages",
     "generation/run_facts.py": "names of Python packages",
     "engines/engine_reading.py": "names of Python packages",
+    "comparing/result_comparison.py": "names of Python packages",
+    "acceptance/acceptance_report.py": "definitions of acceptance",
     "main.py": "names of Python packages",
     "terminal/options.py": "names of the code that runs a target",
     "commands/tune.py": "engines with settings that are printed by default",

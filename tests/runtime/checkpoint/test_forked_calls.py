@@ -90,7 +90,7 @@ def test_a_chat_template_past_its_limits_is_refused(
 def test_a_template_renders_as_transformers_renders_it(target: Path) -> None:
     found = Tokenizer(target)
     text = found._hosted.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert found._rendered([MESSAGES, {}]) == text
+    assert found._plain_texts([MESSAGES, {}]) == text
 
 
 def test_a_pipe_as_a_file_of_the_tokenizer_is_refused(target: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2.exceptions import SecurityError, UndefinedError
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 from transformers import TokenizersBackend
@@ -312,22 +311,22 @@ def test_hostile_and_wrong_templates_end_alike(tmp_path: Path, template: str) ->
 
 
 def end(tokenizer: Tokenizer) -> Any:
-    """The ids of a conversation, or the type of the error that ends it."""
+    """The ids of a conversation, or the kind of error that ends it."""
     try:
         return tokenizer.render([{"role": "user", "content": "x"}], where="0")
     except RequestError as error:
-        return type(error.__cause__)
+        return getattr(error.__cause__, "kind", None) or type(error.__cause__).__name__
     except Exception as error:
-        return type(error)
+        return type(error).__name__
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{% set ns = namespace() %}{% set ns.__x = 1 %}", SecurityError),
-        ("{{ namespace(_a=1) }}", SecurityError),
-        ("{{ namespace({'__a': 1}) }}", SecurityError),
-        ("{{ dict.mro() }}", UndefinedError),
+        ("{% set ns = namespace() %}{% set ns.__x = 1 %}", "SecurityError"),
+        ("{{ namespace(_a=1) }}", "SecurityError"),
+        ("{{ namespace({'__a': 1}) }}", "SecurityError"),
+        ("{{ dict.mro() }}", "UndefinedError"),
         ("{{ dict.popitem }}", []),
     ],
 )

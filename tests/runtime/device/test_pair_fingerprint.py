@@ -39,6 +39,7 @@ DRAFT_CHANGES: dict[str, Any] = {
     "num_target_layers": 4, "verifier": Verifier(name_or_path="x"), "input_embedding_scale": 2.0,
     "has_target_scale": True, "output_multiplier": 2.0, "final_logit_softcapping": 30.0, "sample_from_anchor": True,
     "dtype": "float16", "model_type": "llama", "family": "other", "markov": MarkovConfig(rank=4),
+    "logit_scale": 2.0,
     "has_confidence": True, "confidence_reads_token": False, "selector": SelectorConfig(rank=4, top_k=2),
     "convolution": ConvolutionConfig(kernel_size=3, group_size=2),
 }  # fmt: skip
