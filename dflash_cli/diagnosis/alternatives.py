@@ -238,12 +238,13 @@ def _eps(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 def _weights(space: ReadingSpace) -> Iterator[AlternativeReading]:
     weights = WeightSpace(space.config, space.weights)
-    return (_of_weights(space, item) for item in weight_readings(weights))
+    return (_of_weights(space, item) for item in (weight_readings(weights) if weights.is_known else ()))
 
 
 def neutral_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
     """Every part of the draft left out."""
-    return tuple(_of_weights(space, item) for item in probes(WeightSpace(space.config, space.weights)))
+    weights = WeightSpace(space.config, space.weights)
+    return tuple(_of_weights(space, item) for item in (probes(weights) if weights.is_known else ()))
 
 
 def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:

@@ -35,6 +35,7 @@ SHARDS = (2, 4, 8)
 FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 QUERY, KEY, VALUE = QKV
+IN_LAYERS = (*rewrites.STACKED, "self_attn.o_proj", "mlp.down_proj", *HEAD_NORMS, *LAYER_NORMS)
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
 
@@ -63,6 +64,12 @@ class WeightSpace:
 
     config: DraftConfig
     weights: "Mapping[str, Tensor]" = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the tensors are those of a DFlash draft; a draft of another family has other tensors."""
+        layers = (f"layers.{number}.{name}.weight" for number in range(self.config.num_layers) for name in IN_LAYERS)
+        return not self.weights or {*(f"{name}.weight" for name in ENDS), *layers} <= self.weights.keys()
 
     @property
     def layers(self) -> tuple[int | None, ...]:

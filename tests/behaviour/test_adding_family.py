@@ -266,7 +266,7 @@ def check_commands(tmp_path: Path, draft: Path, target: Path, acceptance_len: fl
     few = ("--device", "cpu", "--num-prompts", 4, "-n", 12)
     diagnosis = run("diagnose", *pair, *few, code=3 if causes else 0)
     assert [finding["id"] for finding in diagnosis["report"]["findings"]] == causes
-    assert diagnosis["has_cause"] == bool(causes)
+    assert (diagnosis["has_cause"], diagnosis["rule"]) == (False, causes[0] if causes else None)
 
 
 def test_a_target_family_is_one_file(tmp_path: Path, add: Add) -> None:
