@@ -190,7 +190,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     if request.workers is not None:
         from dflash_cli.workers.ray_start import check_workers
 
-        check_workers(request.workers)
+        check_workers(request.workers, config)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan

@@ -3,7 +3,6 @@
 The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Both have the names used here.
 """
 
-import asyncio
 import atexit
 import threading
 import time
@@ -12,11 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import asyncio
 
 TEMPORARY = (429, 500, 502, 503, 504)
 REDIRECTED = 300
@@ -85,6 +87,8 @@ class HttpClient:
         self.num_retried = 0
 
     def close(self) -> None:
+        import asyncio
+
         asyncio.run_coroutine_threadsafe(self._client.aclose(), _loop()).result()
 
     def find(self, path: str) -> Any | None:
@@ -160,6 +164,8 @@ class HttpClient:
         raise self._unreachable(path, f"{trouble}, after {tries}", hint, id="no-answer")
 
     def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+        import asyncio  # not at the top: help takes no time for it
+
         request = asyncio.run_coroutine_threadsafe(self._answer(method, f"{self.url}{path}", body), _loop())
         try:
             return request.result()
@@ -167,6 +173,8 @@ class HttpClient:
             request.cancel()  # after an interruption
 
     async def _answer(self, method: str, url: str, body: Mapping[str, Any] | None) -> Answer:
+        import asyncio
+
         data = bytearray()
         async with asyncio.timeout(self._timeout_s), self._client.stream(method, url, json=body) as response:
             async for chunk in response.aiter_raw():
@@ -186,8 +194,10 @@ class HttpClient:
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop() -> "asyncio.AbstractEventLoop":
     """The loop of all requests, in a thread of its own. It can end a request at any moment, also in its headers."""
+    import asyncio
+
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http-client", daemon=True)
     thread.start()

@@ -10,9 +10,8 @@ from dflash_cli.generation.loaded_pair import OpenedPair, load_session
 from dflash_cli.terminal import console
 from dflash_cli.workers.crew import Crew
 from dflash_cli.workers.messages import WorkerSpec
-from dflash_cli.workers.ray_start import joined, parse_workers
+from dflash_cli.workers.ray_start import check_workers, joined
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural
 
 
@@ -35,21 +34,7 @@ def open_crew(pair: OpenedPair, config: EngineConfig, workers: str, *, threads: 
     Raises:
         UsageError: an option cannot be used with workers. Starting and loading raise further errors.
     """
-    request = parse_workers(workers)
-    if config.device_map is not None:
-        raise UsageError(
-            "--device-map cannot be used with --workers, where each worker has one GPU",
-            id="not-with-workers",
-            field="--device-map",
-            found=config.device_map,
-        )
-    if config.device.startswith("cuda:"):
-        raise UsageError(
-            f"--device {config.device} cannot be used with --workers, where each worker has its own GPU",
-            id="not-with-workers",
-            field="--device",
-            found=config.device,
-        )
+    request = check_workers(workers, config)
     spec = WorkerSpec(
         draft=None if pair.draft is None else _reference(pair, "draft", pair.draft.checkpoint.path),
         target=_reference(pair, "target", pair.target.checkpoint.path),

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from dflash_cli.workers.ray_cluster import RayCluster
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 
 LOCAL = "local"
@@ -60,14 +61,30 @@ def parse_workers(text: str) -> WorkersRequest:
     return WorkersRequest(address, int(count) if count else None)
 
 
-def check_workers(text: str) -> None:
-    """Check `--workers` before anything is loaded.
+def check_workers(text: str, config: EngineConfig) -> WorkersRequest:
+    """Read `--workers` before anything is loaded.
 
     Raises:
-        UsageError, UnsupportedError: the text has another form, or Ray is not installed.
+        UsageError: the text has another form, or an option cannot be used with workers.
+        UnsupportedError: Ray is not installed.
     """
-    parse_workers(text)
+    request = parse_workers(text)
+    if config.device_map is not None:
+        raise UsageError(
+            "--device-map cannot be used with --workers, where each worker has one GPU",
+            id="not-with-workers",
+            field="--device-map",
+            found=config.device_map,
+        )
+    if config.device.startswith("cuda:"):
+        raise UsageError(
+            f"--device {config.device} cannot be used with --workers, where each worker has its own GPU",
+            id="not-with-workers",
+            field="--device",
+            found=config.device,
+        )
     _import_ray()
+    return request
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class Toy(Format):
         toy = config["toy"]
         return ParsedConfig(
             config=ToyConfig(
-                hidden_size=toy["width"], intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
+                hidden_size=toy["width"], intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2,
                 rms_norm_eps=1.0, max_position_embeddings=64, rope=RopeConfig(theta=1.0), block_size=toy["ahead"] + 1,
                 target_layer_ids=tuple(toy["taps"]), mask_token_id=0, vocab_size=toy["words"],
                 draft_vocab_size=toy["words"], causal=(False,), windows=(None,), num_target_layers=toy["of"],

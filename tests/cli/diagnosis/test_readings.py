@@ -117,7 +117,7 @@ def test_a_falsified_config_is_caught(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     shorten_if_default(request, monkeypatch)
-    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=12)
+    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
     assert report.search is not None
@@ -179,7 +179,7 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
-    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=6, max_new_tokens=12)
+    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=6, max_new_tokens=32)
     (found,) = [item for item in report.findings if item.level == "run"]
     assert (found.id, found.severity) == ("R09", "error")
     assert report.search is not None
@@ -255,7 +255,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     outcome = support.invoke(
-        "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 12, "--device", "cpu"
+        "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 32, "--device", "cpu"
     )
     assert outcome.code == 3
     assert "R04 error" in outcome.out
@@ -273,8 +273,8 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     shorten_search(monkeypatch)
     prompts = six_prompts()
     path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
-    alone = run(path, "rope", prompts=prompts, max_new_tokens=12)
-    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=12)
+    alone = run(path, "rope", prompts=prompts, max_new_tokens=32)
+    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=32)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
     assert [to_json(item) for item in mixed.findings] == [to_json(item) for item in alone.findings]
     (note,) = mixed.notes
