@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file for state and result")
     parser.add_argument("--faults", type=Path, help="a file with FAULTS instead of the kinds")
     parser.add_argument("--families", default=",".join(FAMILIES), help="run only cells of these families")
-    parser.add_argument("--only", default="", help="run only kinds whose name matches this regular expression")
+    parser.add_argument("--only", default="", help="run only kinds with names that match this regular expression")
     parser.add_argument("--every", action="store_true", help="every family for each kind, not one family in turn")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which the run ends")
     parser.add_argument("--markdown", type=Path, help="file for the page with all cells")

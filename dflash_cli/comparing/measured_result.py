@@ -215,7 +215,7 @@ def read_result(path: Path) -> MeasuredResult:
 
 
 MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, InvalidConfig)
-"""What a reader of another program's file raises if a value is of another type or out of range."""
+"""Errors of the readers of other programs' files: a value is of another type or out of range."""
 
 
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:

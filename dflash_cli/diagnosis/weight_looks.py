@@ -16,7 +16,7 @@ LEAST_OF_PLUS_ONE = 0.95
 """A weight to which 1 was added is hardly ever smaller, because trained norms are hardly ever negative."""
 
 UNLIKE = 1.6
-"""A tensor whose values are this many times larger or smaller than its siblings' may have been scaled."""
+"""A tensor may have been scaled if its values are this many times larger or smaller than its siblings'."""
 
 
 def is_offset(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequence[str], layer: int | None) -> bool:

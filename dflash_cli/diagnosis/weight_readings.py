@@ -67,7 +67,7 @@ class WeightSpace:
 
     @property
     def is_known(self) -> bool:
-        """Whether the tensors are those of a DFlash draft; a draft of another family has other tensors."""
+        """Whether the tensors belong to a DFlash draft; a draft of another family has other tensors."""
         layers = (f"layers.{number}.{name}.weight" for number in range(self.config.num_layers) for name in IN_LAYERS)
         return not self.weights or {*(f"{name}.weight" for name in ENDS), *layers} <= self.weights.keys()
 

@@ -95,7 +95,7 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         EngineStops: the class refuses the config.
     """
     if asks_for_latent_attention(config):
-        raise EngineStops("attention_mode", "latent attention, for which the engine has no draft model")
+        raise EngineStops("attention_mode", "latent attention, and the engine lacks a draft model with it")
     found = CLASSES[model_type].resolve(config)
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype is not None and str(dtype) not in TORCH_TYPES:

@@ -325,7 +325,7 @@ def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
 
 
 def _readings(subject: Subject) -> Iterator[tuple[ServingEngine, EngineReading | EngineStops | None]]:
-    """Each engine that the user named, with what it makes of the config."""
+    """Each engine that the user named, with its reading of the config."""
     for engine in subject.plan.engines:
         assert isinstance(engine, ServingEngine)
         yield engine, engine.read_config(subject)

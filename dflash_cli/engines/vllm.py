@@ -256,7 +256,7 @@ def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mappi
     if found["rope_parameters"]["rope_type"] == "mrope" and "mrope_section" in found["rope_parameters"]:
         found["rope_parameters"] = {**found["rope_parameters"], "rope_type": "default"}
     if found["rope_parameters"]["rope_type"] == "longrope":
-        raise EngineStops("rope_scaling.rope_type", "longrope, whose table of positions vLLM's DFlash model lacks")
+        raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
     check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
     if nested.get("sample_from_anchor"):
         raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")

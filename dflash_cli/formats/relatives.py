@@ -191,7 +191,7 @@ class Eagle3(Relative):
 
 @FORMATS.register("eagle")
 class Eagle(Relative):
-    """EAGLE and EAGLE-2, whose head has a target's architecture name. Its fc.weight has no norm beside it."""
+    """EAGLE and EAGLE-2. The head has a target's architecture name. Its fc.weight stands without a norm."""
 
     title = "EAGLE"
     priority = 12

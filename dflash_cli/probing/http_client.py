@@ -80,7 +80,7 @@ class HttpClient:
         limits = self._library.Limits(max_connections=None, max_keepalive_connections=0)
         # Reading certificates takes a tenth of a second, and plain HTTP needs none.
         is_encrypted = self.url.startswith("https")
-        # A compressed answer could be far larger than what was received.
+        # A compressed answer could be far larger than its bytes on the wire.
         headers["Accept-Encoding"] = "identity"
         self._client = self._library.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
         self._count = threading.Lock()

@@ -197,7 +197,7 @@ def _step_times(windows: Sequence[Window]) -> list[float]:
 
 
 def _ratio_interval(windows: Sequence[Window], plain: Sequence[Window], one: Speed, other: Speed) -> Interval | None:
-    """Return the interval of a speed-up over rounds, each of which times both arms on the same prompts."""
+    """Return the interval of a speed-up over rounds. Each round times both arms on the same prompts."""
     rates = [[tokens / seconds for tokens, _, seconds in item] for item in (windows, plain)]
     half = half_width([math.log(fast / slow) for fast, slow in zip(*rates, strict=True)], CONFIDENCE)
     if math.isinf(half):

@@ -6,7 +6,7 @@ Acceptance length and times are measured separately, so each has its own interva
 resampling prompts. The interval of the ratio of times comes from Student's t over the timed rounds, paired by round. On
 a log scale the speed-up is a sum, and MOVER combines the intervals of the terms (Zou and Donner 2008). The intervals
 of a batch size hold for all its candidates together (Bonferroni), because the best of several is chosen by its figure.
-A single time has no interval, so nothing is decided.
+A single time decides nothing, because it lacks an interval.
 
 Candidates are compared with the best one in tokens per millisecond, paired by prompt. The plain step cancels out. A
 candidate is level with the best unless an interval, corrected for the number of comparisons, shows that it is slower.

@@ -172,7 +172,7 @@ def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Itera
 def _on_loopback(ray: ModuleType) -> Iterator[None]:
     """Let Ray's servers listen on the loopback address only.
 
-    Ray has no option for this. It does so on systems without clusters, and this switch makes a system one of these:
+    Ray lacks an option for this. It does so on systems without clusters, and this switch makes a system one of these:
     the constant decides for this process, and the variable for Ray's own processes.
     """
     constants = ray._private.ray_constants

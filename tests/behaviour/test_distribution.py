@@ -48,7 +48,7 @@ class FixedDraft(ScriptedDraft):
 
 
 def walking_draft() -> Draft:
-    """A DFlash 2 draft, whose later tokens depend on its earlier ones."""
+    """A DFlash 2 draft: later tokens of a block depend on earlier ones."""
     return random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1), **DFLASH2)
 
 

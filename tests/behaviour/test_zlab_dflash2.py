@@ -1,7 +1,8 @@
 """DFlash 2: texts and acceptance traces equal z-lab's, step for step, on DFlash drafts with its parts added by a seed.
 
 tests/golden/zlab_dflash2.py recorded the traces. Near the end of the output the reference shortens blocks and this
-runtime does not, so only steps with a whole block left are compared. With identities, the trace is that of DFlash.
+runtime does not, so only steps with a whole block left are compared. With identities, the trace equals the trace of
+DFlash.
 """
 
 import json
@@ -95,7 +96,7 @@ def test_at_least_two_hundred_drafts_are_recorded() -> None:
 
 @pytest.mark.parametrize("index", [1, *(pytest.param(index, marks=pytest.mark.slow) for index in (0, 2, 3))])
 def test_with_identities_it_is_dflash(index: int) -> None:
-    """And the recorded trace of the reference is that of DFlash, too."""
+    """The recorded trace of the reference equals the trace of DFlash, too."""
     case = cases()[index]
     draft = bundled_draft_model(block_size=case.block_size)
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)

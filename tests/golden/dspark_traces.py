@@ -31,7 +31,7 @@ CLOSE = 5e-5
 
 
 class SparkModel(zlab.DFlash2DraftModel):  # type: ignore[misc]
-    """z-lab's DFlash model, in whose loop the Markov head chooses the tokens."""
+    """z-lab's DFlash model. In its loop the Markov head chooses the tokens."""
 
     def __init__(self, config: Any, case: Spark, head: Any) -> None:
         zlab.DFlashDraftModel.__init__(self, config)

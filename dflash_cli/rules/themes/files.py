@@ -26,7 +26,7 @@ FETCH = "copy or download the checkpoint again, then check it: dflash validate {
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
 
-    A strict file is UTF-8 and has no repeated key, and no integer beyond 64 bits. Most parsers keep the last of several
+    A strict file is UTF-8, repeats no key, and keeps integers within 64 bits. Most parsers keep the last of several
     equal keys and do not warn. A key that dflash does not use may hold NaN and Infinity, which Python writes and reads.
     """
     if CONFIG_FILE in subject.files:

@@ -125,7 +125,7 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
     found = list(_beside(subject, edge, dim=2))
     for name, own, others in found:
         if own < NOISE_EDGE and median(others or [value for _, value, _ in found]) > TRAINED_EDGE:
-            yield Problem(f"{WEIGHTS}:{name}", f"its largest singular value is {own:.2f} times that of noise")
+            yield Problem(f"{WEIGHTS}:{name}", f"its largest singular value is {own:.2f} times the value of noise")
 
 
 @check_weights(

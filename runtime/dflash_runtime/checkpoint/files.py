@@ -179,7 +179,7 @@ def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str,
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file whose header was read before."""
+    """Return the metadata of a safetensors file. Its header was read before."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         metadata: dict[str, str] = parse_json(stream.read(length), file).get("__metadata__") or {}

@@ -178,7 +178,7 @@ def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None
 
 
 def unapplied_tensors(names: Iterable[str], *, stored: Iterable[str], num_layers: int) -> list[str]:
-    """Return those of `names` that readers of a target must not skip, sorted. `stored` has every name of the file.
+    """Return the names, sorted, that readers of a target must not skip. `stored` has every name of the file.
 
     A head that is tied, buffers, and parts that only predict further tokens (MTP) may be skipped. Such a part is a
     layer after the decoder's, with any number.

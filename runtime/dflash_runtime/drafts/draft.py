@@ -80,7 +80,7 @@ class Drawn(NamedTuple):
 
 @runtime_checkable
 class WalkingDraft(Draft, Protocol):
-    """A draft whose tokens depend on its earlier tokens of the block, so that it chooses them itself."""
+    """A draft that chooses its tokens itself, because later tokens of a block depend on earlier ones."""
 
     def propose(
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None

@@ -1,4 +1,4 @@
-"""The DSpark draft: DFlash whose logits depend on the token before, by a bias of low rank (a Markov head).
+"""The DSpark draft: DFlash with a bias of the logits that depends on the token before (a Markov head of low rank).
 
 A block has one of two layouts. In the fill-in layout of DFlash each mask predicts the token at its own position. In the
 anchor-first layout (`sample_from_anchor`) every row predicts the token after it, so a block of N rows gives N tokens.

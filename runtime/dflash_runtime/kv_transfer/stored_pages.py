@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """What binds a file to its name and its pair: the digest of the page, the fingerprint's digest, checksums."""
+    """The facts that bind a file to its name and its pair: digests of the page and the fingerprint, checksums."""
 
     digest: str
     fingerprint: str

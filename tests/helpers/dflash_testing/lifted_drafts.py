@@ -59,7 +59,7 @@ def cases() -> list[Lift]:
 
 
 def lift(config: dict[str, Any], tensors: dict[str, Tensor], case: Lift) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the float32 tensors of a native DFlash 2 draft, made from those of a DFlash draft."""
+    """Return the config and the float32 tensors of a native DFlash 2 draft, made from a DFlash draft."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int) -> Tensor:
