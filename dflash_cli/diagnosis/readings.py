@@ -106,6 +106,9 @@ perfect."""
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
 
+ORDERED, SLIGHT = ("rope", "window"), 0.02
+"""Settings with many similar values, and the share of the gain by which short texts cannot tell such values apart."""
+
 MAX_EQUAL = 3
 SAME_LOSS = 1e-4
 """Nats. Two readings with the same loss are one reading in other words."""
@@ -286,7 +289,7 @@ class Searcher:
         own = self._own_score(MANY_ANCHORS)
         screened = self._screened(pooled_acceptance_len(base))
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
-        best = find_best(counted)
+        best = self._usual(find_best(counted), counted, own)
         best = self._refined(best, base) if best is not None else None
         longer = self._longer_block(screened, own) if best is None else None
         if longer is not None and longer.matters:
@@ -387,6 +390,14 @@ class Searcher:
             found = replace(found, name=name, cause="the tapped layers differ from training")
             best = self._counted(replace(better[0], alternative=found), base)
         return best
+
+    def _usual(self, best: ReadingResult | None, counted: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
+        """Of values of one setting with nearly the lowest loss, the usual value: it is listed first."""
+        if best is None or best.factor not in ORDERED:
+            return best
+        limit = best.score.loss + SLIGHT * (own.loss - best.score.loss)
+        near = [item for item in counted if item.factor == best.factor and item.matters and item.score.loss <= limit]
+        return min(near, key=lambda item: self._readings.index(item.alternative))
 
     def _longer_block(self, screened: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
         """The longer block to count whole, if nearly every token is accepted and the block harms none of these."""
