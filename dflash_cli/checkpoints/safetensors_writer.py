@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo, read_metadata
+from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo, read_header
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -70,7 +70,7 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
     ordered = sorted(tensors, key=_order)
     metadata: dict[str, str] = {}
     for file in sorted({info.file for info in ordered}):
-        metadata |= read_metadata(file)
+        read_header(file, metadata)
     with destination.open("xb", buffering=0) as out:
         runs = join_extents(ordered)
         write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs), metadata=metadata))

@@ -36,6 +36,7 @@ from dflash_testing.pairs import (
     random_target,
 )
 from dflash_testing.paths import GOLDEN
+from dflash_testing.reference_traces import num_whole_steps
 from dflash_testing.refusals import refuses
 from dflash_testing.widths import ListedWidths
 
@@ -85,19 +86,9 @@ def test_every_drafted_token_is_the_references(trace: dict[str, Any]) -> None:
     llm = bundled_llm(with_head(case), case.num_drafts)
     (output,) = llm.generate([trace["prompt_token_ids"]], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
     assert list(output.token_ids) == trace["token_ids"]
-    count = num_whole(trace, case.num_drafts + 1)
+    count = num_whole_steps(trace["acceptance_lengths"], NUM_TOKENS, case.num_drafts + 1)
     assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]
     assert [list(step.draft_ids) for step in output.drafts[:count]] == trace["drafts"][:count]
-
-
-def num_whole(trace: dict[str, Any], num_rows: int) -> int:
-    """The reference's steps that had at least a whole block left to generate."""
-    generated = 1
-    for count, length in enumerate(trace["acceptance_lengths"]):
-        if NUM_TOKENS - generated < num_rows:
-            return count
-        generated += length
-    return len(trace["acceptance_lengths"])
 
 
 def test_a_hundred_heads_are_recorded_of_every_kind() -> None:

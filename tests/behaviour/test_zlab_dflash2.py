@@ -24,6 +24,7 @@ from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.lifted_drafts import Lift, cases, lift
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm, bundled_target_model, placement
 from dflash_testing.paths import GOLDEN
+from dflash_testing.reference_traces import num_whole_steps
 
 RECORDED = json.loads((GOLDEN / "zlab_dflash2.json").read_text())
 CASES = {case.seed: case for case in cases()[4:]}
@@ -63,19 +64,8 @@ def check(trace: dict[str, Any], case: Lift) -> None:
     llm = bundled_llm(lifted(case), case.block_size - 1)
     (output,) = llm.generate([trace["prompt_token_ids"]], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
     assert list(output.token_ids) == trace["token_ids"]
-    expected = whole_blocks(trace, case.block_size)
-    assert list(output.acceptance_lengths[: len(expected)]) == expected
-
-
-def whole_blocks(trace: dict[str, Any], block: int) -> list[int]:
-    """Acceptance lengths of the reference's steps that had at least a whole block left to generate."""
-    generated, whole = 1, []
-    for length in trace["acceptance_lengths"]:
-        if NUM_TOKENS - generated < block:
-            break
-        whole.append(length)
-        generated += length
-    return whole
+    count = num_whole_steps(trace["acceptance_lengths"], NUM_TOKENS, case.block_size)
+    assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ the output the reference shortens blocks and this runtime does not, so only step
 import hashlib
 import json
 from collections.abc import Collection
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm
 from dflash_testing.paths import GOLDEN
+from dflash_testing.reference_traces import num_whole_steps
 
 RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
 BLOCK = 8
@@ -53,17 +53,5 @@ def test_trace_equals_the_reference_loop(reading: str, lengths: Collection[int])
     ):
         assert min(trace["smallest_target_gap"], trace["smallest_draft_gap"]) > ROUNDING
         assert list(output.token_ids) == trace["token_ids"]
-        expected = whole_blocks(trace, params.max_new_tokens)
-        assert list(output.acceptance_lengths[: len(expected)]) == expected
-
-
-def whole_blocks(trace: dict[str, Any], max_new_tokens: int) -> list[int]:
-    """Acceptance lengths of the reference's steps that had at least a whole block left to generate."""
-    lengths: list[int] = trace["acceptance_lengths"]
-    generated, whole = 1, []
-    for length in lengths:
-        if max_new_tokens - generated < BLOCK:
-            break
-        whole.append(length)
-        generated += length
-    return whole
+        count = num_whole_steps(trace["acceptance_lengths"], params.max_new_tokens, BLOCK)
+        assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]

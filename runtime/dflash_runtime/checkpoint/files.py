@@ -178,14 +178,6 @@ def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str,
         raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
 
 
-def read_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file. Its header was read before."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        metadata: dict[str, str] = parse_json(stream.read(length), file).get("__metadata__") or {}
-    return metadata
-
-
 def parse_header(
     read: Callable[[int], bytes], size: int, file: Path, metadata: dict[str, str] | None = None
 ) -> dict[str, TensorInfo]:

@@ -43,7 +43,7 @@ from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
-from dflash_runtime.drafts.draft import Draws, WalkingDraft
+from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
@@ -86,7 +86,7 @@ class Runner:
         if self.draft_kv is not None:
             caches[DRAFT_PAGES] = self.draft_kv
         self.porter = PagePorter(caches, self.device, self._upload)
-        self._draft_ids = self._find_draft_ids()
+        self._draft_ids = draft_places(self.draft, self.target.config.vocab_size) if self.draft else None
         self._bounds = Bounds(
             max_model_len=self.limits.max_model_len,
             last_draft_len=self.limits.last_draft_len,
@@ -340,14 +340,6 @@ class Runner:
         """The target's ids of the draft's token ids."""
         assert self.draft is not None
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
-
-    def _find_draft_ids(self) -> Tensor | None:
-        """The draft's id of every target id [V], or -1 without one. None if both models have the same ids."""
-        if self.draft is None or self.draft.target_ids is None:
-            return None
-        draft_ids = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=self.device)
-        draft_ids[self.draft.target_ids] = torch.arange(len(self.draft.target_ids), device=self.device)
-        return draft_ids
 
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.drafts.draft import Draft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
 
@@ -83,7 +83,7 @@ class TextPages:
         """The draft's blocks at each anchor, and its probabilities. The text must go on for the whole block."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         with as_current(self._placement.device):
-            rows = None if draft.target_ids is None else self._rows_of(draft)
+            rows = draft_places(draft, draft.config.vocab_size)
             texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
             for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
                 chances = logits.float().log_softmax(dim=-1)
@@ -103,13 +103,6 @@ class TextPages:
         first, positions = self._locate(anchors)
         after = 1 + torch.arange(count, device=first.device)
         return self._token_ids[((first + positions)[:, None] + after).clamp(max=len(self._token_ids) - 1)]
-
-    def _rows_of(self, draft: Draft) -> Tensor:
-        """The draft's output row of each target id, -1 without a row."""
-        assert draft.target_ids is not None
-        rows = torch.full((draft.config.vocab_size,), -1, device=draft.target_ids.device)
-        rows[draft.target_ids] = torch.arange(len(draft.target_ids), device=rows.device)
-        return rows
 
     def _ids(self, draft: Draft, logits: Tensor) -> Tensor:
         ids = self._placement.kernels.argmax(logits.flatten(0, 1)).view(logits.shape[:2])

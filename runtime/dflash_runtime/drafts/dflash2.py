@@ -115,11 +115,11 @@ class DFlash2Draft(DFlashDraft):
         self._projection = Linear.read(weights, f"{SELECTOR}.hidden_projection", placement.kernels)
 
     def _read_layers(self, weights: Weights, config: DraftConfig, placement: Placement) -> ConvolvedStack:
-        self._convolved = ConvolvedStack(weights, config, placement)
-        return self._convolved
+        return ConvolvedStack(weights, config, placement)
 
     def _denoise(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int) -> Tensor:
-        hidden = self._convolved.denoise(self._embed(block_ids), positions, attend)
+        assert isinstance(self._decoder, ConvolvedStack)
+        hidden = self._decoder.denoise(self._embed(block_ids), positions, attend)
         return hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)
 
     def propose(

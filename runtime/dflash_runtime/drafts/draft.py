@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from dflash_kernels.sampling import Distribution
@@ -131,6 +132,15 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
     """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`."""
     return load_weights(source.checkpoint, owned_tensors(source), placement)
+
+
+def draft_places(draft: Draft, vocab_size: int) -> Tensor | None:
+    """Return the draft's id of every target id [V], or -1 without one. None if both models have the same ids."""
+    if draft.target_ids is None:
+        return None
+    places = draft.target_ids.new_full((vocab_size,), -1)
+    places[draft.target_ids] = torch.arange(len(draft.target_ids), device=places.device)
+    return places
 
 
 def build_draft(config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> Draft:

@@ -70,7 +70,6 @@ def test_sound_drafts_pass(
     report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
     assert {item.severity for item in report.findings} <= {"info"}
     assert report.search is not None
-    assert report.search.acceptance_len > 1.9
     assert {item.factor for item in report.search.readings} >= {"taps", "causality", "rope", "mask", "weights"}
     assert report.search.explanation is None
 
