@@ -40,9 +40,9 @@ STYLE_FLAGS: Mapping[str, bool] = {"use_gemma_norm": True, "is_neox_style": Fals
 class ParsedConfig:
     """A config in canonical form.
 
-    carried               keys without a canonical field. A conversion reports them, and copies them if the other dialect
-                          takes them. A key of the decoder is plain, any other key has the prefix of its container
-                          (`own_prefix`).
+    carried               keys without a canonical field. A conversion reports them, and copies them if the other
+                          dialect takes them. A key of the decoder is plain, any other key has the prefix of its
+                          container (`own_prefix`).
     notes                 sentences for the user.
     has_unknown_layout    the rows of a block that predict a token are not stated, and readers differ.
                           `sample_from_anchor` is then a guess, which no command may convert or run.
