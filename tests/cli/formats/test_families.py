@@ -41,6 +41,7 @@ from dflash_testing.refusals import refuses
 
 PATH = Path("config.json")
 NAMES = list(FAMILIES)
+SCALED: dict[str, Any] = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
 WORDS = ("native", "speculators", "vllm", "sglang")
 
 
