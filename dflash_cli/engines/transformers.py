@@ -57,6 +57,7 @@ class Transformers(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2"})
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False

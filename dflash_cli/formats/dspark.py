@@ -7,7 +7,7 @@ config without either key has an unknown layout, because readers differ:
     SGLang                       anchor-first; it reads only the top level
     vLLM, speculators file       fill-in
     speculators' own class       anchor-first; it always writes the key
-    llama.cpp                    fill-in, as its authors say
+    llama.cpp, speculators file  fill-in, by its pull request 26275
 
 `block_size` counts rows, as in `DraftConfig`: an anchor-first block of N rows drafts N tokens, a fill-in block N - 1.
 speculators counts so in both layouts. For a native file, vLLM and SGLang by default draft `block_size` tokens in both
@@ -96,7 +96,7 @@ class DSpark(FamilyFormat):
             "markov": markov,
             "has_confidence": has_confidence,
             "confidence_reads_token": reads_token if has_confidence else True,
-            "sample_from_anchor": True if layout is None else layout,
+            "sample_from_anchor": self.kind is None if layout is None else layout,
         }
 
     def write_family(self, config: DraftConfig) -> Json:

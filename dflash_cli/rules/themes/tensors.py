@@ -12,6 +12,8 @@ from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import (
+    CODEBOOK,
+    CONFIDENCE,
     DRAFT_TO_TARGET,
     EMBEDDING,
     HEAD,
@@ -264,9 +266,9 @@ def _checked_sizes(subject: Subject) -> DraftConfig | None:
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> its shape; fc and hidden_norm under their usual names."""
+    """Tensor name -> its shape; fc, hidden_norm and codebooks under their usual names."""
     return {
-        canonical_name(name) if name.startswith(ALIASES) else name: info.shape
+        canonical_name(name) if name.startswith(ALIASES) or CODEBOOK.match(name) else name: info.shape
         for name, info in (subject.tensors or {}).items()
     }
 
@@ -277,9 +279,10 @@ def fused_names(subject: Subject) -> list[str]:
 
 
 def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
-    """The draft's own tensors, without the id map and copies of the target's tensors."""
+    """The draft's own tensors, without the id map, copies of the target's tensors, and a head in float32 by design."""
     skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
-    return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
+    every = (subject.tensors or {}).items()
+    return {name: info for name, info in every if name not in skipped and not name.startswith(CONFIDENCE)}
 
 
 def extra_tensor(subject: Subject, problem: Problem) -> Iterator[Problem]:
