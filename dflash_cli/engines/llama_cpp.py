@@ -188,7 +188,8 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     """block_size is at the top level, where llama.cpp's converter reads it."""
     is_nested = subject.config.get("block_size") is None and subject.stated.block_size not in (None, 16)
-    if isinstance(subject.format, Native) and is_nested:
+    is_older = subject.format.family == Format.family  # those converters know no other family
+    if isinstance(subject.format, Native) and is_older and is_nested:
         message = f"missing at the top level, {subject.stated.block_size} in dflash_config"
         yield Problem(subject.expected_at("block_size"), message)
 

@@ -143,11 +143,23 @@ class ServingEngine:
             return None
         if str(self) not in subject.known:
             try:
+                self._require_model(subject)
                 subject.known[str(self)] = self.read_values(subject)
             except EngineStops as stops:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
+
+    def _require_model(self, subject: Subject) -> None:
+        """Require a model for drafts of another family than DFlash.
+
+        Raises:
+            EngineStops: the engine has none under the draft's architecture.
+        """
+        if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
+            raise EngineStops(
+                "architectures", f"found {named_architectures(subject.config)}, which it has no model for"
+            )
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.

@@ -151,6 +151,8 @@ class SglangEngine(ServingEngine):
             raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
         softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
         _check_model(found, subject)
+        if subject.format.family == "dspark":
+            _check_markov(config, nested, mask, found)
         check_shapes(found, len(taps), subject)
         return EngineReading(
             windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
@@ -244,6 +246,20 @@ def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
     is_clamped = found["hidden_act"] == "swigluoai" and {"swiglu_alpha", "swiglu_limit"} <= found.keys()
     if found["hidden_act"] != "silu" and not is_clamped:
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
+
+
+def _check_markov(config: Mapping[str, Any], nested: Mapping[str, Any], mask: object, found: Mapping[str, Any]) -> None:
+    """Require what SGLang builds a DSpark draft from. Source: 0.5.23 models/dspark.py, dspark_config.py."""
+    rank = config.get("markov_rank", 0)
+    if not is_int(rank) or rank <= 0:
+        raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected a positive integer")
+    if not any(config.get(key) for key in PREFIXED.values()):
+        if nested.get("markov_head_type", config.get("markov_head_type")) is None:
+            raise EngineStops("markov_head_type", "missing")
+    if mask is None:
+        raise EngineStops("mask_token_id", "missing, and SGLang reads it under no other name")
+    if found.get("draft_vocab_size") not in (None, found["vocab_size"]):
+        raise EngineStops("draft_vocab_size", "the Markov head of a reduced vocabulary does not fit")
 
 
 def _has_own_embedding(config: Mapping[str, Any]) -> bool:

@@ -47,7 +47,7 @@ from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
+from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import as_object, is_int, is_number
@@ -166,6 +166,8 @@ class VllmEngine(ServingEngine):
             return None
         aux, mask = _captured(config, nested, subject), _mask(config, nested)
         _check_model(config, found, nested)
+        if subject.format.family == "dspark":
+            _check_markov(config, subject)
         width = found.get("target_hidden_size") or found["hidden_size"]
         check_shapes(found, len(aux), subject, target_hidden_size=width)
         check_captured([layer - 1 for layer in aux], width, subject)
@@ -289,6 +291,21 @@ def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mappi
     for key in ("max_position_embeddings", "vocab_size"):
         if found[key] < (1 if key == "max_position_embeddings" else 0):
             raise EngineStops(key, f"found {found[key]}")
+
+
+def _check_markov(config: Mapping[str, Any], subject: Subject) -> None:
+    """Require what vLLM builds the heads of a DSpark draft from. Source: 0.33.0 qwen3_dspark.py."""
+    rank, head_type = config.get("markov_rank"), subject.stated.value("markov_head_type")
+    if not is_int(rank) or rank < 0:
+        raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected an integer")
+    if rank and head_type not in (None, "vanilla"):
+        raise EngineStops("markov_head_type", f"found {head_type!r}, and vLLM has the vanilla head only")
+    reads_token = config.get("confidence_head_with_markov", False)
+    if config.get("enable_confidence_head") and subject.tensors is not None:
+        width = subject.tensors.get(f"{CONFIDENCE}.weight")
+        expected = config["hidden_size"] + (rank if reads_token else 0)
+        if width is not None and tuple(width.shape) != (1, expected):
+            raise EngineStops("confidence_head_with_markov", f"the weight has the shape {list(width.shape)}")
 
 
 @check_vllm(

@@ -17,7 +17,7 @@ FIX_CAUSALITY = (
 
 WINDOW_KEY = "true, expected the sliding layers in layer_types"
 PUBLISHED_NON_CAUSAL = (
-    "vLLM, SGLang and z-lab's code make sliding layers of a native file causal; published drafts of this family are "
+    "vLLM, SGLang and z-lab's code make such layers causal; published drafts of this family are "
     "trained without causality"
 )
 QWEN3 = "transformers Qwen3Config"

@@ -32,6 +32,7 @@ PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
+ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
     (r"(embed_tokens|lm_head)\.", "a draft borrows the target's"),
@@ -86,7 +87,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
         if name.startswith("verifier_") and stopping:
             yield Problem(f"{WEIGHTS}:{name}", "unexpected: left over from training", engines=stopping)
     beyond = [name for name in unexpected if any(index >= dims.num_layers for index in layer_indices([name]))]
-    biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
+    biases = [name for name in unexpected if ATTENTION_BIAS.match(name) and name not in beyond]
     for name in unexpected:
         if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
             continue
@@ -183,8 +184,7 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
     """Attention biases, including the bias of o_proj, are present exactly if attention_bias is true."""
     if subject.tensors is None:
         return
-    pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
-    biases = [name for name in subject.tensors if pattern.match(name)]
+    biases = [name for name in subject.tensors if ATTENTION_BIAS.match(name)]
     if biases and subject.stated.body.get("attention_bias") is not True:
         yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
 
