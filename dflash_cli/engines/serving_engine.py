@@ -157,9 +157,7 @@ class ServingEngine:
             EngineStops: the engine has none under the draft's architecture.
         """
         if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
-            raise EngineStops(
-                "architectures", f"found {named_architectures(subject.config)}, which it has no model for"
-            )
+            raise EngineStops("architectures", f"found {named_architectures(subject.config)}, without a model for it")
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.

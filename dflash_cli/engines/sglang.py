@@ -119,12 +119,12 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """A projector names Domino under DFlash's architecture. DSpark needs its Markov head."""
+        """A projector names Domino under DFlash's architecture. Variants of DSpark need a Markov head."""
         nested = as_object(config.get("dflash_config"))
         if nested.get("projector_type", config.get("projector_type")) == "domino":
             return Native.architecture in named_architectures(config)
-        rank = nested.get("markov_rank", config.get("markov_rank"))
-        return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
+        has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
+        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
@@ -253,9 +253,9 @@ def _check_markov(config: Mapping[str, Any], nested: Mapping[str, Any], mask: ob
     rank = config.get("markov_rank", 0)
     if not is_int(rank) or rank <= 0:
         raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected a positive integer")
-    if not any(config.get(key) for key in PREFIXED.values()):
-        if nested.get("markov_head_type", config.get("markov_head_type")) is None:
-            raise EngineStops("markov_head_type", "missing")
+    is_prefixed = any(config.get(key) for key in PREFIXED.values())
+    if not is_prefixed and nested.get("markov_head_type", config.get("markov_head_type")) is None:
+        raise EngineStops("markov_head_type", "missing")
     if mask is None:
         raise EngineStops("mask_token_id", "missing, and SGLang reads it under no other name")
     if found.get("draft_vocab_size") not in (None, found["vocab_size"]):

@@ -195,7 +195,12 @@ class VllmEngine(ServingEngine):
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """The value of dflash_config.causal after vLLM has read the config. `update_dflash` writes it."""
+        """The value of dflash_config.causal after vLLM has read the config.
+
+        `update_dflash` writes it, `update_dspark` does not: sliding layers of such a file are causal.
+        """
+        if subject.format.samples_from_anchor and isinstance(subject.format, SpeculatorsFormat):
+            return None
         is_speculators = isinstance(subject.format, SpeculatorsFormat)
         nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:

@@ -164,8 +164,13 @@ class DSparkSpeculators(DSpark, SpeculatorsFormat):
         return {key: value for key, value in super().write_family(config).items() if key not in (BONUS, TOP_K)}
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write the number of candidates among the decoder's keys, the only place in which vLLM finds it."""
+        """Write the number of candidates and the causality among the decoder's keys too, where vLLM finds them.
+
+        vLLM does not read sliding_window_non_causal of a DSpark draft, and takes sliding layers for causal.
+        """
         written = super().write_config(config, carried)
+        if config.is_causal is not None:
+            written["transformer_layer_config"]["is_causal"] = config.is_causal
         if config.markov is not None and config.markov.top_k is not None:
             written["transformer_layer_config"][TOP_K] = config.markov.top_k
         return written
