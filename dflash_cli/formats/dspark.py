@@ -59,6 +59,7 @@ class Marks(Relative):
 class DSpark(FamilyFormat):
     """The settings of a DSpark draft."""
 
+    priority: ClassVar[int] = 16
     family: ClassVar[str] = FAMILY
     serve_method: ClassVar[str] = FAMILY
     samples_from_anchor: ClassVar[bool] = True
