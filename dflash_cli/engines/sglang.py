@@ -33,6 +33,7 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
+from dflash_cli.engines.sglang_dspark import check_markov, prefixed_keys
 from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import LOGIT_SCALE, SCALES, guess_taps
@@ -59,11 +60,6 @@ PLAIN_DRAFT = "plain-draft"
 
 BLOCK_METHODS = ("dflash", "dspark")
 """Ways of drafting whose number of draft tokens is an option of the command."""
-PREFIXED = {
-    "block_size": "dspark_block_size",
-    "mask_token_id": "dspark_noise_token_id",
-    "target_layer_ids": "dspark_target_layer_ids",
-}
 
 SERVED = frozenset(
     {
@@ -137,7 +133,7 @@ class SglangEngine(ServingEngine):
         check_packing(config)
         if found is None or _has_own_embedding(config):
             return None
-        stated = {**config, **nested, **_prefixed(config)}
+        stated = {**config, **nested, **prefixed_keys(config)}
         depth = _optional("num_target_layers", stated)
         block = _optional("block_size", stated)
         mask, taps = _mask(stated), _taps(stated, depth, found, subject)
@@ -152,7 +148,7 @@ class SglangEngine(ServingEngine):
         softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
         _check_model(found, subject)
         if subject.format.family == "dspark":
-            _check_markov(config, nested, mask, found)
+            check_markov(config, nested, mask, found)
         check_shapes(found, len(taps), subject)
         return EngineReading(
             windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
@@ -191,12 +187,6 @@ class SglangEngine(ServingEngine):
         }
         words = ["python3", "-m", "sglang.launch_server", *words_of(options)]
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
-
-
-def _prefixed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of DSpark with a prefix, which SGLang prefers, under their plain names."""
-    found = {plain: config.get(key) for plain, key in PREFIXED.items()}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _optional(key: str, stated: Mapping[str, Any]) -> int | None:
@@ -246,20 +236,6 @@ def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
     is_clamped = found["hidden_act"] == "swigluoai" and {"swiglu_alpha", "swiglu_limit"} <= found.keys()
     if found["hidden_act"] != "silu" and not is_clamped:
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
-
-
-def _check_markov(config: Mapping[str, Any], nested: Mapping[str, Any], mask: object, found: Mapping[str, Any]) -> None:
-    """Require what SGLang builds a DSpark draft from. Source: 0.5.23 models/dspark.py, dspark_config.py."""
-    rank = config.get("markov_rank", 0)
-    if not is_int(rank) or rank <= 0:
-        raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected a positive integer")
-    is_prefixed = any(config.get(key) for key in PREFIXED.values())
-    if not is_prefixed and nested.get("markov_head_type", config.get("markov_head_type")) is None:
-        raise EngineStops("markov_head_type", "missing")
-    if mask is None:
-        raise EngineStops("mask_token_id", "missing, and SGLang reads it under no other name")
-    if found.get("draft_vocab_size") not in (None, found["vocab_size"]):
-        raise EngineStops("draft_vocab_size", "the Markov head of a reduced vocabulary does not fit")
 
 
 def _has_own_embedding(config: Mapping[str, Any]) -> bool:

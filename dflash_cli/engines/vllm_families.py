@@ -29,7 +29,7 @@ DSPARK_CODE = "vLLM 0.33.0 qwen3_dspark.py"
     unnamed="warning",
 )
 def markov_head_is_vanilla(subject: Subject) -> Iterator[Problem]:
-    """The Markov head of a DSpark draft is vanilla, because vLLM's model has no other."""
+    """The Markov head of a DSpark draft is vanilla, the only kind in vLLM's model."""
     markov = subject.parsed.config.markov if subject.parsed is not None else None
     if markov is not None and markov.head_type != "vanilla":
         yield Problem(subject.at("markov_head_type"), f"found {markov.head_type!r}, expected 'vanilla'")

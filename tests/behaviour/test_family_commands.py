@@ -1,4 +1,4 @@
-"""DFlash 2 and DSpark through every command, in both dialects: the text of plain decoding, one acceptance, one verdict."""
+"""DFlash 2 and DSpark through every command, in both dialects: plain text, one acceptance, one verdict per engine."""
 
 import json
 from pathlib import Path

@@ -64,6 +64,10 @@ CASES = [
         config=both(without("sample_from_anchor"), nested(sample_from_anchor=False)),
     ),
     Case(
+        rule="S07", key="sliding_window_non_causal", names=("vllm 0.33", "2", "0"), dialect=DS_SPEC, shape=SLIDING,
+        engines="vllm",
+    ),
+    Case(
         rule="S36", key="markov_head_type", names=("'gated'",), dialect=DS, engines="vllm",
         config=top(markov_head_type="gated"),
     ),
