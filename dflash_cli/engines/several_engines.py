@@ -13,9 +13,9 @@ from dflash_cli.engines.serving_engine import (
     by_engine,
     engines_that_differ,
 )
-from dflash_cli.formats.dialect import COMMON, Format, named_architectures, word_of
+from dflash_cli.formats.dialect import COMMON, named_architectures, word_of
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
-from dflash_cli.rules.shapes import layout_in_words, reduced_vocabulary
+from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.attention import WINDOW_KEY
 from dflash_cli.rules.themes.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
@@ -322,56 +322,6 @@ def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
                 severity=None if is_stated else "warning",
                 outcome=None if is_stated else "serves",
             )
-
-
-@check(
-    "S34",
-    effect="the engine stops at the name, or loads a model without the parts that only these drafts have",
-    fix="dflash convert {draft} {out} --to vllm --target {target} # or another engine that has a model for the draft",
-    source="model registries of vLLM 0.24 to 0.33 and SGLang 0.5.23; z-lab 0.1.0; llama.cpp conversion/qwen.py",
-    engines=EVERY,
-)
-def engine_has_the_model(subject: Subject) -> Iterator[Problem]:
-    """The engine has a model for drafts of this family under the name in architectures.
-
-    A speculators file of DFlash 2 or DSpark states its family, and engines replace its architectures.
-    """
-    if subject.format.family == Format.family:
-        return
-    kind = subject.format.kind
-    location = subject.location("architectures" if kind is None else kind[0])
-    found = named_architectures(subject.config) if kind is None else [kind[1]]
-    for engine in subject.plan.engines:
-        assert isinstance(engine, ServingEngine)
-        reads = isinstance(subject.format, engine.reads)
-        if reads and not engine.serves_kind(subject.format, subject.config):
-            family = subject.format.title.partition(",")[0]
-            message = f"found {', '.join(found) or 'no architecture'}, for which {engine} has no {family} model"
-            yield Problem(location, message, engines=(engine.name,))
-
-
-@check(
-    "S35",
-    effect="rows of a block predict other positions than in training, so almost no token is accepted",
-    fix="dflash convert {draft} {out} --to vllm --target {target} # writes the key wherever engines read it",
-    source="vllm-project/vllm#56792; vLLM 0.25.0 to 0.33.0 dspark/speculator.py; SGLang 0.5.23 dspark_config.py",
-    engines=EVERY,
-    outcome="drops",
-)
-def engine_serves_the_stated_layout(subject: Subject) -> Iterator[Problem]:
-    """The engine serves blocks in the layout that the config states: anchor-first, or fill-in.
-
-    vLLM and SGLang read sample_from_anchor of a native file at the top level only. vLLM before 0.27 reads
-    dspark_bonus_anchor, and serves every speculators file as fill-in.
-    """
-    if subject.parsed is None or subject.parsed.has_unknown_layout:
-        return
-    stated = subject.parsed.config.sample_from_anchor
-    for engine in subject.plan.engines:
-        served = engine.served_layout(subject)
-        if served is not None and served != stated:
-            message = f"{engine} serves {layout_in_words(served)}, the config states {layout_in_words(stated)}"
-            yield Problem(subject.at("sample_from_anchor"), message, engines=(engine.name,))
 
 
 def _readings(subject: Subject) -> Iterator[tuple[ServingEngine, EngineReading | EngineStops | None]]:

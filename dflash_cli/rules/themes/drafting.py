@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.formats.dialect import COMMON
-from dflash_cli.rules.rule import FIX_COPY, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, FIX_RUN_LEVEL, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.shapes import different_values, layout_in_words, stated_scales
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import is_int, is_number
@@ -169,7 +168,7 @@ def anchor_is_not_sampled(subject: Subject) -> Iterator[Problem]:
     "C50",
     "warning",
     effect="an engine that assumes the other layout accepts almost no token, and does not report it",
-    fix=f"dflash convert {{draft}} {{out}} --to {COMMON} --layout anchor-first # or fill-in; the trainer knows which",
+    fix=f"{FIX_TO_COMMON} --layout anchor-first # or fill-in; the trainer knows which",
     source="vllm-project/vllm#56792 (0.9 % accepted); ggml-org/llama.cpp#26275",
     is_about_training=True,
 )
