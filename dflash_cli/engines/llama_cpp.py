@@ -121,7 +121,7 @@ class LlamaCpp(ServingEngine):
         draft, target = _gguf(pair.draft), _gguf(pair.target)
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
-        serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", "draft-dflash"]
+        serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", f"draft-{pair.method}"]
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
+from dflash_cli.formats.kinds.kind import Kind
+from dflash_cli.formats.kinds.reading import KindReading
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
@@ -55,7 +57,8 @@ class ServedPair:
     """The input of a serve command: names that the engine can load, and the `serve_flag` of each finding.
 
     `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
-    such a setting uses `num_draft_tokens`.
+    such a setting uses `num_draft_tokens`. `is_chain` says that the draft proposes one token after another. `settings`
+    are vLLM's settings of speculative decoding beside method, model and number of tokens.
     """
 
     draft: str
@@ -67,6 +70,8 @@ class ServedPair:
     schedule: tuple[tuple[int, int, int], ...] = ()
     architecture: str | None = None
     method: str = "dflash"
+    is_chain: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def context_limit(self) -> int | None:
@@ -90,7 +95,6 @@ class ServingEngine:
     takes_other_widths     it serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in its own file reports dialects that it does not read
     models                 architecture of a draft of another kind -> the first release with a model for it
-    kinds                  names of kinds of drafts of any architecture that it serves with other commands
     """
 
     name: ClassVar[str]
@@ -105,7 +109,6 @@ class ServingEngine:
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = {}
-    kinds: ClassVar[frozenset[str]] = frozenset()
 
     release: Release = ()
 
@@ -155,10 +158,18 @@ class ServingEngine:
         """
         return None
 
+    def refuses_kind(self, dialect: Format, config: Mapping[str, Any]) -> str | None:
+        """The reason why this release does not serve a draft of another kind; None if it serves it."""
+        if not isinstance(dialect, Kind):
+            return None if self.serves_kind(dialect, config) else "it has no model for the draft's architecture"
+        if asks_for_latent_attention(config):
+            return "no engine has a draft model with latent attention"
+        return dialect.why_unserved(self.name, self.release, config, KindReading(dialect, config).values)
+
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """Whether this release has a model for a draft of another kind. dflash need not run such a draft."""
-        if dialect.name in self.kinds:
-            return True
+        if isinstance(dialect, Kind):
+            return self.refuses_kind(dialect, config) is None
         first = next((self.models[name] for name in named_architectures(config) if name in self.models), None)
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 

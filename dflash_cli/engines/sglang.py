@@ -33,9 +33,10 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import LOGIT_SCALE, guess_taps
+from dflash_cli.formats.kinds.kind import Kind
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
@@ -52,6 +53,8 @@ IGNORED_SCALES = ("input_embedding_scale", LOGIT_SCALE)
 CODE = "SGLang 0.5.23 models/dflash.py"
 FIX_TO_SGLANG = "dflash convert {draft} {out} --to sglang --target {target}"
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
+ALGORITHMS = {"mtp": "NEXTN"}
+"""Way of drafting -> its name in SGLang, unless it is the same in capitals."""
 LEAST_DEPTH = 4
 """The fewest layers from which SGLang guesses the tapped ones."""
 PLAIN_DRAFT = "plain-draft"
@@ -91,14 +94,12 @@ class SglangEngine(ServingEngine):
     takes_other_widths: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = dict.fromkeys(
         (
-            "DFlash2BeamDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DSparkDraftModel",
-            "DSparkMiniMaxDraftModel", "Lfm2DSparkDraftModel", "LiLiCorrDraftModel", "LingDSparkModel",
-            "MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "Qwen3DSparkModel",
+            "DFlash2DraftModel", "DSparkDraftModel", "DSparkMiniMaxDraftModel", "Lfm2DSparkDraftModel",
+            "LingDSparkModel", "MiniMaxDFlash2DraftModel", "Qwen3DSparkModel",
         ),
         RELEASES[0],
     )  # fmt: skip
-    """Source: EntryClass of 0.5.23 models/dflash.py, dspark.py, dspark_minimax.py, lfm2_dspark.py and lilicorr.py."""
-    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "mtp"})
+    """Source: EntryClass of 0.5.23 models/dflash.py, dspark.py, dspark_minimax.py and lfm2_dspark.py."""
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "other-prefix": "drops",
         "unsorted-taps": "drops",
@@ -110,10 +111,10 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """A projector names Domino under DFlash's architecture. DSpark needs its Markov head."""
+        """DSpark needs its Markov head."""
+        if isinstance(dialect, Kind):
+            return super().serves_kind(dialect, config)
         nested = as_object(config.get("dflash_config"))
-        if nested.get("projector_type", config.get("projector_type")) == "domino":
-            return Native.architecture in named_architectures(config)
         rank = nested.get("markov_rank", config.get("markov_rank"))
         return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
 
@@ -159,16 +160,21 @@ class SglangEngine(ServingEngine):
         )
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor."""
+        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor.
+
+        A draft that proposes one token after another takes a number of steps instead, here of one token each.
+        """
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
         options = {
             "--model-path": target,
             "--revision": target_revision,
-            "--speculative-algorithm": pair.method.upper(),
+            "--speculative-algorithm": ALGORITHMS.get(pair.method, pair.method.upper()),
             "--speculative-draft-model-path": draft,
             "--speculative-draft-model-revision": revision,
-            "--speculative-num-draft-tokens": pair.method == "dflash" and pair.num_draft_tokens + 1,
+            "--speculative-num-steps": pair.is_chain and pair.num_draft_tokens,
+            "--speculative-eagle-topk": pair.is_chain and 1,
+            "--speculative-num-draft-tokens": (pair.method == "dflash" or pair.is_chain) and pair.num_draft_tokens + 1,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",

@@ -38,6 +38,7 @@ from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
+from dflash_cli.formats.kinds.kind import Kind
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
@@ -105,20 +106,14 @@ class VllmEngine(ServingEngine):
     """Source: 0.33.0 qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 
     models: ClassVar[Mapping[str, Release]] = {
-        "DFlashLagunaForCausalLM": (0, 25),
         "Qwen3DSparkModel": (0, 25),
         "Gemma4DSparkModel": (0, 26),
         "K3DSparkModel": (0, 27),
         "DFlash2DraftModel": (0, 28),
-        "MuseGlimmerAssistantModel": (0, 28),
         "Qwen3OmniDSparkModel": (0, 29),
-        "LiLiCorrDraftModel": (0, 31),
-        "DFlash2BeamDraftModel": (0, 33),
-        "Qwen3XPressModel": (0, 33),
         "MuseSparkDSparkModel": (0, 33),
     }
     """Source: model_executor/models/registry.py of each release. DSparkDraftModel names a part of a target there."""
-    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "peagle", "mtp"})
     speculators_types: ClassVar[Mapping[str, Release]] = {"dspark": (0, 25), "dflash2": (0, 29)}
     """speculators_model_type -> the first release that reads it. Source: configs/speculators/algos.py of each."""
 
@@ -137,7 +132,7 @@ class VllmEngine(ServingEngine):
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """A speculators config names its kind; vLLM replaces its architectures."""
         kind = config.get("speculators_model_type")
-        if not isinstance(kind, str) or dialect.name in self.kinds:
+        if not isinstance(kind, str) or isinstance(dialect, Kind):
             return super().serves_kind(dialect, config)
         first = self.speculators_types.get(kind)
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
@@ -193,6 +188,7 @@ class VllmEngine(ServingEngine):
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
         speculative: Json = {"method": pair.method, "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        speculative |= pair.settings
         if revision:
             speculative["revision"] = revision
         if pair.schedule and self.release >= READS_SCHEDULE:

@@ -10,6 +10,8 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
+from dflash_cli.formats.kinds.kind import Kind
+from dflash_cli.formats.kinds.reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -54,6 +56,9 @@ class NamedEngine(Protocol):
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """Whether the engine has a model for a draft of another kind."""
+
+    def refuses_kind(self, dialect: Format, config: Mapping[str, Any]) -> str | None:
+        """The reason why the engine does not serve a draft of another kind; None if it serves it."""
 
     def ignores_extra_tensor(self, name: str) -> bool:
         """Whether the engine loads a file with a tensor of that name, which the config does not ask for."""
@@ -128,6 +133,12 @@ class Subject:
     def is_other_kind(self) -> bool:
         """Whether the draft is of another kind than DFlash. Engines may serve it, although dflash does not run it."""
         return bool(self.format.difference)
+
+    @property
+    def kind_reading(self) -> KindReading | None:
+        """A draft of another kind as the table of its kind reads it; None if no table is known."""
+        shapes = {name: info.shape for name, info in (self.tensors or {}).items()}
+        return KindReading(self.format, self.config, shapes) if isinstance(self.format, Kind) else None
 
     @property
     def dialect(self) -> str | None:
