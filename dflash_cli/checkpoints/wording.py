@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_cli.checkpoints.comparison import Difference
-from dflash_cli.checkpoints.description import Description, describe_layers
+from dflash_cli.checkpoints.description import Description, KindFacts, describe_layers
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
 from dflash_cli.formats.fields import scales_in_use
 from dflash_cli.formats.unserved import unserved_in_words
@@ -28,13 +28,21 @@ FIELD_NAMES = {
 }
 """Field -> its name in words. Other fields are named by their own words."""
 
+DESCRIBED_SIZES = frozenset(
+    {
+        "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "block", "taps", "vocab", "features", "out", "eps",
+        "positions", "model_type", "kinds", "bias",
+    }
+)  # fmt: skip
+"""Settings of a draft of another kind that have words of their own, or that every decoder has."""
+
 BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
 """Fields of a target that `layers_in_words` describes."""
 
 
 def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
     """The description of a checkpoint, one labelled line for each aspect."""
-    rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
+    rows = _rows(found.config)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
     weights = f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
@@ -88,6 +96,34 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
         else:
             yield from (f"tensor {line}" for line in lines.values())
     yield not_compared if difference.num_not_compared else f"{difference.num_equal} tensors are equal"
+
+
+def _rows(config: DraftConfig | TargetFacts | KindFacts) -> list[tuple[str, str]]:
+    if isinstance(config, KindFacts):
+        return _kind_rows(config)
+    return _draft_rows(config) if isinstance(config, DraftConfig) else _target_rows(config)
+
+
+def _kind_rows(config: KindFacts) -> list[tuple[str, str]]:
+    """The head, the sizes and the servers of a draft of another kind."""
+    found = config.settings
+    taps = found.get("taps")
+    sizes = (
+        f"{found.get('layers', '?')} layers, hidden size {found.get('hidden', '?')}, intermediate size "
+        f"{found.get('inner', '?')}, {found.get('heads', '?')} attention and {found.get('kv_heads', '?')} KV heads of "
+        f"{found.get('head_dim', '?')}"
+    )
+    own = [f"{key} {_value(value)}" for key, value in found.items() if key not in DESCRIBED_SIZES]
+    rows = [
+        ("head", config.head),
+        ("served", config.served_by),
+        ("block", f"{found['block']} tokens" if "block" in found else ""),
+        ("tapped", f"layers {_value(taps)} of the target" if isinstance(taps, list) else ""),
+        ("sizes", sizes),
+        ("vocabulary", f"{found.get('vocab', '?')} ids"),
+        ("settings", ", ".join(own)),
+    ]
+    return [(label, text) for label, text in rows if text]
 
 
 def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:

@@ -118,7 +118,6 @@ class JudgedPair:
             ) from subject.parse_error
         raise subject.parse_error
 
-
     def _draft_tokens_of_chain(self) -> int:
         """The number of tokens that the user or the config asks a draft for that proposes one after another.
 

@@ -21,7 +21,9 @@ class Beam(Kind):
     priority: ClassVar[int] = 8
     architectures = r"DFlash2Beam"
     difference = "convolutions surround each sublayer, and a candidate selector chooses; vLLM has its own model for it"
-    head = "convolutions of {conv_taps} taps in groups of {conv_group}, a selector of rank {rank} over {top_k} candidates"
+    head = (
+        "convolutions of {conv_taps} taps in groups of {conv_group}, a selector of rank {rank} over {top_k} candidates"
+    )
     serve_flags: ClassVar[frozenset[str]] = frozenset({"v2-runner"})
     stated = (
         *(key for key in DFLASH_KEYS if key.size not in ("kinds", "bias", "width", "draft_vocab")),

@@ -28,9 +28,7 @@ class Domino(Kind):
         ),
         Key(size="gru", names=("dflash_config.gru_hidden_dim", "gru_hidden_dim")),
         Key(size="emb", names=("dflash_config.emb_dim", "emb_dim")),
-        Key(
-            size="prefix_len", names=("dflash_config.pure_draft_prefix_len", "pure_draft_prefix_len"), form="index"
-        ),
+        Key(size="prefix_len", names=("dflash_config.pure_draft_prefix_len", "pure_draft_prefix_len"), form="index"),
         Key(size="shift_label", names=("dflash_config.shift_label", "shift_label"), form="flag"),
     )
     derived = {**DERIVED, **OUT}

@@ -65,7 +65,8 @@ class Eagle(Kind):
             demands={"fc_bias": (None, False)},
         ),
         Service(
-            engine="sglang", architectures=dict.fromkeys([f"{family}ForCausalLMEagle" for family in OF_SGLANG], (0, 5, 23))
+            engine="sglang",
+            architectures=dict.fromkeys([f"{family}ForCausalLMEagle" for family in OF_SGLANG], (0, 5, 23)),
         ),
     )
     renamings = (

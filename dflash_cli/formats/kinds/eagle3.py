@@ -120,9 +120,7 @@ class Eagle3(Kind):
     derived = SIZES_OF_TAPS
     parts = LAYERS
     services = (
-        Service(
-            engine="vllm", architectures=dict.fromkeys(VLLM_NAMES, (0, 24)), types={"eagle3": (0, 24)}
-        ),
+        Service(engine="vllm", architectures=dict.fromkeys(VLLM_NAMES, (0, 24)), types={"eagle3": (0, 24)}),
         Service(
             engine="sglang",
             architectures=dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"), (0, 5, 23)),
@@ -140,7 +138,7 @@ class Eagle3(Kind):
         *(
             Renaming(to=to, since="speculators", architecture="LlamaForCausalLMEagle3", keys=NATIVE_KEYS,
                      demands={"model_type": (None, "llama"), **demands})
-            for to, demands in (("native", {}), ("sglang", {"norm_first": (None, False)}), ("llama.cpp", {}))
+            for to, demands in (("native", {}), ("sglang", {"norm_first": (None, False)}))
         ),
         Renaming(to="sglang", since="native", architecture="LlamaForCausalLMEagle3", demands={"norm_first": (None, False)}),
         Renaming(to="vllm", since="native", architecture="Eagle3{family}ForCausalLM", families=FAMILIES),
@@ -154,5 +152,3 @@ class Eagle3(Kind):
             added={"norm_before_residual": False},
         ),
     )  # fmt: skip
-
-

@@ -24,7 +24,9 @@ class Laguna(Kind):
         *(key for key in DFLASH_KEYS if key.size not in ("kinds", "draft_vocab")),
         Key(size="kinds", names=(f"{BODY}layer_types",), form="one kind"),
         Key(size="draft_vocab", names=("draft_vocab_size",)),
-        Key(size="gating", names=("gating",), choices=(True, "per-head", "per-element", False, "disabled"), default=True),
+        Key(
+            size="gating", names=("gating",), choices=(True, "per-head", "per-element", False, "disabled"), default=True
+        ),
         Key(size="heads_by_layer", names=("num_attention_heads_per_layer",), form="layers", is_needed=False),
     )
     derived = {**DERIVED, **OUT, "taps_count": "taps"}
@@ -32,7 +34,9 @@ class Laguna(Kind):
         *DFLASH_LAYERS,
         Tensors(shapes={"aux_hidden_norms.{taps}.weight": "features"}),
         Tensors(shapes={"layers.{layers}.self_attn.g_proj.weight": "heads, hidden"}, when="gating=True|per-head"),
-        Tensors(shapes={"layers.{layers}.self_attn.g_proj.weight": "heads*head_dim, hidden"}, when="gating=per-element"),
+        Tensors(
+            shapes={"layers.{layers}.self_attn.g_proj.weight": "heads*head_dim, hidden"}, when="gating=per-element"
+        ),
     )
     services = (
         Service(

@@ -83,7 +83,6 @@ class Mtp(Kind):
     renamings = tuple(
         Renaming(
             to=to,
-            since="speculators",
             architecture=f"{{family}}{ending}",
             families=families,
             tensors={

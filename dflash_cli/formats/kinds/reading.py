@@ -9,12 +9,14 @@ from typing import Any
 from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures
 from dflash_cli.formats.fields import look_up
 from dflash_cli.formats.kinds.kind import Kind, variant_of
-from dflash_cli.formats.kinds.table import BODY, Key, Tensors, Variant, counted, evaluate
+from dflash_cli.formats.kinds.table import BODY, Key, Renaming, Tensors, Variant, counted, evaluate
 from dflash_runtime.checkpoint.layout import PREFIXES
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object
 
 CONTAINER = "transformer_layer_config"
+AUX = "aux_hidden_state_layer_ids"
+"""The end of keys that count tapped layers from 1."""
 OBJECTS = ("dflash_config", "eagle_config", CONTAINER)
 """Objects of a config whose keys are settings, each with a name of its own."""
 
@@ -68,7 +70,11 @@ class KindReading:
     @cached_property
     def values(self) -> dict[str, Any]:
         """Size -> its value: stated, taken by readers if it is absent, or derived."""
-        values = {size: value for size, (key, _, value) in self.stated.items() if not key.fault(value)}
+        values = {
+            size: _from_zero(value) if name.endswith(AUX) else value
+            for size, (key, name, value) in self.stated.items()
+            if not key.fault(value)
+        }
         for key in self._keys():
             if key.size not in values and key.size not in self.stated and key.default is not MISSING:
                 values[key.size] = self._default(key, values)
@@ -112,7 +118,9 @@ class KindReading:
     @property
     def prefix(self) -> str:
         """The prefix of every tensor's name, empty if some have none."""
-        return next((item for item in PREFIXES if self.shapes and all(name.startswith(item) for name in self.shapes)), "")
+        return next(
+            (item for item in PREFIXES if self.shapes and all(name.startswith(item) for name in self.shapes)), ""
+        )
 
     @property
     def is_listed(self) -> bool:
@@ -140,6 +148,20 @@ class KindReading:
     def head(self) -> str:
         """The part that DFlash lacks, in words with its sizes."""
         return re.sub(r"\{(\w+)\}", lambda found: _shown(self.values.get(found[1])), self.kind.head)
+
+    def renaming(self, to: str) -> Renaming | None:
+        """The renaming to a dialect or for an engine that this draft can have, None if there is none."""
+        for item in self.kind.renamings:
+            is_new = item.variant != self.variant or [self.architecture(item)] != named_architectures(self.config)
+            if item.to == to and item.since in (None, self.variant) and is_new:
+                return None if any(self.kind.outside(item.demands, self.values)) else item
+        return None
+
+    def architecture(self, renaming: Renaming) -> str | None:
+        """The entry of `architectures` after a renaming, None if no name is known for the model family."""
+        family = renaming.families.get(str(self.values.get("model_type")))
+        is_named = "{family}" not in renaming.architecture or family is not None
+        return renaming.architecture.replace("{family}", family or "") if is_named else None
 
     def names_of(self, key: Key) -> tuple[str, ...]:
         """The dotted keys that state a setting in this layout."""
@@ -178,6 +200,11 @@ class KindReading:
         value = self.values.get(size)
         holds = str(value) in choices.split("|") if choices else bool(value)
         return holds is not part.when.startswith("!")
+
+
+def _from_zero(layers: list[int]) -> list[int]:
+    """Tapped layers counted from 0, of a list that counts from 1."""
+    return [layer - 1 for layer in layers]
 
 
 def _ratio(values: Mapping[str, Any]) -> int | None:

@@ -69,6 +69,15 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.location(kind[0]), f"found {found!r}, expected {kind[1]!r}")
 
 
+def _fix_for(engine: str, kind: Kind, subject: Subject) -> str:
+    """The conversion after which an engine serves the draft, if only names differ; else nothing."""
+    reading = subject.kind_reading
+    renaming = reading.renaming(engine) if reading is not None else None
+    if renaming is None or kind.service(engine) is None:
+        return ""
+    return f"dflash convert {{draft}} {{out}} --to {renaming.to} # writes the names that {engine} reads"
+
+
 def _another_kind(subject: Subject, kind: Kind, evidence: str) -> Iterator[Problem]:
     """An error about each named engine that does not serve the kind, and a sentence about the draft."""
     location = subject.location("architectures")
@@ -79,6 +88,7 @@ def _another_kind(subject: Subject, kind: Kind, evidence: str) -> Iterator[Probl
                 location,
                 f"found {article(kind.title)} draft ({evidence}), which {engine} does not serve: {reason}",
                 effect=f"an engine that takes it for a DFlash draft stops or proposes poor tokens: {kind.difference}",
+                fix=_fix_for(engine.name, kind, subject),
                 engines=(engine.name,),
             )
     is_served = bool(subject.plan.engines or servers_of(kind, subject.config))

@@ -154,7 +154,9 @@ def _listed(subject: Subject) -> KindReading | None:
     """The reading of a draft whose tensors its table lists; None if they are packed, or of another architecture."""
     reading = subject.kind_reading
     is_packed = bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
-    return reading if reading is not None and subject.tensors is not None and reading.is_listed and not is_packed else None
+    return (
+        reading if reading is not None and subject.tensors is not None and reading.is_listed and not is_packed else None
+    )
 
 
 def _services(subject: Subject, reading: KindReading | None) -> Iterator[tuple[NamedEngine, Service]]:

@@ -82,6 +82,7 @@ def kind_of(name: str) -> Kind:
     return next(item for item in all_formats() if item.name == name and isinstance(item, Kind))
 
 
+QWEN3_5 = {**body_config(SMALL), "model_type": "qwen3_5_text", "num_hidden_layers": 1}
 LILICORR = {
     "lilicorr_hidden_size": 8, "lilicorr_candidate_topk": 4, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.5,
     "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 4.0, "lilicorr_num_layers": 2,
@@ -176,7 +177,8 @@ CASES = {
     ),
     "mtp in speculators": KindCase(
         "mtp",
-        {key: value for key, value in eagle_of_speculators("mtp", "MTPDraftModel", num_nextn_predict_layers=1).items()
+        {key: value for key, value in eagle_of_speculators("mtp", "MTPDraftModel", num_nextn_predict_layers=1,
+                                                           transformer_layer_config=QWEN3_5).items()
          if key in ("architectures", "speculators_model_type", "speculators_config", "transformer_layer_config",
                     "num_nextn_predict_layers", "speculators_version")},
     ),
