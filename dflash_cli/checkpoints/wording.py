@@ -30,8 +30,8 @@ FIELD_NAMES = {
 
 DESCRIBED_SIZES = frozenset(
     {
-        "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "block", "taps", "vocab", "features", "out", "eps",
-        "positions", "model_type", "kinds", "bias",
+        "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "block", "taps", "vocab", "features", "out",
+        "eps", "positions", "model_type", "kinds", "bias",
     }
 )  # fmt: skip
 """Settings of a draft of another kind that have words of their own, or that every decoder has."""

@@ -14,6 +14,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import CausalityOptions, ForceOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import copy_fields, fields_of
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -126,7 +127,7 @@ def _plan(request: ConversionRequest) -> "ConversionPlan | RenamingPlan":
     from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
     from dflash_cli.formats.dialect import detect
-    from dflash_cli.formats.kinds.kind import Kind
+    from dflash_cli.formats.draft_kinds.kind import Kind
     from dflash_runtime.checkpoint.files import Checkpoint
 
     check_destination(request.destination, force=request.force)

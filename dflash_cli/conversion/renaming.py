@@ -15,10 +15,10 @@ from dflash_cli.conversion.side_files import MASK_PICKLE, KindDraft, copied_file
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tensor_selection import assign_files
 from dflash_cli.formats.dialect import Detection, Format, Json, detect_from, get_writable, named_architectures
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.reading import CONTAINER, KindReading
-from dflash_cli.formats.kinds.renamed import renamed_config, renamed_tensor
-from dflash_cli.formats.kinds.table import Renaming
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import CONTAINER, KindReading
+from dflash_cli.formats.draft_kinds.renamed import renamed_config, renamed_tensor
+from dflash_cli.formats.draft_kinds.table import Renaming
 from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint
@@ -216,7 +216,7 @@ def _refuse_changed(before: KindReading, after: KindReading) -> None:
             text = f"the result would state another {size}"
             raise GateFailed(text, id="result-differs", field=size, found=after.values[size], expected=repr(value))
     for size, (key, name, _) in before.stated.items():
-        if size not in after.stated and size not in after.values:
+        if key.only is None and size not in after.stated and size not in after.values:
             raise GateFailed(f"the result would not state {name}", id="result-differs", field=key.names[0])
 
 

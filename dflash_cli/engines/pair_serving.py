@@ -8,8 +8,7 @@ from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.formats.fields import look_up
-from dflash_cli.formats.kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
@@ -17,7 +16,7 @@ from dflash_cli.rules.validator import validate_subject
 from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.documents import INLINE
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import is_int
 
 Refusal = UnsupportedError | CheckpointError
 
@@ -125,12 +124,11 @@ class JudgedPair:
             UsageError: neither says it.
         """
         subject = self.subject
-        methods = look_up(subject.config, "speculators_config.proposal_methods")
-        stated = as_object(methods[0]).get("speculative_tokens") if isinstance(methods, list) and methods else None
         asked = subject.plan.num_speculative_tokens
         if asked is not None:
             return asked
-        if is_int(stated) and stated > 0:
+        stated = subject.kind_reading.draft_tokens if subject.kind_reading is not None else None
+        if stated is not None:
             return stated
         raise UsageError(
             f"{subject.format.title} drafts propose any number of tokens, and the config does not state one",

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.reading import KindReading
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject

@@ -34,9 +34,9 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
 from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import LOGIT_SCALE, guess_taps
-from dflash_cli.formats.kinds.kind import Kind
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales

@@ -36,9 +36,9 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
-from dflash_cli.formats.kinds.kind import Kind
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG

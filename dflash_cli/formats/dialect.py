@@ -291,7 +291,7 @@ NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
-PACKAGES = ("dflash_cli.formats", "dflash_cli.formats.kinds", "dflash_cli.engines")
+PACKAGES = ("dflash_cli.formats", "dflash_cli.formats.draft_kinds", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
 
 

@@ -1,7 +1,7 @@
 """Relatives of DFlash. They are recognised and refused by name, because several carry DFlash's architecture name.
 
 A DFlash reader would load most of their tensors and propose from a model that nobody trained. Each class has the
-markers of one kind, and the parts that a DFlash reader would leave out. The package `kinds` has the kinds with a table.
+markers of one kind, and the parts that a DFlash reader would leave out. Kinds with a table are in `draft_kinds`.
 Sources: z-lab/dflash model.py (DFlash 2), NVIDIA/Model-Optimizer hf_spec_export.py (DSpark under DFlash's name).
 """
 

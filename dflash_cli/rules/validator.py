@@ -44,7 +44,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], num_rules: int) -> 
 def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
     """The findings up to the level headers or weights, and the number of rules that ran.
 
-    Without a config only the rules on files run, for a draft of another kind only the rules on identity and on its kind.
+    Without a config only the rules on files run, for a draft of another kind only those on identity and on its kind.
     """
     on_files, on_identity = _rules_of("headers", "files"), _rules_of("headers", "identity")
     findings = apply_rules(on_files, subject)

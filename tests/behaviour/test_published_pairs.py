@@ -65,7 +65,7 @@ def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:
 
 def check_conversion(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Convert to another dialect, or require the row's refusal. The native dialect cannot hold a reduced head."""
-    to = "speculators" if pair.dialect == "native" else "vllm"
+    to = "native" if pair.kind else "speculators" if pair.dialect == "native" else "vllm"
     outcome = support.invoke(
         "convert", draft, draft.parent / "out", "--to", to, "--target", target, "--target-name", pair.of, "--dry-run"
     )

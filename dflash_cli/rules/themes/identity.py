@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dflash_cli.formats.decoder_body import BODY_FIELDS
 from dflash_cli.formats.dialect import servers_of
-from dflash_cli.formats.kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.formats.unserved import MODE_KEYS, PLAIN_PROJECTORS
 from dflash_cli.rules.rule import FIX_COPY, Outcome, Problem, Severity, check
@@ -92,13 +92,15 @@ def _another_kind(subject: Subject, kind: Kind, evidence: str) -> Iterator[Probl
                 engines=(engine.name,),
             )
     is_served = bool(subject.plan.engines or servers_of(kind, subject.config))
+    fixes = [fix for service in kind.services if (fix := _fix_for(service.engine, kind, subject))]
+    severity: Severity = "info" if is_served else "warning" if fixes else "error"
     yield Problem(
         location,
         f"found {article(kind.title)} draft ({evidence}); {served_in_words(kind, subject.config)}",
         effect=f"dflash describes and checks the draft, but does not run it: {kind.difference}",
-        fix="dflash inspect {draft} # describes it; dflash serve-command prints the commands of its engines",
-        severity="info" if is_served else "warning",
-        outcome="serves",
+        fix="" if is_served or not fixes else fixes[0],
+        severity=severity,
+        outcome="stops" if severity == "error" else "serves",
     )
 
 

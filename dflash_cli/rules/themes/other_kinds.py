@@ -1,11 +1,11 @@
-"""Rules on drafts of other kinds than DFlash. They read the tables of `formats/kinds`."""
+"""Rules on drafts of other kinds than DFlash. They read the tables of `formats/draft_kinds`."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dflash_cli.formats.kinds.reading import KindReading
-from dflash_cli.formats.kinds.table import Service
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
+from dflash_cli.formats.draft_kinds.table import Service
 from dflash_cli.rules.rule import FIX_INSPECT, FIX_REEXPORT, Outcome, Problem, check
 from dflash_cli.rules.subject import NamedEngine, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS, extra_tensor
@@ -14,7 +14,7 @@ from dflash_runtime.errors import MISSING
 
 MOST_NAMED = 6
 """The most missing tensors with a finding each. More missing tensors share one finding."""
-TABLES = "the sources in dflash_cli/formats/kinds, by kind"
+TABLES = "the sources in dflash_cli/formats/draft_kinds, by kind"
 
 
 @check(

@@ -49,6 +49,11 @@ BY_CONFIG = {
     "xpress": ("xpress", native("Qwen3XPressModel")),
     "xpress in speculators": ("xpress", support.speculators_config(speculators_model_type="xpress")),
     "lilicorr": ("lilicorr", native("LiLiCorrDraftModel")),
+    "lilicorr with convolutions": ("lilicorr", native(lilicorr_num_layers=2, conv_kernel_size=2)),
+    "lilicorr by its projector": ("lilicorr", native(projector_type="lilicorr")),
+    "dflash 2 of beam": ("beam", native("DFlash2BeamDraftModel", conv_kernel_size=2)),
+    "adaflash": ("adaflash", native(thresh_head_direct_len=True)),
+    "jetspec": ("jetspec", support.speculators_config(speculators_model_type="jetspec")),
     "laguna": ("laguna", native("DFlashLagunaForCausalLM")),
     "muse": ("muse", native("MuseGlimmerAssistantModel")),
     "muse by its model type": ("muse", native(top={"model_type": "muse_glimmer_assistant"})),
@@ -71,6 +76,9 @@ BY_TENSORS = {
     "midlayer.hidden_norm.weight": "eagle3",
     "aux_hidden_norms.0.weight": "laguna",
     "layers.0.self_attn.key_layernorm.weight": "hunyuan",
+    "lilicorr.slot_embedding": "lilicorr",
+    "xpress_head.mix.L": "xpress",
+    "thresh_head_two_model.out.bias": "adaflash",
 }
 
 
@@ -107,7 +115,7 @@ def test_a_checkpoint_on_disk_is_refused(tmp_path: Path) -> None:
         open_draft(path)
 
 
-@pytest.mark.parametrize("case", ["dflash 2 by its keys", "dspark with rank 0 that calls itself DFlash", "eagle 3"])
+@pytest.mark.parametrize("case", ["dflash 2 by its keys", "dspark with rank 0 that calls itself DFlash"])
 def test_exit_codes(case: str, tmp_path: Path) -> None:
     name, config = BY_CONFIG[case]
     path = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
@@ -136,6 +144,11 @@ def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: 
         lines = [line for line in f"{outcome.out}{outcome.err}".splitlines() if "HunYuan DFlash" in line]
         assert len(lines) == 1, command
     assert not (tmp_path / "out").exists()
+
+
+def test_a_switched_off_length_head_is_no_kind() -> None:
+    config = native(thresh_head_direct_len=False, use_thresh_head_two_model=False)
+    assert detect_from(config, frozenset(), PATH).format.name == "native"
 
 
 def test_a_config_alone_is_refused_by_the_name_of_its_kind(tmp_path: Path) -> None:

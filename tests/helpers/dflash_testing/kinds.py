@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dflash_cli.formats.dialect import all_formats
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.reading import KindReading
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_testing.checkpoints import (
     REMOVED,
     SMALL,
@@ -21,7 +21,7 @@ from dflash_testing.checkpoints import (
 )
 
 HIDDEN = SMALL.hidden
-LLAMA = {**body_config(SMALL), "model_type": "llama", "layer_types": None}
+LLAMA: Json = {**body_config(SMALL), "model_type": "llama", "layer_types": None}
 
 
 def nested(architecture: str = "DFlashDraftModel", top: Json | None = None, **keys: Any) -> Json:
@@ -82,22 +82,24 @@ def kind_of(name: str) -> Kind:
     return next(item for item in all_formats() if item.name == name and isinstance(item, Kind))
 
 
-QWEN3_5 = {**body_config(SMALL), "model_type": "qwen3_5_text", "num_hidden_layers": 1}
-LILICORR = {
+QWEN3_5: Json = {**body_config(SMALL), "model_type": "qwen3_5_text", "num_hidden_layers": 1}
+LILICORR: Json = {
     "lilicorr_hidden_size": 8, "lilicorr_candidate_topk": 4, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.5,
     "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 4.0, "lilicorr_num_layers": 2,
 }  # fmt: skip
-XPRESS = {"xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_block_size": 4, "xpress_topc": 8, "xpress_num_passes": 3}
-DOMINO = {
+XPRESS: Json = {
+    "xpress_rank": 6, "xpress_mlp_hidden": 12, "xpress_block_size": 4, "xpress_topc": 8, "xpress_num_passes": 3,
+}  # fmt: skip
+DOMINO: Json = {
     "projector_type": "domino", "gru_hidden_dim": 6, "emb_dim": 5, "pure_draft_prefix_len": 1, "shift_label": True,
 }  # fmt: skip
-ADAFLASH = {"thresh_head_direct_len": True, "use_thresh_head_two_model": True, "thresh_head_bottleneck_dim": 6}
+ADAFLASH: Json = {"thresh_head_direct_len": True, "use_thresh_head_two_model": True, "thresh_head_bottleneck_dim": 6}
 SLIDING: Json = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True}
 MUSE: Json = {
     "model_type": "muse_glimmer_assistant", "mask_token_id": SMALL.mask, "target_layer_ids": list(SMALL.taps),
     "dflash_config": REMOVED, "is_causal": REMOVED, **SLIDING,
 }  # fmt: skip
-SELECTOR = {
+SELECTOR: Json = {
     "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 4,
     "final_logit_softcapping": 20.0, "block_size": 4,
 }  # fmt: skip

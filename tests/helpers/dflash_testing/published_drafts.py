@@ -172,11 +172,6 @@ PUBLISHED = (
         nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
     ),
     PublishedDraft(
-        name="HunYuan (vllm#43397)", beyond="rope before the norms of queries and keys", shape=shape(5, 5, 16),
-        changes={"model_type": "hunyuan_vl"}, outcome="it applies rope to queries and keys before their norms",
-        rule="C01", named="HunYuan",
-    ),
-    PublishedDraft(
         name="z-lab Qwen3.8-27B-DFlash2", beyond="convolutions, a candidate selector", shape=shape(5, 5, 8),
         changes={"architectures": ["DFlash2DraftModel"], "block_size": REMOVED},
         nested={"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4},
@@ -207,19 +202,6 @@ PUBLISHED = (
         name="deepseek-ai dflash_qwen3_8b_block7", beyond="DSpark without its head, under DFlash's name",
         shape=shape(5, 5, 7), changes={"markov_rank": 0}, outcome="it also predicts at the last committed token",
         rule="C01", named="DSpark",
-    ),
-    PublishedDraft(
-        name="poolside Laguna XS.2, XS-2.1, S-2.1", beyond="gated attention, a norm for each tap",
-        shape=shape(6, 5, 16), changes={"architectures": ["DFlashLagunaForCausalLM"]},
-        outcome="its attention is gated, and the output of each tapped layer has a norm", rule="C01", named="Laguna",
-    ),
-    PublishedDraft(
-        name="meta-models Muse-Glimmer assistant", beyond="other names and settings", shape=shape(5, 5, 16),
-        changes={
-            "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
-            "dflash_config": {},
-        },
-        outcome="its context encoder has other tensor names", rule="C01", named="Muse Glimmer assistant",
     ),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Every case of this folder."""
 
-from dflash_testing.rule_cases import attention, config, engines, pair, tensors, vocabulary, weights
+from dflash_testing.rule_cases import attention, config, engines, other_kinds, pair, tensors, vocabulary, weights
 from dflash_testing.rule_cases.base import Case
 
 CASES: list[Case] = [
@@ -11,4 +11,5 @@ CASES: list[Case] = [
     *pair.CASES,
     *engines.CASES,
     *weights.CASES,
+    *other_kinds.CASES,
 ]

@@ -158,7 +158,7 @@ CASES = [
     ),
     Case(
         rule="C49", key="dflash_config.thresh_head_direct_len", names=("thresh_head_direct_len",), severity="info",
-        config=nested(thresh_head_direct_len=True),
+        config=nested(thresh_head_direct_len=False),
     ),
     Case(
         rule="C49", key="dflash_config.is_causal", names=("is_causal",), severity="info",

@@ -1,11 +1,12 @@
 """XPress: a causal refiner on DFlash."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Renaming, Service, Tensors
 
 NATIVE_NAMES = {
     "w1.weight": "vocab, rank",
@@ -63,9 +64,14 @@ class XPress(Kind):
         Key(size="candidates", names=("xpress_topc",), form="index", default=512, only="native"),
         Key(size="passes", names=("num_jacobi_passes",), default=6, only="speculators"),
         Key(size="passes", names=("xpress_num_passes", "num_jacobi_passes"), default=6, only="native"),
-        Key(size="from_anchor", names=("sample_from_anchor",), form="flag", is_needed=False, choices=(False,)),
+        Key(size="from_anchor", names=("sample_from_anchor",), form="flag", is_needed=False, default=False),
     )
-    derived = {**DERIVED, **OUT, "mlp": "mlp_size or mlp_ratio*rank", "span": "stored_span or block"}
+    derived: ClassVar[Mapping[str, str]] = {
+        **DERIVED,
+        **OUT,
+        "mlp": "mlp_size or mlp_ratio*rank",
+        "span": "stored_span or block",
+    }
     parts = (
         *DFLASH_LAYERS,
         Tensors(shapes={f"xpress_head.{name}": shape for name, shape in NATIVE_NAMES.items()}, only="native"),
@@ -79,20 +85,23 @@ class XPress(Kind):
             engine="vllm",
             architectures={"Qwen3XPressModel": (0, 33), "DFlashQwen3XPressModel": (0, 33)},
             coverage=r"xpress_head\.mix\.L",
+            demands={"from_anchor": (False,)},
             needs_all_ids=True,
         ),
     )
-    renamings = tuple(
-        Renaming(
-            to=to,
-            since="speculators",
-            architecture="Qwen3XPressModel",
-            tensors=TO_NATIVE,
-            keys={"num_jacobi_passes": "xpress_num_passes"},
-            added={"xpress_mlp_hidden": "{mlp}", "xpress_block_size": "{block}"},
-        )
-        for to in ("native", "vllm")
-    ) + (
+    renamings = (
+        *(
+            Renaming(
+                to=to,
+                since="speculators",
+                architecture="Qwen3XPressModel",
+                tensors=TO_NATIVE,
+                keys={"num_jacobi_passes": "xpress_num_passes"},
+                added={"xpress_mlp_hidden": "{mlp}", "xpress_block_size": "{block}"},
+                demands={"from_anchor": (False,)},
+            )
+            for to in ("native", "vllm")
+        ),
         Renaming(
             to="speculators",
             since="native",

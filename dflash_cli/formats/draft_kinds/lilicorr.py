@@ -1,11 +1,12 @@
 """LiLiCorr: DFlash with a correlator over a lattice of candidates."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import CONVOLUTIONS, DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import CONVOLUTIONS, DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Service, Tensors
 
 LAYER = "lilicorr.layers.{lattice_layers}"
 COVERAGE = r"lilicorr\.|layers\.\d+\.(attention|mlp)_conv\."
@@ -51,7 +52,7 @@ class LiLiCorr(Kind):
         Key(size="conv_group", names=("dflash_config.conv_group_size",), form="index", is_needed=False),
         Key(size="own_head", names=("has_own_lm_head",), form="flag", is_needed=False),
     )
-    derived = {
+    derived: ClassVar[Mapping[str, str]] = {
         **DERIVED,
         **OUT,
         "lattice": "lattice_width or hidden",

@@ -1,9 +1,12 @@
 """JetSpec in the speculators dialect: DFlash trained causally on the block's own tokens, for trees."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import DERIVED, DFLASH_LAYERS, OUT, QWEN3_HEAD, REDUCED, SIZES, WIDTH
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key
+from dflash_cli.formats.draft_kinds.body import DERIVED, DFLASH_LAYERS, OUT, QWEN3_HEAD, REDUCED, SIZES, WIDTH
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key
 
 
 @FORMATS.register("jetspec")
@@ -28,6 +31,6 @@ class JetSpec(Kind):
         Key(size="taps", names=("aux_hidden_state_layer_ids",), form="layers"),
         Key(size="temperature", names=("kd_temperature",), form="positive", is_needed=False),
     )
-    derived = {**DERIVED, **OUT}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}
     parts = DFLASH_LAYERS
     why_not_renamed = "a DFlash reader would put masks where it was trained with tokens"

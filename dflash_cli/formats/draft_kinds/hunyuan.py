@@ -1,10 +1,10 @@
 """DFlash of HunYuan targets."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS, named_architectures
-from dflash_cli.formats.kinds.body import (
+from dflash_cli.formats.draft_kinds.body import (
     ATTENTION,
     BIASES,
     BORROWED,
@@ -15,8 +15,8 @@ from dflash_cli.formats.kinds.body import (
     PROJECTION,
     REST_OF_LAYER,
 )
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Tensors
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Tensors
 from dflash_cli.formats.relatives import DRAFT_KEYS
 
 HEAD_NORMS_OF_HUNYUAN = {
@@ -43,7 +43,7 @@ class HunYuan(Kind):
         Key(size="head_norms", names=("use_qk_norm",), form="flag", is_needed=False),
         Key(size="num_experts", names=("num_experts",), form="index", is_needed=False),
     )
-    derived = {**DERIVED, **OUT}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}
     parts = (
         PROJECTION,
         ATTENTION,

@@ -3,7 +3,7 @@
 Sources: z-lab/dflash 0.1.0 model.py; vLLM 0.33.0 model_executor/models/qwen3_dflash.py and llama_eagle3.py.
 """
 
-from dflash_cli.formats.kinds.table import BODY, Key, Tensors
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Tensors
 
 SIZES = (
     Key(size="hidden", names=(f"{BODY}hidden_size",)),
@@ -28,8 +28,10 @@ DERIVED = {"features": "width or hidden"}
 
 BLOCK = Key(size="block", names=("dflash_config.block_size", "block_size"))
 TAPS = Key(
-    size="taps", names=("dflash_config.target_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids"), form="layers"
-)  # fmt: skip
+    size="taps",
+    names=("dflash_config.target_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids"),
+    form="layers",
+)
 MASK = Key(size="mask", names=("dflash_config.mask_token_id", "mask_token_id"), form="index")
 REDUCED = Key(size="draft_vocab", names=("draft_vocab_size", f"{BODY}draft_vocab_size"), is_needed=False)
 

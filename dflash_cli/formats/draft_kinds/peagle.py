@@ -1,11 +1,12 @@
 """P-EAGLE: EAGLE-3 run in parallel."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.eagle3 import FAMILIES, LAYERS, SETTINGS, SIZES_OF_TAPS
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.eagle3 import FAMILIES, LAYERS, SETTINGS, SIZES_OF_TAPS
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Renaming, Service, Tensors
 
 NAMES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 
@@ -28,15 +29,15 @@ class PEagle(Kind):
     difference = "it is an EAGLE head run in parallel over learned mask states"
     head = "its own head over {out} of {vocab} ids; {taps} tapped layers feed it; a learned state stands for masks"
     is_chain = True
-    serve_settings = {"parallel_drafting": True}
-    aliases = {"midlayer.": "layers.0."}
+    serve_settings: ClassVar[Mapping[str, Any]] = {"parallel_drafting": True}
+    aliases: ClassVar[Mapping[str, str]] = {"midlayer.": "layers.0."}
     stated = (
         *SETTINGS,
         Key(size="norm_first", names=("norm_before_residual",), form="flag", default=False, only="speculators"),
         Key(size="mask", names=("mask_token_id",), form="index", only="speculators"),
         Key(size="mask", names=("pard_token", "ptd_token_id", "mask_token_id"), form="index", only="native"),
     )
-    derived = SIZES_OF_TAPS
+    derived: ClassVar[Mapping[str, str]] = SIZES_OF_TAPS
     parts = (*LAYERS, Tensors(shapes={"mask_hidden": "1, 1, taps*features"}))
     services = (
         Service(

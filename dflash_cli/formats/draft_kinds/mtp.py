@@ -3,9 +3,9 @@
 from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import QWEN3_HEAD, SIZES
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import BODY, Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import QWEN3_HEAD, SIZES
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Renaming, Service, Tensors
 
 FIRST_RELEASES = {
     (0, 24): (
@@ -80,23 +80,32 @@ class Mtp(Kind):
         ),
         Service(engine="sglang", architectures=dict.fromkeys(OF_SGLANG, (0, 5, 23))),
     )
-    renamings = tuple(
-        Renaming(
-            to=to,
-            architecture=f"{{family}}{ending}",
-            families=families,
-            tensors={
-                **{rf"^mtp_layers\.0\.{new}$": f"mtp.{old}" for old, (new, _) in list(OWN.items())[:4]},
-                r"^mtp_layers\.0\.": "mtp.layers.0.",
-            },
-            keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
-        )
-        for to, ending, families in (
-            ("native", "MTP", {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}),
-            ("vllm", "MTP", {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}),
-            ("sglang", "ForCausalLMMTP", {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5"}),
-        )
-    ) + (
+    renamings = (
+        *(
+            Renaming(
+                to=to,
+                architecture=f"{{family}}{ending}",
+                families=families,
+                tensors={
+                    **{rf"^mtp_layers\.0\.{new}$": f"mtp.{old}" for old, (new, _) in list(OWN.items())[:4]},
+                    r"^mtp_layers\.0\.": "mtp.layers.0.",
+                },
+                keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+            )
+            for to, ending, families in (
+                (
+                    "native",
+                    "MTP",
+                    {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"},
+                ),
+                (
+                    "vllm",
+                    "MTP",
+                    {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"},
+                ),
+                ("sglang", "ForCausalLMMTP", {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5"}),
+            )
+        ),
         Renaming(
             to="speculators",
             since="native",

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.formats.kinds.table import BODY, Key, Release, Renaming, Service, Tensors, Variant
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Release, Renaming, Service, Tensors, Variant
 from dflash_cli.formats.relatives import Relative
 
 
 class Kind(Relative):
-    """A kind of draft as a table. Subclasses are data; `reading.read_kind` reads every table.
+    """A kind of draft as a table. Subclasses are data; `KindReading` reads every table.
 
     stated          its settings
     parts           its tensors

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures
+from dflash_cli.formats.draft_kinds.kind import Kind, variant_of
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Renaming, Tensors, Variant, counted, evaluate
 from dflash_cli.formats.fields import look_up
-from dflash_cli.formats.kinds.kind import Kind, variant_of
-from dflash_cli.formats.kinds.table import BODY, Key, Renaming, Tensors, Variant, counted, evaluate
 from dflash_runtime.checkpoint.layout import PREFIXES
 from dflash_runtime.errors import MISSING
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_int
 
 CONTAINER = "transformer_layer_config"
 AUX = "aux_hidden_state_layer_ids"
@@ -149,6 +149,13 @@ class KindReading:
         """The part that DFlash lacks, in words with its sizes."""
         return re.sub(r"\{(\w+)\}", lambda found: _shown(self.values.get(found[1])), self.kind.head)
 
+    @property
+    def draft_tokens(self) -> int | None:
+        """The number of draft tokens that a speculators config asks for, None if it asks for none."""
+        methods = look_up(self.config, "speculators_config.proposal_methods")
+        stated = as_object(methods[0]).get("speculative_tokens") if isinstance(methods, list) and methods else None
+        return stated if is_int(stated) and stated > 0 else None
+
     def renaming(self, to: str) -> Renaming | None:
         """The renaming to a dialect or for an engine that this draft can have, None if there is none."""
         for item in self.kind.renamings:
@@ -221,7 +228,9 @@ def _names(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _fits(found: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
     """Whether a shape is the wanted one. A size that the config does not state fits every size."""
-    return len(found) == len(wanted) and all(size is None or size == item for item, size in zip(found, wanted))
+    return len(found) == len(wanted) and all(
+        size is None or size == item for item, size in zip(found, wanted, strict=True)
+    )
 
 
 def _shown(value: Any) -> str:

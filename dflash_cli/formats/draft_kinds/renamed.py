@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_cli.formats.dialect import Json
+from dflash_cli.formats.draft_kinds.kind_reading import CONTAINER, KindReading
+from dflash_cli.formats.draft_kinds.table import Renaming, evaluate
 from dflash_cli.formats.fields import REMOVED, look_up, with_keys
-from dflash_cli.formats.kinds.reading import CONTAINER, KindReading
-from dflash_cli.formats.kinds.table import Renaming, evaluate
 from dflash_runtime.errors import MISSING, LossyConversion, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object
 
@@ -132,6 +132,7 @@ def _nested(config: Json, reading: KindReading, verifier: Mapping[str, Any] | No
     }
     if own:
         nested |= _block_keys(config, own)
+        nested.pop("is_causal", None)
     return nested
 
 
@@ -152,9 +153,8 @@ def _block_keys(config: Json, own: Mapping[str, Any]) -> Json:
         "mask_token_id": own.get("mask_token_id", config.get("mask_token_id")),
         FLAG: causal is False,
         "sample_from_anchor": False,
-        "is_causal": REMOVED,
     }
 
 
 def _without_empty(config: Json) -> Json:
-    return {key: value for key, value in config.items() if value is not REMOVED and value != {}}
+    return {key: value for key, value in config.items() if value != {}}

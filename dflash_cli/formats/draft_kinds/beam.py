@@ -1,11 +1,12 @@
 """DFlash 2 of Beam targets."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import BORROWED, CONVOLUTIONS, DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import BODY, Key, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import BORROWED, CONVOLUTIONS, DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Service, Tensors
 
 NESTED = "dflash_config."
 
@@ -38,7 +39,7 @@ class Beam(Kind):
         Key(size="multiplier", names=(f"{NESTED}output_multiplier",), form="positive", is_needed=False),
         Key(size="input_scale", names=(f"{NESTED}input_embedding_scale",), form="positive", is_needed=False),
     )
-    derived = {**DERIVED, **OUT, "conv_groups": "hidden/conv_group"}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT, "conv_groups": "hidden/conv_group"}
     parts = (
         *(part for part in DFLASH_LAYERS if part is not BORROWED and part.when != "bias"),
         CONVOLUTIONS,

@@ -1,11 +1,12 @@
 """EAGLE-3."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import DERIVED, LLAMA_HEAD, OUT, SIZES, WIDTH
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import DERIVED, LLAMA_HEAD, OUT, SIZES, WIDTH
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Renaming, Service, Tensors
 
 FIRST = "layers.0"
 LATER = "layers.{1:layers}"
@@ -93,7 +94,8 @@ VLLM_NAMES = (
 class Eagle3(Kind):
     """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others.
 
-    Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/llama_eagle3.py, registry.py, transformers_utils/configs/eagle.py;
+    Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/llama_eagle3.py, registry.py and
+    transformers_utils/configs/eagle.py;
     SGLang 0.5.23 srt/models/llama_eagle3.py; speculators 0.9.0 models/eagle3; ggml-org/llama.cpp#18039, #24977 and
     conversion/llama.py.
     """
@@ -107,7 +109,7 @@ class Eagle3(Kind):
     head = "its own head over {out} of {vocab} ids; {taps} tapped layers feed it; it drafts token by token"
     is_chain = True
     listed = r"(?!.*Deepseek)"
-    aliases = {
+    aliases: ClassVar[Mapping[str, str]] = {
         "midlayer.": "layers.0.",
         "aux_norm_low.": "fc_norm.0.",
         "aux_norm_mid.": "fc_norm.1.",
@@ -117,7 +119,7 @@ class Eagle3(Kind):
         *SETTINGS,
         Key(size="norm_first", names=("norm_before_residual",), form="flag", default=True, only="speculators"),
     )
-    derived = SIZES_OF_TAPS
+    derived: ClassVar[Mapping[str, str]] = SIZES_OF_TAPS
     parts = LAYERS
     services = (
         Service(engine="vllm", architectures=dict.fromkeys(VLLM_NAMES, (0, 24)), types={"eagle3": (0, 24)}),
@@ -140,7 +142,9 @@ class Eagle3(Kind):
                      demands={"model_type": (None, "llama"), **demands})
             for to, demands in (("native", {}), ("sglang", {"norm_first": (None, False)}))
         ),
-        Renaming(to="sglang", since="native", architecture="LlamaForCausalLMEagle3", demands={"norm_first": (None, False)}),
+        Renaming(
+            to="sglang", since="native", architecture="LlamaForCausalLMEagle3", demands={"norm_first": (None, False)}
+        ),
         Renaming(to="vllm", since="native", architecture="Eagle3{family}ForCausalLM", families=FAMILIES),
         Renaming(
             to="speculators",

@@ -1,9 +1,12 @@
 """DFlash of Laguna targets."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import BODY, Key, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import BODY, Key, Service, Tensors
 from dflash_cli.formats.relatives import TARGET_CLASS
 
 
@@ -29,7 +32,7 @@ class Laguna(Kind):
         ),
         Key(size="heads_by_layer", names=("num_attention_heads_per_layer",), form="layers", is_needed=False),
     )
-    derived = {**DERIVED, **OUT, "taps_count": "taps"}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT, "taps_count": "taps"}
     parts = (
         *DFLASH_LAYERS,
         Tensors(shapes={"aux_hidden_norms.{taps}.weight": "features"}),

@@ -1,13 +1,13 @@
 """AdaFlash: DFlash with a head that predicts how many tokens to verify."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
+from dflash_cli.formats.draft_kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Service, Tensors
 from dflash_cli.formats.fields import look_up
-from dflash_cli.formats.kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Service, Tensors
 
 NOTE = "it ignores the length head and verifies whole blocks"
 SWITCHES = ("thresh_head_direct_len", "use_thresh_head_two_model", "use_thresh_head_subsequent")
@@ -40,7 +40,7 @@ class AdaFlash(Kind):
         Key(size="accept_layers", names=("dflash_config.prob_head_num_layers",), is_needed=False),
         Key(size="accept_width", names=("dflash_config.prob_head_bottleneck_dim",), is_needed=False),
     )
-    derived = {**DERIVED, **OUT}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}
     free = r"prob_head\."
     parts = (
         *DFLASH_LAYERS,

@@ -1,9 +1,12 @@
 """Domino: DFlash with a recurrent head."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import DERIVED, DFLASH_KEYS, DFLASH_LAYERS, OUT
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Renaming, Service, Tensors
 
 
 @FORMATS.register("domino")
@@ -31,7 +34,7 @@ class Domino(Kind):
         Key(size="prefix_len", names=("dflash_config.pure_draft_prefix_len", "pure_draft_prefix_len"), form="index"),
         Key(size="shift_label", names=("dflash_config.shift_label", "shift_label"), form="flag"),
     )
-    derived = {**DERIVED, **OUT}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}
     parts = (
         *DFLASH_LAYERS,
         Tensors(

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS, named_architectures
-from dflash_cli.formats.kinds.body import ATTENTION, BIASES, LLAMA_HEAD, OUT, REDUCED, SIZES
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Key, Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import ATTENTION, BIASES, LLAMA_HEAD, OUT, REDUCED, SIZES
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Key, Renaming, Service, Tensors
 from dflash_cli.formats.relatives import DRAFT_KEYS
 
 FAMILIES = {
@@ -21,7 +21,8 @@ OF_SGLANG = ("Llama", "Mistral", "MistralLarge3", "Qwen2")
 class Eagle(Kind):
     """EAGLE and EAGLE-2. The head has a target's architecture name. Its fc.weight stands without a norm.
 
-    Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/llama_eagle.py, registry.py, transformers_utils/configs/eagle.py;
+    Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/llama_eagle.py, registry.py and
+    transformers_utils/configs/eagle.py;
     SGLang 0.5.23 srt/models/llama_eagle.py, qwen2_eagle.py and mistral_eagle.py.
     """
 
@@ -39,7 +40,7 @@ class Eagle(Kind):
         REDUCED,
         Key(size="fc_bias", names=("bias",), form="flag", is_needed=False),
     )
-    derived = OUT
+    derived: ClassVar[Mapping[str, str]] = OUT
     parts = (
         Tensors(shapes={"fc.weight": "hidden, 2*hidden"}),
         Tensors(shapes={"fc.bias": "hidden"}, when="fc_bias"),

@@ -1,12 +1,27 @@
 """The assistant model of Muse Glimmer: DFlash under other names."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.kinds.body import BORROWED, DERIVED, HEAD_NORMS, OUT, REDUCED, REST_OF_LAYER, SIZES
-from dflash_cli.formats.kinds.body import ATTENTION, BLOCK, MASK, QWEN3_HEAD, TAPS, WIDTH
-from dflash_cli.formats.kinds.kind import Kind
-from dflash_cli.formats.kinds.table import Renaming, Service, Tensors
+from dflash_cli.formats.draft_kinds.body import (
+    ATTENTION,
+    BLOCK,
+    BORROWED,
+    DERIVED,
+    HEAD_NORMS,
+    MASK,
+    OUT,
+    QWEN3_HEAD,
+    REDUCED,
+    REST_OF_LAYER,
+    SIZES,
+    TAPS,
+    WIDTH,
+)
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.table import Renaming, Service, Tensors
 from dflash_cli.formats.relatives import TARGET_CLASS
 
 DEFAULTS = {
@@ -33,7 +48,7 @@ class Muse(Kind):
         replace(key, default=DEFAULTS.get(key.size, key.default))
         for key in (*SIZES, QWEN3_HEAD, WIDTH, BLOCK, TAPS, MASK, REDUCED)
     )
-    derived = {**DERIVED, **OUT}
+    derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}
     parts = (
         Tensors(
             shapes={
