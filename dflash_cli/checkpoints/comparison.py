@@ -110,7 +110,7 @@ def compare(first: Description, second: Description, *, with_values: bool = True
 def _compared_fields(config: DraftConfig | TargetFacts | KindFacts) -> dict[str, Any]:
     """The fields of a config that equal configs must share."""
     if isinstance(config, KindFacts):
-        return {"kind": config.kind, **config.settings}
+        return {"kind": config.kind, **config.sizes}
     values = asdict(config)
     return {item.name: values[item.name] for item in fields(config) if item.compare}
 

@@ -34,12 +34,14 @@ class KindFacts:
     kind        the name of the kind
     head        the part that DFlash lacks, in words
     served_by   who serves it, in words
-    settings    setting -> its value: stated, or the value that readers take
+    sizes       name of a size -> its value
+    settings    dotted key -> its value: stated, or the value that readers take
     """
 
     kind: str
     head: str
     served_by: str
+    sizes: Mapping[str, Any]
     settings: Mapping[str, Any]
 
 
@@ -235,7 +237,8 @@ def _describe_kind(checkpoint: Checkpoint, detection: Detection) -> Description:
             kind=detection.format.name,
             head=reading.head,
             served_by=served_in_words(detection.format, checkpoint.config),
-            settings={size: value for size, value in reading.values.items() if value is not None},
+            sizes={size: value for size, value in reading.values.items() if value is not None},
+            settings=reading.settings,
         ),
         checkpoint=checkpoint,
         owned=tuple(name for name in shapes if name not in skipped),

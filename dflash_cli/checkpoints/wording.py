@@ -28,13 +28,12 @@ FIELD_NAMES = {
 }
 """Field -> its name in words. Other fields are named by their own words."""
 
-DESCRIBED_SIZES = frozenset(
-    {
-        "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "block", "taps", "vocab", "features", "out",
-        "eps", "positions", "model_type", "kinds", "bias",
-    }
+DESCRIBED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rms_norm_eps", "max_position_embeddings", "block_size", "layer_ids", "model_type", "layer_types",
+    "attention_bias",
 )  # fmt: skip
-"""Settings of a draft of another kind that have words of their own, or that every decoder has."""
+"""The ends of keys of other kinds of drafts that have words of their own, or that every decoder has."""
 
 BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
 """Fields of a target that `layers_in_words` describes."""
@@ -106,14 +105,14 @@ def _rows(config: DraftConfig | TargetFacts | KindFacts) -> list[tuple[str, str]
 
 def _kind_rows(config: KindFacts) -> list[tuple[str, str]]:
     """The head, the sizes and the servers of a draft of another kind."""
-    found = config.settings
+    found = config.sizes
     taps = found.get("taps")
     sizes = (
         f"{found.get('layers', '?')} layers, hidden size {found.get('hidden', '?')}, intermediate size "
         f"{found.get('inner', '?')}, {found.get('heads', '?')} attention and {found.get('kv_heads', '?')} KV heads of "
         f"{found.get('head_dim', '?')}"
     )
-    own = [f"{key} {_value(value)}" for key, value in found.items() if key not in DESCRIBED_SIZES]
+    own = [f"{key} {_value(value)}" for key, value in config.settings.items() if not key.endswith(DESCRIBED)]
     rows = [
         ("head", config.head),
         ("served", config.served_by),

@@ -26,6 +26,7 @@ class AdaFlash(Kind):
     """
 
     title = "AdaFlash"
+    markers = frozenset(SWITCHES)
     tensors = r"thresh_head_(two_model|subsequent)\.|prob_head\."
     difference = "a length head predicts from the block how many tokens to verify"
     head = "a length head of width {bottleneck}"
@@ -66,7 +67,7 @@ class AdaFlash(Kind):
     )
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A switch counts only if it is on: a plain DFlash draft may state that it has no head."""
+        """A switch counts only if it is true, because a plain DFlash draft may state false."""
         if "speculators_model_type" in config:
             return None
         for key in SWITCHES:

@@ -18,7 +18,7 @@ CONTAINER = "transformer_layer_config"
 AUX = "aux_hidden_state_layer_ids"
 """The end of keys that count tapped layers from 1."""
 OBJECTS = ("dflash_config", "eagle_config", CONTAINER)
-"""Objects of a config whose keys are settings, each with a name of its own."""
+"""Objects of a config that hold settings. Their keys are checked one by one."""
 
 KNOWN = USUAL_KEYS | frozenset(
     {
@@ -83,6 +83,13 @@ class KindReading:
         return values
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key -> the value that it states, or that readers take if it is absent."""
+        stated = {name: value for _, name, value in self.stated.values()}
+        taken = {fault.key: fault.taken for fault in self.absent if fault.taken not in (MISSING, None)}
+        return stated | taken
+
+    @property
     def absent(self) -> Iterator[KeyFault]:
         """The needed keys that are absent."""
         for key in self._keys():
@@ -117,7 +124,7 @@ class KindReading:
 
     @property
     def prefix(self) -> str:
-        """The prefix of every tensor's name, empty if some have none."""
+        """The common prefix of all tensor names, or an empty text."""
         return next(
             (item for item in PREFIXES if self.shapes and all(name.startswith(item) for name in self.shapes)), ""
         )
@@ -157,7 +164,7 @@ class KindReading:
         return stated if is_int(stated) and stated > 0 else None
 
     def renaming(self, to: str) -> Renaming | None:
-        """The renaming to a dialect or for an engine that this draft can have, None if there is none."""
+        """The renaming with that word after `--to`, None if this draft has no such names."""
         for item in self.kind.renamings:
             is_new = item.variant != self.variant or [self.architecture(item)] != named_architectures(self.config)
             if item.to == to and item.since in (None, self.variant) and is_new:

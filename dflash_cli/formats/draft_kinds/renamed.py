@@ -28,7 +28,7 @@ OF_DECODER = frozenset(
 )  # fmt: skip
 """Keys of a decoder, which speculators keeps in an object of their own."""
 VERSION = "0.9.0"
-"""The release of speculators whose layout is written."""
+"""The release of speculators that defines the written layout."""
 ALIKE = {"rope_parameters": ("rope_theta", "rope_scaling")}
 """Key -> the keys that state the same."""
 SLIDING = "sliding_attention"
