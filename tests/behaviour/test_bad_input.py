@@ -160,7 +160,7 @@ CASES = [
     Case("dflash 2", lambda path: support.make_native(path, architectures=["DFlash2DraftModel"]), "DFlash 2", 5, 5),
     Case("dspark", lambda path: support.make_native(path, markov_rank=0), "DSpark", 5, 5),
     Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5, 5),
-    Case("eagle 3", eagle, "EAGLE-3", 5, 5),
+    Case("eagle 3", eagle, "EAGLE-3", 3, 3),
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def its_shapes_fit(subject: Subject) -> Iterator[Problem]:
 @check(
     "D06",
     effect="the engine serves the draft with another value than it was trained with",
-    fix="dflash validate {draft} --engine vllm # another engine may read the setting",
+    fix=f"{FIX_INSPECT} # names the engines that serve the draft; another one may apply the setting",
     source=TABLES,
     stage="kind",
     outcome="drops",
