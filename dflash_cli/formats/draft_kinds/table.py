@@ -4,6 +4,7 @@ A formula is a sum of products of sizes and numbers: `2*block-1`, `taps*features
 A size is the value of a key, or another formula of the kind.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ def evaluate(formula: str, sizes: Mapping[str, Any]) -> int | None:
     """The value of a formula, rounded down; None if a size is not known."""
     for choice in formula.split(" or "):
         value = _sum(choice, sizes)
-        if value:
+        if value and math.isfinite(value):
             return int(value)
     return None
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -311,13 +312,41 @@ def test_a_refusal_of_another_name_prints_the_conversion(tmp_path: Path) -> None
     assert "--to sglang" in found.fix
 
 
+@EVERY
+def test_no_value_of_a_config_stops_the_reader(case: KindCase, tmp_path: Path) -> None:
+    """Every command ends with a documented exit code."""
+    random = Random(12)
+    junk = [None, 0, -1, 1e308, float("inf"), True, "x", [], [None], {}, {"a": 1}, 10**30, [10**20], ["a"]]
+    names = [name for _, name, _ in case.reading.stated.values()] + ["architectures", "model_type"]
+    target = support.make_target(tmp_path / "target")
+    for number in range(3):
+        config = with_keys(case.config, {random.choice(names): random.choice(junk) for _ in range(2)})
+        draft = case.write(tmp_path / f"draft-{number}", config)
+        for words in (
+            ("inspect", draft),
+            ("validate", draft, "--engine", "vllm,sglang,llama.cpp,transformers"),
+            ("serve-command", draft, "--target", target, "--engine", "vllm,sglang"),
+            ("convert", draft, tmp_path / f"out-{number}", "--to", "native", "--target-name", "a/b"),
+        ):
+            assert support.invoke(*words).code in (0, 2, 3, 5), config
+
+
 def test_formulas() -> None:
-    sizes = {"block": 4, "taps": [1, 2, 3], "width": None, "hidden": 16, "ratio": 2.5, "group": 5}
+    sizes = {"block": 4, "taps": [1, 2, 3], "width": None, "hidden": 16, "ratio": 2.5, "group": 5, "huge": 1e300}
     found = [
         evaluate(text, sizes)
-        for text in ("2*block-1", "taps*hidden", "width or hidden", "ratio*block", "hidden/group", "absent", "block-4")
+        for text in (
+            "2*block-1",
+            "taps*hidden",
+            "width or hidden",
+            "ratio*block",
+            "hidden/group",
+            "absent",
+            "block-4",
+            "huge*huge",
+        )
     ]
-    assert found == [7, 48, 16, 10, 3, None, None]
+    assert found == [7, 48, 16, 10, 3, None, None, None]
 
 
 def test_every_kind_names_its_source_and_its_release() -> None:
