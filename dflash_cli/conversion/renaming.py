@@ -23,7 +23,7 @@ from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.errors import CheckpointError, GateFailed, UnsupportedError
+from dflash_runtime.errors import CheckpointError, GateFailed, UnsupportedError, naming_file
 from dflash_runtime.notices import Notice
 
 CONTAINERS = (CONTAINER, "dflash_config", "eagle_config")
@@ -148,6 +148,10 @@ def plan_renaming(checkpoint: Checkpoint, detection: Detection, spec: Conversion
     result = detect_from(config, frozenset(info.name for info in tensors), checkpoint.config_path).format
     if isinstance(result, Kind):
         _refuse_changed(reading, KindReading(result, config, {info.name: info.shape for info in tensors}))
+    else:
+        config = _with_target(config, checkpoint.config, spec.target)
+        with naming_file(checkpoint.config_path):
+            result.read_config(config, checkpoint.config_path)
     changes = [
         Change(old.name, new.name, "kept" if old.name == new.name else "renamed")
         for old, new in zip(in_order, tensors, strict=True)
@@ -161,6 +165,14 @@ def plan_renaming(checkpoint: Checkpoint, detection: Detection, spec: Conversion
         tensor_changes=tuple(changes),
         side_files=tuple(copied_files(draft)),
     )
+
+
+def _with_target(config: Json, source: Mapping[str, Any], target: TargetSource | None) -> Json:
+    """The config of a draft of a dialect, with the facts of the target that the source does not state."""
+    if target is None:
+        return config
+    facts = {"num_target_layers": target.facts.num_layers, "vocab_size": target.facts.vocab_size}
+    return {**config, **{key: value for key, value in facts.items() if source.get(key) is None}}
 
 
 def _find(reading: KindReading, to: str, path: Path) -> Renaming:

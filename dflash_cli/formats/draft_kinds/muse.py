@@ -45,7 +45,7 @@ class Muse(Kind):
     difference = "its context encoder has other tensor names, and readers of DFlash do not find its settings"
     head = "none beside DFlash's layers; the context projection is named encoder"
     stated = tuple(
-        replace(key, default=DEFAULTS.get(key.size, key.default))
+        replace(key, default=DEFAULTS.get(key.size, key.default), is_needed=key.is_needed and key.size != "vocab")
         for key in (*SIZES, QWEN3_HEAD, WIDTH, BLOCK, TAPS, MASK, REDUCED)
     )
     derived: ClassVar[Mapping[str, str]] = {**DERIVED, **OUT}

@@ -1,6 +1,7 @@
 """Drafts of other kinds: a sound one has no fault, each fault is named, and names are converted byte for byte."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -273,6 +274,16 @@ def test_the_assistant_of_muse_becomes_a_draft_that_dflash_runs(tmp_path: Path) 
     assert config["is_causal"] is False
     assert config["dflash_config"] == {"mask_token_id": 31, "target_layer_ids": [0, 2]}
     assert not validate(draft=str(out), target=str(target)).fails()
+
+
+def test_a_target_with_too_few_layers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    draft = CASES["muse"].write(tmp_path / "draft", with_keys(CASES["muse"].config, {"num_target_layers": REMOVED}))
+    shape = replace(support.SMALL, target_layers=2)
+    target = support.make_target(tmp_path / "target", shape, num_hidden_layers=2)
+    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target)
+    assert outcome.code == 3
+    assert "target_layer_ids" in outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
