@@ -122,7 +122,12 @@ class Eagle3(Kind):
     derived: ClassVar[Mapping[str, str]] = SIZES_OF_TAPS
     parts = LAYERS
     services = (
-        Service(engine="vllm", architectures=dict.fromkeys(VLLM_NAMES, (0, 24)), types={"eagle3": (0, 24)}),
+        Service(
+            engine="vllm",
+            architectures=dict.fromkeys(VLLM_NAMES, (0, 24)),
+            types={"eagle3": (0, 24)},
+            of_types={"model_type": (None, "llama", "qwen3")},
+        ),
         Service(
             engine="sglang",
             architectures=dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"), (0, 5, 23)),

@@ -51,7 +51,9 @@ class Kind(Relative):
         service = self.service(engine)
         if service is None:
             return f"no release has a model for {self.title} drafts"
+        demands = service.demands
         if "speculators_model_type" in config:
+            demands = {**service.demands, **service.of_types}
             stated, known = [str(config["speculators_model_type"])], service.types
             what = "speculators_model_type"
         else:
@@ -62,7 +64,7 @@ class Kind(Relative):
             return f"it does not know {what} {', '.join(stated) or 'of a config without architectures'}"
         if release < firsts[0]:
             return f"it reads {what} {stated[0]} from {'.'.join(map(str, firsts[0]))} on"
-        left_out = next(self.outside(service.demands, values), None)
+        left_out = next(self.outside(demands, values), None)
         if left_out is not None:
             return f"it serves only {left_out}"
         vocab, own = values.get("vocab"), values.get("draft_vocab")

@@ -71,9 +71,7 @@ class KindReading:
     def values(self) -> dict[str, Any]:
         """Size -> its value: stated, taken by readers if it is absent, or derived."""
         values = {
-            size: _from_zero(value) if name.endswith(AUX) else value
-            for size, (key, name, value) in self.stated.items()
-            if not key.fault(value)
+            size: _counted(name, value) for size, (key, name, value) in self.stated.items() if not key.fault(value)
         }
         for key in self._keys():
             if key.size not in values and key.size not in self.stated and key.default is not MISSING:
@@ -93,16 +91,23 @@ class KindReading:
     def absent(self) -> Iterator[KeyFault]:
         """The needed keys that are absent."""
         for key in self._keys():
-            if key.is_needed and key.size not in self.stated:
+            is_needed = key.is_needed or bool(key.needed_by and self.values.get(key.needed_by))
+            if is_needed and key.size not in self.stated:
                 yield KeyFault(self.names_of(key)[0], "missing", self._default(key, self.values))
 
     @property
     def wrong(self) -> Iterator[KeyFault]:
-        """The keys with a value of another form than readers take."""
+        """The keys with a value of another form than readers take, and settings that are stated in two ways."""
         for key, name, value in self.stated.values():
-            fault = key.fault(value)
-            if fault:
-                yield KeyFault(name, fault)
+            is_wrong = bool(key.fault(value))
+            for other in dict.fromkeys(self.names_of(key)):
+                second = look_up(self.config, other)
+                if second is MISSING or second is None:
+                    continue
+                if key.fault(second):
+                    yield KeyFault(other, key.fault(second))
+                elif not is_wrong and _counted(other, second) != _counted(name, value):
+                    yield KeyFault(other, f"found {second!r}, but {name} is {value!r}")
 
     @property
     def unknown(self) -> Iterator[KeyFault]:
@@ -216,9 +221,9 @@ class KindReading:
         return holds is not part.when.startswith("!")
 
 
-def _from_zero(layers: list[int]) -> list[int]:
-    """Tapped layers counted from 0, of a list that counts from 1."""
-    return [layer - 1 for layer in layers]
+def _counted(name: str, value: Any) -> Any:
+    """The value of a key; tapped layers that count from 1 are counted from 0."""
+    return [layer - 1 for layer in value] if name.endswith(AUX) else value
 
 
 def _ratio(values: Mapping[str, Any]) -> int | None:

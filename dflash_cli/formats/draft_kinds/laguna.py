@@ -24,7 +24,8 @@ class Laguna(Kind):
     difference = "its attention is gated, and each tapped layer's output has its own norm"
     head = "none; attention is gated {gating}, and {taps_count} tapped layers have norms of their own"
     stated = (
-        *(key for key in DFLASH_KEYS if key.size not in ("kinds", "draft_vocab")),
+        *(key for key in DFLASH_KEYS if key.size not in ("kinds", "draft_vocab", "taps")),
+        Key(size="taps", names=("dflash_config.target_layer_ids",), form="layers"),
         Key(size="kinds", names=(f"{BODY}layer_types",), form="one kind"),
         Key(size="draft_vocab", names=("draft_vocab_size",)),
         Key(

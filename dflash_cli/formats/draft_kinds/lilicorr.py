@@ -48,8 +48,20 @@ class LiLiCorr(Kind):
         Key(size="edge_scale", names=("dflash_config.lilicorr_logit_scale",), form="positive"),
         Key(size="enabled", names=("dflash_config.lilicorr_enabled",), form="flag", is_needed=False),
         Key(size="projector", names=("dflash_config.projector_type",), form="text", is_needed=False),
-        Key(size="conv_taps", names=("dflash_config.conv_kernel_size",), form="index", is_needed=False),
-        Key(size="conv_group", names=("dflash_config.conv_group_size",), form="index", is_needed=False),
+        Key(
+            size="conv_taps",
+            names=("dflash_config.conv_kernel_size",),
+            form="index",
+            is_needed=False,
+            needed_by="conv_group",
+        ),
+        Key(
+            size="conv_group",
+            names=("dflash_config.conv_group_size",),
+            form="index",
+            is_needed=False,
+            needed_by="conv_taps",
+        ),
         Key(size="own_head", names=("has_own_lm_head",), form="flag", is_needed=False),
     )
     derived: ClassVar[Mapping[str, str]] = {

@@ -44,6 +44,7 @@ class PEagle(Kind):
             engine="vllm",
             architectures=dict.fromkeys(NAMES, (0, 24)),
             types={"peagle": (0, 24)},
+            of_types={"model_type": (None, "llama", "qwen3")},
             coverage="mask_hidden",
         ),
     )

@@ -56,6 +56,7 @@ class Key:
     form      the form of its value, from FORMS
     default   the value, or the formula in a text, that readers take if it is absent. MISSING: they stop
     is_needed whether a finding reports its absence
+    needed_by the size that makes it needed if it is not 0
     choices   the only values that readers take, if not all
     only      the layout of configs that have the key, if not both
     """
@@ -65,6 +66,7 @@ class Key:
     form: str = "count"
     default: Any = MISSING
     is_needed: bool = True
+    needed_by: str = ""
     choices: tuple[Any, ...] = ()
     only: Variant | None = None
 
@@ -101,6 +103,7 @@ class Service:
     architectures   entry of `architectures` -> the first release that has a model for it
     types           speculators_model_type -> the first release that reads it
     demands         size -> the only values that the engine serves; it stops at others
+    of_types        the same, for speculators configs only
     ignores         size -> the only values of a key that the engine does not read; with others acceptance drops
     coverage        matches the tensors whose absence the engine reports; it leaves others at random values
     needs_all_ids   whether it stops at a draft with a reduced vocabulary
@@ -111,6 +114,7 @@ class Service:
     architectures: Mapping[str, Release] = field(default_factory=dict)
     types: Mapping[str, Release] = field(default_factory=dict)
     demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    of_types: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     coverage: str = r"(?!)"
     needs_all_ids: bool = False

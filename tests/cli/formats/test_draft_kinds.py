@@ -85,9 +85,33 @@ def test_every_key_that_is_removed_or_wrong_is_named(case: KindCase) -> None:
         without = read(case, with_keys(case.config, dict.fromkeys(sound.names_of(key), REMOVED)))
         absent = {fault.key.rpartition(".")[2] for fault in without.absent}
         names = {item.rpartition(".")[2] for item in sound.names_of(key)}
-        assert bool(absent & names) == key.is_needed, name
+        is_needed = key.is_needed or bool(key.needed_by and sound.values[key.needed_by])
+        assert bool(absent & names) == is_needed, name
         wrong = "never" if key.choices else WRONG[key.form]
         assert name in [fault.key for fault in read(case, with_keys(case.config, {name: wrong})).wrong]
+
+
+def test_a_setting_that_is_stated_in_two_ways_is_named() -> None:
+    """At the top level and in an object. Lists of tapped layers may count from 0 and from 1."""
+    found = set()
+    for case in CASES.values():
+        sound = read(case, case.config)
+        for key, name, _ in sound.stated.values():
+            for other in set(sound.names_of(key)) - {name} if key.form in ("count", "layers") else ():
+                wrong = list(
+                    read(case, with_keys(case.config, {other: 77 if key.form == "count" else [0, 1, 9]})).wrong
+                )
+                assert [fault.key for fault in wrong] in ([other], [name]), (name, other)
+                found.add((case.kind, key.size))
+    assert {
+        ("domino", "emb"),
+        ("xpress", "block"),
+        ("xpress", "taps"),
+        ("eagle3", "aux"),
+        ("mtp", "num_layers"),
+    } <= found
+    config = with_keys(CASES["xpress"].config, {"aux_hidden_state_layer_ids": [1, 3]})
+    assert not list(read(CASES["xpress"], config).wrong)
 
 
 @EVERY
