@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.borrowed_ends import borrow_ends
 from dflash_cli.acceptance.conversation_counts import distinct_prompts
+from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
 from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
@@ -42,7 +43,7 @@ from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import resolve_num_drafts
-from dflash_runtime.scheduling.request import DraftStep, RequestOutput
+from dflash_runtime.scheduling.request import DraftStep, RequestOutput, confidences_of
 
 GROUP_BYTES = 1 << 30
 """Limit of hidden states and context KV held in memory at one time."""
@@ -94,6 +95,7 @@ class Replayed:
             committed_lengths=tuple(step.num_committed for step in steps),
             rejected_ids=tuple(step.rejected_id for step in steps),
             drafts=tuple(steps),
+            draft_confidences=confidences_of(steps),
         )
 
 
@@ -252,6 +254,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         anchors=Anchors.of(_summarise(sampled, ready)) if request.every else None,
         settings=settings,
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
+        draft_confidence=find_confidence([answer.output for answer in answers], ready.num_drafts),
         prompts=request.dump.prompts or PromptSource(name=request.dump.path.name, num_available=len(rows)),
         measured=ReplayRun(
             **fields_of(RunFacts.here(device_name(ready.placement.device))),

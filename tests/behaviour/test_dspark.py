@@ -1,4 +1,4 @@
-"""DSpark: drafted tokens and traces equal z-lab's loop with speculators' Markov head, in both layouts and every mode.
+"""DSpark: drafted tokens, confidences and traces equal z-lab's loop with speculators' heads, in both layouts.
 
 tests/golden/dspark_traces.py recorded the traces. Near the end of the output the reference shortens blocks and this
 runtime does not, so only steps with a whole block left are compared.
@@ -23,7 +23,7 @@ from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
-from dflash_testing.lifted_drafts import Spark, markov_tensors, sparks
+from dflash_testing.lifted_drafts import Spark, confidence_tensors, markov_tensors, sparks
 from dflash_testing.pairs import (
     bundled_draft,
     bundled_draft_model,
@@ -43,6 +43,9 @@ from dflash_testing.widths import ListedWidths
 RECORDED = json.loads((GOLDEN / "dspark_traces.json").read_text())
 CASES = {case.seed: case for case in sparks()}
 SAMPLED = {trace["seed"] for trace in RECORDED["traces"][:: len(RECORDED["traces"]) // 10]}
+CLOSE = 2e-5
+"""Confidences are recorded with 5 decimals, and two correct float32 programs differ by less."""
+
 NUM_TOKENS: int = RECORDED["provenance"]["max_new_tokens"]
 PROMPTS = random_prompts([1, 9, 17, 30, 40], 97)
 HEADS = [
@@ -58,17 +61,23 @@ def tensors() -> dict[str, Tensor]:
 
 
 def with_head(case: Spark) -> DSparkDraft:
-    """The bundled draft with a Markov head."""
+    """The bundled draft with a Markov head and a confidence head."""
     config = replace(
         bundled_draft().config,
         family="dspark",
         block_size=case.block_size,
         sample_from_anchor=case.samples_from_anchor,
         markov=MarkovConfig(rank=case.rank, head_type=case.head_type, top_k=case.top_k),
+        has_confidence=True,
+        confidence_reads_token=case.confidence_reads_token,
     )
     assert config.num_draft_tokens == case.num_drafts
-    head = markov_tensors(case, config.hidden_size, config.vocab_size)
-    every = {**tensors(), **{f"markov_head.{name}": tensor for name, tensor in head.items()}}
+    heads = {
+        "markov_head": markov_tensors(case, config.hidden_size, config.vocab_size),
+        "confidence_head": confidence_tensors(case, config.hidden_size),
+    }
+    own = {f"{head}.{name}": tensor for head, parts in heads.items() for name, tensor in parts.items()}
+    every = {**tensors(), **own}
     assert {name: tuple(tensor.shape) for name, tensor in every.items()} == owned_shapes(config)
     weights = stack_projections((name, tensor.float()) for name, tensor in every.items())
     return DSparkDraft(config, weights, bundled_target_model(), placement())
@@ -89,6 +98,9 @@ def test_every_drafted_token_is_the_references(trace: dict[str, Any]) -> None:
     count = num_whole_steps(trace["acceptance_lengths"], NUM_TOKENS, case.num_drafts + 1)
     assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]
     assert [list(step.draft_ids) for step in output.drafts[:count]] == trace["drafts"][:count]
+    assert [list(step.confidences) for step in output.drafts[:count]] == [
+        pytest.approx(values, abs=CLOSE) for values in trace["confidences"][:count]
+    ]
 
 
 def test_a_hundred_heads_are_recorded_of_every_kind() -> None:

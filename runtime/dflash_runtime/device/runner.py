@@ -40,7 +40,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.results import PendingForward, with_confidences
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
@@ -306,9 +306,10 @@ class Runner:
         chosen, max_accepted, is_finite = self._choose(
             hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted
         )
-        return self.kernels.close_step(
+        packed, slots = self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
+        return with_confidences(packed, proposal.confidences), slots
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
         """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages."""
@@ -326,7 +327,7 @@ class Runner:
             draws = None if is_greedy else Draws(*sampling.filters(), sampling.seeds, drafted, has_filters)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
-            return Proposal(self._to_target(walked.token_ids), walked.distribution)
+            return Proposal(self._to_target(walked.token_ids), walked.distribution, walked.confidences)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
         if is_greedy:
             return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Distribution
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import MASK_FILE
-from dflash_runtime.checkpoint.layout import owned_shapes, select_tensors
+from dflash_runtime.checkpoint.layout import CONFIDENCE, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftLike
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
@@ -73,10 +73,14 @@ class Draws:
 
 
 class Drawn(NamedTuple):
-    """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were."""
+    """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were.
+
+    `confidences` [R, K] are the draft's predictions that the target accepts a token, if the draft makes them.
+    """
 
     token_ids: Tensor
     distribution: Distribution | Tensor | None = None
+    confidences: Tensor | None = None
 
 
 @runtime_checkable
@@ -130,8 +134,11 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 
 
 def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
-    """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`."""
-    return load_weights(source.checkpoint, owned_tensors(source), placement)
+    """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`.
+
+    A confidence head keeps its dtype, because engines compute it in float32 beside a bfloat16 draft.
+    """
+    return load_weights(source.checkpoint, owned_tensors(source), placement, as_stored=CONFIDENCE)
 
 
 def draft_places(draft: Draft, vocab_size: int) -> Tensor | None:

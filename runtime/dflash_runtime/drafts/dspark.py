@@ -18,6 +18,7 @@ from dflash_kernels.sampling import Chosen
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import MARKOV
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.drafts.confidence import ConfidenceHead
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
 from dflash_runtime.models.layers import Attend, Linear
@@ -60,7 +61,7 @@ class MarkovHead:
 
 @DRAFTS.register("dspark")
 class DSparkDraft(DFlashDraft):
-    """A DFlash draft with a Markov head. Its prediction of acceptance is not read."""
+    """A DFlash draft with a Markov head, and a head that predicts which tokens the target accepts."""
 
     samples_from_anchor: ClassVar[bool] = True
 
@@ -68,6 +69,7 @@ class DSparkDraft(DFlashDraft):
         super().__init__(config, weights, target, placement)
         markov = config.markov
         self._markov = None if markov is None else MarkovHead.read(weights, markov.head_type, placement)
+        self._confidence = ConfidenceHead.read(weights, config, placement.dtype)
 
     def _denoise(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int) -> Tensor:
         if not self.config.sample_from_anchor:
@@ -92,7 +94,12 @@ class DSparkDraft(DFlashDraft):
         logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
         if self._markov is not None:
             logits = self._limit(logits)
-        return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
+        hidden = hidden.view(len(block_ids), num_drafts, -1)
+        drawn = self._walk(logits, hidden, block_ids[:, 0], anchors, draws)
+        if self._confidence is None:
+            return drawn
+        before = torch.cat((block_ids[:, :1], self._to_target(drawn.token_ids[:, :-1])), 1)
+        return drawn._replace(confidences=self._confidence(hidden, before))
 
     def _limit(self, logits: Tensor) -> Tensor:
         """Leave only the best tokens of each position, if the config says how many."""
@@ -121,13 +128,16 @@ class DSparkDraft(DFlashDraft):
                 bias, state = self._markov(tokens, hidden[:, position], state)
                 scores = scores + bias * self.config.logit_scale  # as vLLM 0.33.0 qwen3_dspark.py
             chosen = self._choose(scores.contiguous(), draws, position)
-            tokens = chosen if self.target_ids is None else self.target_ids[chosen]
+            tokens = self._to_target(chosen)
             drafted.append(chosen)
             scored.append(scores)
         token_ids = torch.stack(drafted, 1)
         if draws is None:
             return Drawn(token_ids)
         return Drawn(token_ids, self._sample(torch.stack(scored, 1).flatten(0, 1), draws, draws.positions).distribution)
+
+    def _to_target(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self.target_ids is None else self.target_ids[token_ids]
 
     def _choose(self, scores: Tensor, draws: Draws | None, position: int) -> Tensor:
         """[R, V'] -> [R], ids of the draft."""
