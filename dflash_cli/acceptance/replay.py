@@ -36,6 +36,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.results import read_confidences
 from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.documents import fields_of
@@ -218,9 +219,10 @@ class _TextGroup:
             return
         replay = self._replay
         replay.num_blocks += len(anchors)
-        proposed = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
+        proposed, confidences = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
         accepted = self._pages.count_right(anchors, proposed).tolist()
-        for anchor, draft_ids, num_accepted in zip(anchors, proposed.tolist(), accepted, strict=True):
+        predicted = [()] * len(anchors) if confidences is None else read_confidences(confidences)
+        for anchor, draft_ids, num_accepted, own in zip(anchors, proposed.tolist(), accepted, predicted, strict=True):
             text, position = self._texts[anchor[0]], anchor[1]
             left = text.prompt_len + text.answer_len - 1 - position
             self._steps[anchor] = DraftStep(
@@ -228,6 +230,7 @@ class _TextGroup:
                 draft_ids=tuple(draft_ids),
                 num_accepted=num_accepted,
                 num_committed=min(num_accepted + 1, left),
+                confidences=own,
             )
 
 

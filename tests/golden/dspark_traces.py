@@ -39,7 +39,9 @@ class SparkModel(zlab.DFlash2DraftModel):  # type: ignore[misc]
 
     def __init__(self, config: Any, case: Spark) -> None:
         zlab.DFlashDraftModel.__init__(self, config)
-        self.case, self.head, self.confidence = case, None, None
+        self.case = case
+        self.head: Any = None
+        self.confidence: Any = None
         self.rows: torch.Tensor | None = None
         self.gaps: list[float] = []
         self.drafts: list[list[int]] = []

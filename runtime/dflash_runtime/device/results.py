@@ -70,12 +70,17 @@ def _unpacked(results: Tensor, verify_width: int) -> list[StepOutput]:
     """
     width = verify_width if results.shape[1] > NUM_FIELDS + 1 else 1
     num_columns = NUM_FIELDS + 2 * width - 1
-    confidences = results[:, num_columns:].view(torch.float64).tolist()
+    confidences = read_confidences(results[:, num_columns:].view(torch.float64))
     rows = results[:, :num_columns].tolist()
     return [_output(row, width, own) for row, own in zip(rows, confidences, strict=True)]
 
 
-def _output(row: Sequence[int], width: int, confidences: Sequence[float]) -> StepOutput:
+def read_confidences(values: Tensor) -> list[tuple[float | None, ...]]:
+    """The confidences of each row of a host or device tensor [R, K], with None for values that are no numbers."""
+    return [tuple(None if math.isnan(value) else value for value in row) for row in values.tolist()]
+
+
+def _output(row: Sequence[int], width: int, confidences: tuple[float | None, ...]) -> StepOutput:
     num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
     return StepOutput(
         token_ids=list(row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)]),
@@ -84,5 +89,5 @@ def _output(row: Sequence[int], width: int, confidences: Sequence[float]) -> Ste
         is_done=bool(is_done),
         generation=generation,
         is_finite=num_finite >= num_committed,
-        confidences=[None if math.isnan(value) else value for value in confidences] if is_drafting else [],
+        confidences=confidences if is_drafting else (),
     )

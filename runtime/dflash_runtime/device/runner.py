@@ -323,8 +323,7 @@ class Runner:
         is_greedy = sampling.mode.is_greedy or not self.samples_drafts
         if self._walks:
             drafted = step.positions[:, 1 : 1 + num_drafts]
-            has_filters = sampling.mode.has_filters
-            draws = None if is_greedy else Draws(*sampling.filters(), sampling.seeds, drafted, has_filters)
+            draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
             return Proposal(self._to_target(walked.token_ids), walked.distribution, walked.confidences)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.drafts.draft import Draft, draft_places
+from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
 
@@ -29,6 +29,9 @@ MOST_LOSS = 12.0
 
 Anchor = tuple[int, int]
 """The number of a text, and the position of a block's first row in it."""
+
+BlockInputs = tuple[Tensor, Tensor, PagedAttention]
+"""Ids [R, N] and positions [R, N] of blocks, and their attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,24 @@ class TextPages:
         return cache
 
     @torch.inference_mode()
-    def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
-        """The most likely draft tokens at each anchor, as ids of the target: [R, K]."""
+    def propose(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that a greedy draft proposes at each anchor, as ids of the target [R, K], and its confidences."""
         with as_current(self._placement.device):
-            blocks = self._blocks(draft, cache, anchors, num_drafts)
-            return torch.cat([self._ids(draft, logits) for logits in blocks])
+            found = [
+                self._propose(draft, self._inputs(draft, cache, piece, num_drafts), num_drafts)
+                for piece in self._pieces(draft, anchors, num_drafts)
+            ]
+        confidences = [own for _, own in found if own is not None]
+        return torch.cat([ids for ids, _ in found]), torch.cat(confidences) if confidences else None
+
+    def _propose(self, draft: Draft, inputs: BlockInputs, num_drafts: int) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(draft, WalkingDraft):
+            return self._ids(draft, draft.logits(*inputs)), None
+        drawn = draft.propose(*inputs, num_drafts, None)
+        ids = drawn.token_ids if draft.target_ids is None else draft.target_ids[drawn.token_ids]
+        return ids, drawn.confidences
 
     @torch.inference_mode()
     def foretell(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> "Foretold":
@@ -109,12 +125,21 @@ class TextPages:
         return ids if draft.target_ids is None else draft.target_ids[ids]
 
     def _blocks(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Tensor]:
-        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows."""
+        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows.
+
+        Of a draft that walks, they do not include the choice of tokens before.
+        """
+        for piece in self._pieces(draft, anchors, num_drafts):
+            yield draft.logits(*self._inputs(draft, cache, piece, num_drafts))
+
+    def _pieces(self, draft: Draft, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Sequence[Anchor]]:
+        """The anchors, as many at a time as memory allows."""
         piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
         for begin in range(0, len(anchors), piece):
-            yield self._logits(draft, cache, anchors[begin : begin + piece], num_drafts)
+            yield anchors[begin : begin + piece]
 
-    def _logits(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+    def _inputs(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> BlockInputs:
+        """Ids and positions of the anchors' blocks, and their attention to the texts before."""
         config, kernels = draft.config, self._placement.kernels
         first, positions = self._locate(anchors)
         longest = max(position for _, position in anchors)
@@ -124,8 +149,7 @@ class TextPages:
         masks = first.new_full((len(first), num_drafts), config.mask_token_id)
         block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
         rows = positions[:, None] + torch.arange(num_drafts + 1, device=first.device)
-        attend = PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
-        return draft.logits(block, rows, attend)
+        return block, rows, PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
 
     def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
         """The first slot of each anchor's text, and the anchor's position in the text, [R] each."""

@@ -1,8 +1,8 @@
 """The confidence head of a DSpark draft: for each drafted token, how likely the target accepts it.
 
-The prediction is for a token whose earlier tokens of the block are accepted. It reads the hidden state that the token is
-chosen from and, by config, the embedding of the token before it. Training compares it with the share of the token's
-probability that both models agree on.
+The prediction is for a token whose earlier tokens of the block are accepted. It reads the hidden state that the token
+is chosen from and, by config, the embedding of the token before it. Training compares it with 1 minus the total
+variation distance between the draft's and the target's distribution of the token.
 Sources: speculators 0.9.0 models/dspark/core.py; vLLM 0.33.0 models/qwen3_dspark.py, which computes it in float32.
 
 Axis letters: R requests, K draft tokens, H hidden width, E rank of the bias.

@@ -57,19 +57,15 @@ class Draft(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How R requests sample K drafted tokens each.
+    """How R requests sample K drafted tokens each. The top-k and top-p of a request apply to the target only.
 
-    temperatures [R] float64, top_ks [R] int64, top_ps [R] float64, seeds [R] int64   of the requests
-    positions [R, K] int64   positions of the drafted tokens
-    has_filters              whether some top_k or top_p may remove tokens
+    temperatures [R] float64, seeds [R] int64   of the requests
+    positions [R, K] int64                      positions of the drafted tokens
     """
 
     temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
     seeds: Tensor
     positions: Tensor
-    has_filters: bool
 
 
 class Drawn(NamedTuple):

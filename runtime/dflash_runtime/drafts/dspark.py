@@ -84,7 +84,7 @@ class DSparkDraft(DFlashDraft):
     def propose(
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
     ) -> Drawn:
-        """See `drafts.draft.WalkingDraft`."""
+        """See `drafts.draft.WalkingDraft`. As in vLLM 0.33.0, the filters of a request apply to the target only."""
         has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
         if has_anchor_step and not self.config.sample_from_anchor:
             rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]
@@ -146,7 +146,8 @@ class DSparkDraft(DFlashDraft):
         return self._sample(scores, draws, draws.positions[:, position]).token_ids
 
     def _sample(self, scores: Tensor, draws: Draws, positions: Tensor) -> Chosen:
+        whole, all_ids = torch.ones_like(draws.temperatures), torch.zeros_like(draws.seeds)
         return self._kernels.sample(
-            scores, draws.temperatures, draws.top_ks, draws.top_ps, draws.seeds, positions.flatten(),
-            has_filters=draws.has_filters, purpose=DRAFT,
+            scores, draws.temperatures, all_ids, whole, draws.seeds, positions.flatten(), has_filters=False,
+            purpose=DRAFT,
         )  # fmt: skip
