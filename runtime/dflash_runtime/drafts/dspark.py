@@ -85,21 +85,31 @@ class DSparkDraft(DFlashDraft):
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
     ) -> Drawn:
         """See `drafts.draft.WalkingDraft`. As in vLLM 0.33.0, the filters of a request apply to the target only."""
-        has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
-        if has_anchor_step and not self.config.sample_from_anchor:
-            rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]
-            anchors, hidden = rows[:, 0], rows[:, 1:].flatten(0, 1)
-        else:
-            anchors, hidden = None, self._denoise(block_ids, positions, attend, num_drafts)
-        logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
-        if self._markov is not None:
-            logits = self._limit(logits)
-        hidden = hidden.view(len(block_ids), num_drafts, -1)
-        drawn = self._walk(logits, hidden, block_ids[:, 0], anchors, draws)
+        anchors, hidden = self._read_block(block_ids, positions, attend, num_drafts)
+        drawn = self._draw(block_ids, anchors, hidden, num_drafts, draws)
         if self._confidence is None:
             return drawn
         before = torch.cat((block_ids[:, :1], self._to_target(drawn.token_ids[:, :-1])), 1)
-        return drawn._replace(confidences=self._confidence(hidden, before))
+        return drawn._replace(confidences=self._confidence(hidden.view(*before.shape, -1), before))
+
+    def _read_block(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return hidden states of the anchors [R, H] if the state of the bias begins there, and of drafts [R * K, H]."""
+        has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
+        if has_anchor_step and not self.config.sample_from_anchor:
+            rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]
+            return rows[:, 0], rows[:, 1:].flatten(0, 1)
+        return None, self._denoise(block_ids, positions, attend, num_drafts)
+
+    def _draw(
+        self, block_ids: Tensor, anchors: Tensor | None, hidden: Tensor, num_drafts: int, draws: Draws | None
+    ) -> Drawn:
+        """Choose the tokens of blocks [R, N] from the hidden states of `_read_block`."""
+        logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
+        if self._markov is not None:
+            logits = self._limit(logits)
+        return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
 
     def _limit(self, logits: Tensor) -> Tensor:
         """Leave only the best tokens of each position, if the config says how many."""
