@@ -5,31 +5,20 @@ runtime does not, so only steps with a whole block left are compared.
 """
 
 import json
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import MarkovConfig
-from dflash_runtime.drafts.dspark import DSparkDraft
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
-from dflash_testing.lifted_drafts import Spark, confidence_tensors, markov_tensors, sparks
+from dflash_testing.lifted_drafts import sparks
 from dflash_testing.pairs import (
-    bundled_draft,
     bundled_draft_model,
     bundled_llm,
-    bundled_target_model,
-    placement,
     random_draft,
     random_llm,
     random_prompts,
@@ -38,6 +27,7 @@ from dflash_testing.pairs import (
 from dflash_testing.paths import GOLDEN
 from dflash_testing.reference_traces import num_whole_steps
 from dflash_testing.refusals import refuses
+from dflash_testing.walking_drafts import walking_draft
 from dflash_testing.widths import ListedWidths
 
 RECORDED = json.loads((GOLDEN / "dspark_traces.json").read_text())
@@ -55,34 +45,6 @@ HEADS = [
 ]
 
 
-@cache
-def tensors() -> dict[str, Tensor]:
-    return load_file(tiny_directory() / "draft" / "model.safetensors")
-
-
-def with_head(case: Spark) -> DSparkDraft:
-    """The bundled draft with a Markov head and a confidence head."""
-    config = replace(
-        bundled_draft().config,
-        family="dspark",
-        block_size=case.block_size,
-        sample_from_anchor=case.samples_from_anchor,
-        markov=MarkovConfig(rank=case.rank, head_type=case.head_type, top_k=case.top_k),
-        has_confidence=True,
-        confidence_reads_token=case.confidence_reads_token,
-    )
-    assert config.num_draft_tokens == case.num_drafts
-    heads = {
-        "markov_head": markov_tensors(case, config.hidden_size, config.vocab_size),
-        "confidence_head": confidence_tensors(case, config.hidden_size),
-    }
-    own = {f"{head}.{name}": tensor for head, parts in heads.items() for name, tensor in parts.items()}
-    every = {**tensors(), **own}
-    assert {name: tuple(tensor.shape) for name, tensor in every.items()} == owned_shapes(config)
-    weights = stack_projections((name, tensor.float()) for name, tensor in every.items())
-    return DSparkDraft(config, weights, bundled_target_model(), placement())
-
-
 @pytest.mark.parametrize(
     "trace",
     [
@@ -92,7 +54,7 @@ def with_head(case: Spark) -> DSparkDraft:
 )
 def test_every_drafted_token_is_the_references(trace: dict[str, Any]) -> None:
     case = CASES[trace["seed"]]
-    llm = bundled_llm(with_head(case), case.num_drafts)
+    llm = bundled_llm(walking_draft(case), case.num_drafts)
     (output,) = llm.generate([trace["prompt_token_ids"]], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
     assert list(output.token_ids) == trace["token_ids"]
     count = num_whole_steps(trace["acceptance_lengths"], NUM_TOKENS, case.num_drafts + 1)
@@ -114,7 +76,7 @@ def test_without_a_bias_it_is_dflash() -> None:
     case, prompt = CASES[0], RECORDED["traces"][0]["prompt_token_ids"]
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     (plain,), (own,) = (
-        bundled_llm(draft, 7).generate([prompt], params) for draft in (bundled_draft_model(), with_head(case))
+        bundled_llm(draft, 7).generate([prompt], params) for draft in (bundled_draft_model(), walking_draft(case))
     )
     assert (own.token_ids, own.drafts) == (plain.token_ids, plain.drafts)
 

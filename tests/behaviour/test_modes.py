@@ -13,10 +13,11 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import ALL, KINDS, draft_model
 
 MODES: dict[str, tuple[Any, ...]] = {
-    "draft": ("tiny", "tiny:reduced"),
+    "draft": ("tiny", "tiny:reduced", *KINDS),
     "num_draft_tokens": (1, 3, 7),
     "scheduling": ("sync", "async"),
     "prefix_cache": (True, False),
@@ -33,6 +34,9 @@ FEWER = (1, 16, 17, 33, 40)
 
 SHORT, LONG = 12, 26
 """New tokens per request: across one page bound, and across two."""
+
+SAMPLED = [pytest.param(name, marks=pytest.mark.slow if name == "dspark" else ()) for name in ALL]
+"""Drafts of sampled texts."""
 
 NEW_TOKENS = [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
 
@@ -73,9 +77,7 @@ def expected(
     draft: str, num_draft_tokens: int, max_new_tokens: int, lengths: tuple[int, ...] = FEWER
 ) -> list[RequestOutput]:
     """The outputs of a synchronous engine that runs one request at a time, without prefix cache or chunks."""
-    llm = bundled_llm(
-        bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
-    )
+    llm = bundled_llm(draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False)
     return llm.generate(prompts(lengths), SamplingParams(max_new_tokens=max_new_tokens))
 
 
@@ -83,7 +85,7 @@ def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) 
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
     num_pages = 12 if pool == "short" else 1000
-    draft = bundled_draft_model(name, torch.float64)
+    draft = draft_model(name, torch.float64)
     llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
     requests = [
         Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=max_new_tokens))
@@ -135,8 +137,9 @@ def test_all_drafts_give_the_text_of_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
-    draft = bundled_draft_model(dtype=torch.float64)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int) -> None:
+    draft = draft_model(name, torch.float64)
     params = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)
     ]
@@ -152,9 +155,9 @@ def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str, max_new_tokens: int) -> None:
-    draft = bundled_draft_model(dtype=torch.float64)
+@pytest.mark.parametrize(("name", "draft_sampling"), [("tiny", "greedy"), *((name, "probabilistic") for name in ALL)])
+def test_a_text_does_not_depend_on_its_batch_mates(name: str, draft_sampling: str, max_new_tokens: int) -> None:
+    draft = draft_model(name, torch.float64)
     params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]
     alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
     llm = bundled_llm(

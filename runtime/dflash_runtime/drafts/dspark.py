@@ -95,7 +95,7 @@ class DSparkDraft(DFlashDraft):
     def _read_block(
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
     ) -> tuple[Tensor | None, Tensor]:
-        """Return hidden states of the anchors [R, H] if the state of the bias begins there, and of drafts [R * K, H]."""
+        """Return hidden states of anchors [R, H] if the state of the bias begins there, and of drafts [R * K, H]."""
         has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
         if has_anchor_step and not self.config.sample_from_anchor:
             rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]

@@ -1,0 +1,97 @@
+"""Drafts that walk, made from the bundled drafts: DFlash 2 and DSpark drafts that the target accepts at times."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.drafts.draft import Draft, build_draft
+from dflash_runtime.models.weights import stack_projections
+from dflash_testing.lifted_drafts import Lift, Spark, confidence_tensors, lift, markov_tensors
+from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_target_model, placement
+
+FOLDERS = {"tiny": "draft", "tiny:reduced": "draft-reduced"}
+KINDS: dict[str, Lift | Spark] = {
+    "dflash2": Lift(67, 0.02, kernel_size=2, group_size=48, rank=16, top_k=5, block_size=8),
+    "dspark": Spark(19, 0.5, "rnn", rank=7, block_size=8, samples_from_anchor=False, top_k=None),
+    "anchor-first": Spark(35, 2.0, "gated", rank=7, block_size=8, samples_from_anchor=True, top_k=50),
+}
+"""Names of drafts that walk. The DSpark draft in the fill-in layout has a reduced vocabulary."""
+
+ALL = ("tiny", *KINDS)
+
+
+@cache
+def files(name: str = "tiny") -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """The config and the tensors of a bundled draft."""
+    folder = tiny_directory() / FOLDERS[name]
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def lifted_config(case: Lift) -> DraftConfig:
+    """The config of the bundled draft with the parts of DFlash 2."""
+    layers = bundled_draft().config.num_layers
+    return replace(
+        bundled_draft().config,
+        family="dflash2",
+        block_size=case.block_size,
+        convolution=ConvolutionConfig(kernel_size=case.kernel_size, group_size=case.group_size),
+        selector=SelectorConfig(rank=case.rank, top_k=case.top_k),
+        windows=(24 if case.is_windowed else None,) * layers,
+        causal=(False,) * layers,
+        **case.changes,  # type: ignore[arg-type]
+    )
+
+
+def spark_config(case: Spark, base: str = "tiny") -> DraftConfig:
+    """The config of a bundled draft with a Markov head and a confidence head."""
+    return replace(
+        bundled_draft(base).config,
+        family="dspark",
+        block_size=case.block_size,
+        sample_from_anchor=case.samples_from_anchor,
+        markov=MarkovConfig(rank=case.rank, head_type=case.head_type, top_k=case.top_k),
+        has_confidence=True,
+        confidence_reads_token=case.confidence_reads_token,
+    )
+
+
+def parts_of(case: Lift | Spark, base: str = "tiny") -> tuple[DraftConfig, dict[str, Tensor]]:
+    """The config and the float32 tensors of a draft that walks."""
+    if isinstance(case, Lift):
+        config, (_, found) = lifted_config(case), lift(*files(base), case)  # type: ignore[arg-type]
+    else:
+        config = spark_config(case, base)
+        markov = markov_tensors(case, config.hidden_size, config.vocab_size)
+        if config.has_reduced_vocab:
+            markov["markov_w2.weight"] = markov["markov_w2.weight"][: config.draft_vocab_size].clone()
+        heads = {"markov_head": markov, "confidence_head": confidence_tensors(case, config.hidden_size)}
+        own = {f"{head}.{name}": tensor for head, parts in heads.items() for name, tensor in parts.items()}
+        found = {**files(base)[1], **own}
+    shapes = owned_shapes(config)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in found.items() if name in shapes}
+    return config, {name: found[name].float() if found[name].is_floating_point() else found[name] for name in shapes}
+
+
+def walking_draft(case: Lift | Spark, dtype: torch.dtype = torch.float32, base: str = "tiny", **changes: Any) -> Draft:
+    """A draft that walks, bound to the bundled target. `changes` replace values of its config."""
+    config, tensors = parts_of(case, base)
+    typed = ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors.items())
+    return build_draft(
+        replace(config, **changes), stack_projections(typed), bundled_target_model(dtype), placement(dtype)
+    )
+
+
+def draft_model(name: str = "tiny", dtype: torch.dtype = torch.float32, **changes: Any) -> Draft:
+    """A bundled draft, or one of KINDS."""
+    if name not in KINDS:
+        return bundled_draft_model(name, dtype, **changes)
+    return walking_draft(KINDS[name], dtype, "tiny:reduced" if name == "dspark" else "tiny", **changes)
