@@ -21,6 +21,7 @@ from dflash_runtime.config import (
     ConvolutionConfig,
     DraftConfig,
     EngineConfig,
+    MarkovConfig,
     RopeConfig,
     SelectorConfig,
     TargetConfig,
@@ -200,6 +201,15 @@ DFLASH2: dict[str, Any] = {
     "selector": SelectorConfig(rank=5, top_k=4),
 }
 """Changes that make a random draft a DFlash 2 draft."""
+
+DSPARK: dict[str, Any] = {
+    "family": "dspark",
+    "markov": MarkovConfig(rank=5, head_type="gated"),
+    "sample_from_anchor": True,
+    "block_size": 7,
+    "has_confidence": True,
+}
+"""Changes that make a random draft a DSpark draft with 7 draft tokens."""
 
 
 def random_llm(

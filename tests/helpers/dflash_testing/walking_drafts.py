@@ -13,7 +13,8 @@ from torch import Tensor
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
-from dflash_runtime.drafts.draft import Draft, build_draft
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
+from dflash_runtime.models.target import Target
 from dflash_runtime.models.weights import stack_projections
 from dflash_testing.lifted_drafts import Lift, Spark, confidence_tensors, lift, markov_tensors
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_target_model, placement
@@ -25,6 +26,9 @@ KINDS: dict[str, Lift | Spark] = {
     "anchor-first": Spark(35, 2.0, "gated", rank=7, block_size=8, samples_from_anchor=True, top_k=50),
 }
 """Names of drafts that walk. The DSpark draft in the fill-in layout has a reduced vocabulary."""
+
+BASES = {"dspark": "tiny:reduced"}
+"""The bundled drafts that KINDS are made of, if not `tiny`."""
 
 ALL = ("tiny", *KINDS)
 
@@ -81,17 +85,26 @@ def parts_of(case: Lift | Spark, base: str = "tiny") -> tuple[DraftConfig, dict[
     return config, {name: found[name].float() if found[name].is_floating_point() else found[name] for name in shapes}
 
 
-def walking_draft(case: Lift | Spark, dtype: torch.dtype = torch.float32, base: str = "tiny", **changes: Any) -> Draft:
+def walking_draft(
+    case: Lift | Spark,
+    dtype: torch.dtype = torch.float32,
+    base: str = "tiny",
+    target: Target | None = None,
+    **changes: Any,
+) -> Draft:
     """A draft that walks, bound to the bundled target. `changes` replace values of its config."""
     config, tensors = parts_of(case, base)
     typed = ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors.items())
-    return build_draft(
-        replace(config, **changes), stack_projections(typed), bundled_target_model(dtype), placement(dtype)
-    )
+    bound = bundled_target_model(dtype) if target is None else target
+    return build_draft(replace(config, **changes), stack_projections(typed), bound, placement(dtype))
 
 
-def draft_model(name: str = "tiny", dtype: torch.dtype = torch.float32, **changes: Any) -> Draft:
-    """A bundled draft, or one of KINDS."""
-    if name not in KINDS:
+def draft_model(
+    name: str = "tiny", dtype: torch.dtype = torch.float32, target: Target | None = None, **changes: Any
+) -> Draft:
+    """A bundled draft, or one of KINDS, bound to the bundled target or to a hosted copy of it."""
+    if name in KINDS:
+        return walking_draft(KINDS[name], dtype, BASES.get(name, "tiny"), target, **changes)
+    if target is None:
         return bundled_draft_model(name, dtype, **changes)
-    return walking_draft(KINDS[name], dtype, "tiny:reduced" if name == "dspark" else "tiny", **changes)
+    return load_draft(bundled_draft(name).source, target, placement(dtype))
