@@ -188,10 +188,15 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
     """An upper bound on the bytes that a forward holds per row.
 
     It counts the residual stream before and after a layer, its norm and the sublayer's output; queries, keys and values
-    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features.
+    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features; and in a draft
+    with convolutions the convolved rows and the kernels of the row.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size
+    convolution = config.convolution if isinstance(config, DraftConfig) else None
+    if convolution is not None:
+        groups = config.hidden_size // convolution.group_size
+        numbers += 2 * config.hidden_size + 2 * convolution.kernel_size * groups
     return numbers * dtype.itemsize
 
 
@@ -224,7 +229,22 @@ def _decode_bytes(
     has_distributions = config.draft_sampling == "probabilistic" and placement.kernels.name == "reference"
     logits = (num_drafted + num_verified) * limits.vocab_size
     distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
-    return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
+    walked = num_drafted * limits.vocab_size * _walk_bytes(config, draft, dtype)
+    return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize + walked
+
+
+def _walk_bytes(config: EngineConfig, draft: DraftConfig | None, dtype: torch.dtype) -> int:
+    """Bytes per drafted token and token id that a draft holds besides its logits while it walks.
+
+    A selector writes the scores of a sampled token in float32 or wider. A Markov head writes the logits with their
+    bias, before it the logits of the best tokens alone, and of sampled tokens all scores once more.
+    """
+    if draft is None:
+        return 0
+    is_sampled = config.draft_sampling == "probabilistic"
+    selected = max(dtype.itemsize, torch.float32.itemsize) if draft.selector is not None and is_sampled else 0
+    markov = draft.markov
+    return selected + (0 if markov is None else (1 + (markov.top_k is not None) + is_sampled) * dtype.itemsize)
 
 
 def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:

@@ -1,13 +1,17 @@
 """Drafts that walk, made from the bundled drafts: DFlash 2 and DSpark drafts that the target accepts at times."""
 
+import atexit
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_cli.checkpoints.references import tiny_directory
@@ -108,3 +112,40 @@ def draft_model(
     if target is None:
         return bundled_draft_model(name, dtype, **changes)
     return load_draft(bundled_draft(name).source, target, placement(dtype))
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    """The config.json of one of KINDS: native, or of speculators for a draft with a reduced vocabulary."""
+    case, base = KINDS[kind], BASES.get(kind, "tiny")
+    if isinstance(case, Lift):
+        return lift(*files(), case)[0]  # type: ignore[arg-type]
+    config = dict(files(base)[0])
+    config |= {
+        "markov_rank": case.rank,
+        "markov_head_type": case.head_type,
+        "dspark_draft_topk": case.top_k,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": case.confidence_reads_token,
+        "sample_from_anchor": case.samples_from_anchor,
+    }
+    if case.top_k is None:
+        del config["dspark_draft_topk"]
+    is_native = "speculators_model_type" not in config
+    return config | ({"architectures": ["Qwen3DSparkModel"]} if is_native else {"speculators_model_type": "dspark"})
+
+
+@cache
+def walking_folder(kind: str) -> Path:
+    """A folder with the checkpoint of one of KINDS in bfloat16. It is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="walking-draft-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(config_of(kind)))
+    _, tensors = parts_of(KINDS[kind], BASES.get(kind, "tiny"))
+    stored = {name: tensor if is_wide(name, tensor) else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def is_wide(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is not stored in bfloat16: an id map, or the confidence head."""
+    return not tensor.is_floating_point() or name.startswith("confidence_head")
