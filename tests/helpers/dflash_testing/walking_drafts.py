@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
@@ -149,3 +150,8 @@ def walking_folder(kind: str) -> Path:
 def is_wide(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is not stored in bfloat16: an id map, or the confidence head."""
     return not tensor.is_floating_point() or name.startswith("confidence_head")
+
+
+def stored_draft(name: str) -> DraftCheckpoint:
+    """The checkpoint of a bundled draft, or of one of KINDS."""
+    return open_draft(walking_folder(name)) if name in KINDS else bundled_draft(name)
