@@ -23,7 +23,7 @@ from dflash_testing.pairs import (
     random_llm,
     random_prompts,
 )
-from dflash_testing.walking_drafts import ALL, draft_model
+from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 NUM_DRAFTS = 7
@@ -115,7 +115,7 @@ def test_the_text_on_a_gpu_is_the_same(kind: str, tmp_path: Path) -> None:
     assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sample_of_all("dspark"))
 def test_the_bundled_pair_gives_the_traces_of_the_native_target(name: str) -> None:
     hosted = load_target(open_target(tiny_directory() / "target"), placement(), "transformers")
     draft = draft_model(name, target=hosted)

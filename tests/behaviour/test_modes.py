@@ -14,7 +14,7 @@ import torch
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_llm, bundled_prompts
-from dflash_testing.walking_drafts import ALL, KINDS, draft_model
+from dflash_testing.walking_drafts import KINDS, draft_model, sample_of_all
 
 MODES: dict[str, tuple[Any, ...]] = {
     "draft": ("tiny", "tiny:reduced", *KINDS),
@@ -34,9 +34,6 @@ FEWER = (1, 16, 17, 33, 40)
 
 SHORT, LONG = 12, 26
 """New tokens per request: across one page bound, and across two."""
-
-SAMPLED = [pytest.param(name, marks=pytest.mark.slow if name == "dspark" else ()) for name in ALL]
-"""Drafts of sampled texts."""
 
 NEW_TOKENS = [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
 
@@ -137,7 +134,7 @@ def test_all_drafts_give_the_text_of_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", sample_of_all("anchor-first"))
 def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int) -> None:
     draft = draft_model(name, torch.float64)
     params = [
@@ -155,7 +152,16 @@ def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-@pytest.mark.parametrize(("name", "draft_sampling"), [("tiny", "greedy"), *((name, "probabilistic") for name in ALL)])
+@pytest.mark.parametrize(
+    ("name", "draft_sampling"),
+    [
+        ("tiny", "greedy"),
+        *(
+            pytest.param(*param.values, "probabilistic", marks=param.marks)
+            for param in sample_of_all("dflash2", "dspark")
+        ),
+    ],
+)
 def test_a_text_does_not_depend_on_its_batch_mates(name: str, draft_sampling: str, max_new_tokens: int) -> None:
     draft = draft_model(name, torch.float64)
     params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]

@@ -174,3 +174,32 @@ def test_more_tokens_than_a_trained_block_predicts_are_refused(kind: str) -> Non
     with refuses(UsageError, "too-many-draft-tokens", field="num_draft_tokens", found=trained + 1) as refused:
         resolve_num_drafts(EngineConfig(num_draft_tokens=trained + 1), config)
     assert "blocks of 8" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", PREDICTING)
+def test_a_confidence_reads_the_targets_id_of_the_token_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token follows the anchor. A reduced vocabulary has other ids than the target."""
+    draft = draft_model(kind)
+    assert isinstance(draft, DSparkDraft)
+    read: list[list[int]] = []
+    predict = draft._confidence
+
+    def watched(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        assert predict is not None
+        read.append(tokens[0].tolist())
+        return predict(hidden, tokens)
+
+    monkeypatch.setattr(draft, "_confidence", watched)
+    (output,) = bundled_llm(draft, 7).generate([PROMPT], PARAMS)
+    text = PROMPT + output.token_ids
+    wanted = [[text[len(PROMPT) + step.start - 1], *step.draft_ids[:-1]] for step in output.drafts]
+    assert read[: len(wanted)] == wanted
+
+
+def test_a_narrow_request_has_the_confidences_of_its_own_tokens() -> None:
+    """Its batch mate verifies the whole block."""
+    prompts, widths = [PROMPT, bundled_prompts()[1][:20]], (3, None)
+    params = [replace(PARAMS, verify_width=width) for width in widths]
+    narrow, wide = bundled_llm(draft_model("dspark"), 7, max_num_requests=2).generate(prompts, params)
+    assert {len(values) for values in narrow.draft_confidences} == {2}
+    assert {len(values) for values in wide.draft_confidences} == {7}

@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,6 +37,11 @@ BASES = {"dspark": "tiny:reduced"}
 """The bundled drafts that KINDS are made of, if not `tiny`."""
 
 ALL = ("tiny", *KINDS)
+
+
+def sample_of_all(*names: str) -> list[Any]:
+    """ALL as parameters of a test; drafts other than `tiny` and `names` are slow."""
+    return [pytest.param(name, marks=() if name in ("tiny", *names) else pytest.mark.slow) for name in ALL]
 
 
 @cache

@@ -10,7 +10,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
-from dflash_testing.walking_drafts import ALL, KINDS, draft_model
+from dflash_testing.walking_drafts import ALL, draft_model
 
 PAGE = 4
 
@@ -94,7 +94,9 @@ def test_without_a_cache_nothing_is_found() -> None:
     ("scheduling", "name"),
     [
         ("async", "tiny:reduced"),
-        *(("async", kind) for kind in KINDS),
+        ("async", "dflash2"),
+        ("async", "dspark"),
+        pytest.param("async", "anchor-first", marks=pytest.mark.slow),
         pytest.param("sync", "tiny", marks=pytest.mark.slow),
         pytest.param("sync", "tiny:reduced", marks=pytest.mark.slow),
         pytest.param("async", "tiny", marks=pytest.mark.slow),
