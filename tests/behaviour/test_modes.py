@@ -25,7 +25,7 @@ MODES: dict[str, tuple[Any, ...]] = {
     "pool": ("roomy", "short", "forced"),  # short: requests wait; forced: preempts the youngest every five steps
     "max_num_requests": (1, 2, 5, 16),
 }
-BETWEEN = {"max_batched_tokens": 4, "max_num_requests": 2}
+BETWEEN: dict[str, Any] = {"draft": "dspark", "max_batched_tokens": 4, "max_num_requests": 2}
 """Values that the selection leaves out, since neighbouring values test the same cases."""
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
@@ -128,7 +128,8 @@ def test_everything(combo: dict[str, Any]) -> None:
 def test_all_drafts_give_the_text_of_plain_decoding() -> None:
     params = SamplingParams(max_new_tokens=SHORT)
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(FEWER), params)
-    for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
+    bundled = [draft for draft in MODES["draft"] if draft not in KINDS]
+    for draft, num_draft_tokens in (*product(bundled, MODES["num_draft_tokens"]), *product(KINDS, (7,))):
         texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]
 
