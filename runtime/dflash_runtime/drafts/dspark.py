@@ -138,7 +138,7 @@ class DSparkDraft(DFlashDraft):
                 bias, state = self._markov(tokens, hidden[:, position], state)
                 scores = scores + bias * self.config.logit_scale  # as vLLM 0.33.0 qwen3_dspark.py
             chosen = self._choose(scores.contiguous(), draws, position)
-            tokens = self._to_target(chosen)
+            tokens = chosen if self.target_ids is None else self.target_ids[chosen]
             drafted.append(chosen)
             scored.append(scores)
         token_ids = torch.stack(drafted, 1)
