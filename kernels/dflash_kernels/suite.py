@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import block_attention, block_attention_ref
-from dflash_kernels.block_conv import block_conv, block_conv_ref
+from dflash_kernels.block_conv import block_conv, block_conv_ref, conv_add_norm, conv_add_norm_ref
 from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
 from dflash_kernels.product import (
     gated_product,
     gated_product_ref,
@@ -47,6 +48,7 @@ from dflash_kernels.step_rows import (
     open_step,
     open_step_ref,
 )
+from dflash_kernels.top_tokens import top_tokens, top_tokens_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -69,7 +71,10 @@ class Kernels:
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    conv_add_norm: Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    top_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     candidate_walk: Callable[..., Walk]
+    markov_walk: Callable[..., Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -95,7 +100,10 @@ REFERENCE = Kernels(
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
     block_conv=block_conv_ref,
+    conv_add_norm=conv_add_norm_ref,
+    top_tokens=top_tokens_ref,
     candidate_walk=candidate_walk_ref,
+    markov_walk=markov_walk_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -121,7 +129,10 @@ _TRITON = Kernels(
     block_attention=block_attention,
     ragged_attention=ragged_attention,
     block_conv=block_conv,
+    conv_add_norm=conv_add_norm,
+    top_tokens=top_tokens,
     candidate_walk=candidate_walk,
+    markov_walk=markov_walk,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

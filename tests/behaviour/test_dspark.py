@@ -149,11 +149,20 @@ def test_a_trace_does_not_depend_on_the_mode(head: dict[str, Any], temperature: 
 
 
 @pytest.mark.interpreter
-def test_triton_equals_the_references() -> None:
+@pytest.mark.parametrize(
+    ("head", "temperature"),
+    [
+        (HEADS[1], 0.9),
+        (HEADS[0], 0.0),
+        ({"head_type": "vanilla", "sample_from_anchor": True, "draft_vocab_size": 40}, 0.0),
+    ],
+    ids=["bias and sample", "few tokens", "bias and best token"],
+)
+def test_triton_equals_the_references(head: dict[str, Any], temperature: float) -> None:
     found = []
     for kernels in ("reference", "triton"):
-        llm = make_llm(HEADS[1], torch.float32, kernels=kernels, draft_sampling="probabilistic", max_num_requests=2)
-        one = [SamplingParams(max_new_tokens=3, temperature=0.9, seed=seed) for seed in range(2)]
+        llm = make_llm(head, torch.float32, kernels=kernels, draft_sampling="probabilistic", max_num_requests=2)
+        one = [SamplingParams(max_new_tokens=3, temperature=temperature, seed=seed) for seed in range(2)]
         found.append(traces(llm.generate([PROMPTS[0], PROMPTS[1][:5]], one)))
     assert found[0] == found[1]
 

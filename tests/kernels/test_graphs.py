@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.candidate_walk import WalkDraws
+from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
@@ -143,8 +143,22 @@ def walk(kernels: Kernels, at: Inputs, *, is_sampled: bool) -> tuple[Tensor, ...
     rows = (at["scores"], at["experts"].sort(-1).values % len(codebook), at["qkv"][0])
     logits, candidates, hidden = (item.view(R, N, -1)[:, 1:].contiguous() for item in rows)
     draws = WalkDraws(at["temperatures"], at["seeds"], at["positions"][:, 1:]) if is_sampled else None
-    anchors = at["places"] % len(codebook)
-    return tuple(kernels.candidate_walk(logits, candidates, hidden, codebook, codebook.flip(0), anchors, draws))
+    anchors, books = at["places"] % len(codebook), Codebooks(codebook, codebook.flip(0))
+    return tuple(kernels.candidate_walk(logits.float(), candidates, hidden.flatten(0, 1)[None], books, anchors, draws))
+
+
+def convolve(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    dynamic = at["cos"].view(1, R * N, L, D // 2)
+    convolved = kernels.block_conv(at["residual"], at["weights"], dynamic, N)
+    norm = at["weights"][0]
+    return convolved, *kernels.conv_add_norm(at["parts"], at["weights"], dynamic, N, at["residual"], norm, 1e-6)
+
+
+def markov_walk(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """Exact and different scores, so that the choice is unique: two bits of the token, plus its place in an order."""
+    before, after = at["routed"], at["router"]
+    anchors, logits = at["places"] % len(before), at["scores"].new_zeros(2, 3, E)
+    return (kernels.markov_walk(logits, before.repeat(3, 1), after, anchors[:2].contiguous() % R),)
 
 
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -165,7 +179,9 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
-    "block_conv": lambda k, at: (k.block_conv(at["residual"], at["weights"], at["cos"].view(R * N, L, D // 2), N),),
+    "block_conv and conv_add_norm": convolve,
+    "top_tokens": lambda k, at: k.top_tokens(at["logits"], 16),
+    "markov_walk": markov_walk,
     "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
     "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
     "open_step": open_step,

@@ -14,7 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dflash_kernels.candidate_walk import Codebooks
 from dflash_kernels.sampling import Chosen
+from dflash_kernels.top_tokens import MOST_TOP_TOKENS
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import MARKOV
 from dflash_runtime.config import DraftConfig
@@ -40,22 +42,29 @@ class MarkovHead:
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head_type)
         inner = None if name is None else Linear.read(weights, f"{MARKOV}.{name}", placement.kernels)
         after = Linear.read(weights, f"{MARKOV}.markov_w2", placement.kernels)
-        return cls(head_type, weights[f"{MARKOV}.markov_w1.weight"], after, inner)
+        return cls(head_type, weights[f"{MARKOV}.markov_w1.weight"].contiguous(), after, inner)
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """The state before the first position, [R, E], for hidden states [R, H]."""
         return hidden.new_zeros(len(hidden), self.before.shape[1])
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens before [R], hidden states of the position [R, H], state [R, E] -> bias [R, V'], and the next state."""
+    def factors(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens before [R], hidden states of the position [R, H], state [R, E] -> factors [R, E], and the next state.
+
+        The bias is the product of the factors with `after`.
+        """
         embedded = self.before[tokens]
         if self.inner is None:
-            return self.after(embedded), state
+            return embedded, state
         if self.head_type == "gated":
-            return self.after(torch.sigmoid(self.inner(torch.cat((hidden, embedded), -1))) * embedded), state
+            return torch.sigmoid(self.inner(torch.cat((hidden, embedded), -1))) * embedded, state
         gate, fresh, out = self.inner(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
-        return self.after(torch.tanh(out)), gate * state + (1 - gate) * torch.tanh(fresh)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(fresh)
+
+    def add_bias(self, logits: Tensor, factors: Tensor, scale: float) -> None:
+        """Add the bias of factors [R, E] to logits [R, V'] in place, and round once."""
+        logits.addmm_(factors, self.after.weight.t(), alpha=scale)
 
 
 @DRAFTS.register("dspark")
@@ -90,22 +99,46 @@ class DSparkDraft(DFlashDraft):
         else:
             anchors, hidden = None, self._denoise(block_ids, positions, attend, num_drafts)
         logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
+        if self._markov is not None and self._markov.inner is None and draws is None:
+            return Drawn(self._best(self._markov, logits, block_ids[:, 0].contiguous()))
         if self._markov is not None:
             logits = self._limit(logits)
         return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
 
+    def _best(self, markov: MarkovHead, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Choose the best tokens from left to right with a bias that reads only the token before: [R, K]."""
+        scale, top_k = self.config.logit_scale, self._top_k(logits)
+        if top_k is None or top_k > MOST_TOP_TOKENS:
+            logits = self._limit(logits)
+            return self._kernels.markov_walk(
+                logits, markov.before, markov.after.weight, anchors, scale, self.target_ids
+            )
+        best, values = (item.view(*logits.shape[:2], -1) for item in self._top_tokens(logits, top_k))
+        codebooks = Codebooks(markov.before, markov.after.weight, scale, self.target_ids)
+        return self._kernels.candidate_walk(values, best, None, codebooks, anchors).token_ids
+
+    def _top_k(self, logits: Tensor) -> int | None:
+        """How many of the best tokens of a position the bias chooses among; None: among all."""
+        top_k = self.config.markov.top_k if self.config.markov is not None else None
+        return None if top_k is None or top_k >= logits.shape[-1] else top_k
+
+    def _top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        return self._kernels.top_tokens(logits.flatten(0, 1), top_k)
+
     def _limit(self, logits: Tensor) -> Tensor:
         """Leave only the best tokens of each position, if the config says how many."""
-        top_k = self.config.markov.top_k if self.config.markov is not None else None
-        if top_k is None or top_k >= logits.shape[-1]:
+        top_k = self._top_k(logits)
+        if top_k is None:
             return logits
-        best = logits.topk(top_k, dim=-1)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best.indices, best.values)
+        best, values = self._top_tokens(logits, top_k)
+        return torch.full_like(logits, -torch.inf).flatten(0, 1).scatter_(-1, best, values).view_as(logits)
 
     def _walk(
         self, logits: Tensor, hidden: Tensor, tokens: Tensor, anchors: Tensor | None, draws: Draws | None
     ) -> Drawn:
         """Choose tokens from left to right: logits [R, K, V'], hidden states [R, K, H], anchor tokens [R].
+
+        Each position's bias is added to the logits in place.
 
         `anchors` [R, H] are the anchors' own hidden states, if the state of the bias begins at the anchor.
         """
@@ -113,21 +146,20 @@ class DSparkDraft(DFlashDraft):
         if self._markov is not None:
             state = self._markov.first_state(hidden[:, 0])
             if anchors is not None:
-                _, state = self._markov(tokens, anchors, state)
-        drafted, scored = [], []
+                _, state = self._markov.factors(tokens, anchors, state)
+        drafted = []
         for position in range(logits.shape[1]):
             scores = logits[:, position]
             if self._markov is not None and state is not None:
-                bias, state = self._markov(tokens, hidden[:, position], state)
-                scores = scores + bias * self.config.logit_scale  # as vLLM 0.33.0 qwen3_dspark.py
-            chosen = self._choose(scores.contiguous(), draws, position)
+                factors, state = self._markov.factors(tokens, hidden[:, position], state)
+                self._markov.add_bias(scores, factors, self.config.logit_scale)  # as vLLM 0.33.0 qwen3_dspark.py
+            chosen = self._choose(scores, draws, position)
             tokens = chosen if self.target_ids is None else self.target_ids[chosen]
             drafted.append(chosen)
-            scored.append(scores)
         token_ids = torch.stack(drafted, 1)
         if draws is None:
             return Drawn(token_ids)
-        return Drawn(token_ids, self._sample(torch.stack(scored, 1).flatten(0, 1), draws, draws.positions).distribution)
+        return Drawn(token_ids, self._sample(logits.flatten(0, 1), draws, draws.positions).distribution)
 
     def _choose(self, scores: Tensor, draws: Draws | None, position: int) -> Tensor:
         """[R, V'] -> [R], ids of the draft."""
