@@ -8,9 +8,10 @@ import torch
 
 KINDS = {
     "attention": r"attention|attend|flash|fmha|combine",
-    "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts",
-    "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins",
-    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv",
+    "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts|markov",
+    "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins"
+    r"|top_tokens|group_keys|pair_scores|candidate_walk",
+    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv|block_conv",
 }
 """Kind of kernel -> pattern of names. The first match decides; other kernels are bookkeeping."""
 

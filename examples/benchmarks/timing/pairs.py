@@ -92,8 +92,8 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
     target_config, draft_config = model_configs(shape)
     target_shapes = Qwen3Target.expected_shapes(target_config)
-    target_weights = stack_projections(_normal_weights(target_shapes, placement))
-    draft_weights = stack_projections(_normal_weights(owned_shapes(draft_config), placement))
+    target_weights = stack_projections(normal_weights(target_shapes, placement))
+    draft_weights = stack_projections(normal_weights(owned_shapes(draft_config), placement))
     target = Qwen3Target(target_config, target_weights, placement)
     limits = Limits(
         num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
@@ -152,7 +152,7 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
     return target, draft
 
 
-def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
+def normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """Random matrices, and norm weights of 1. Zeros would make products too fast."""
     for name, shape in shapes.items():
         if len(shape) == 1:
