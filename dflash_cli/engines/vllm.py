@@ -10,18 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from dflash_cli.engines.config_class import EngineStops
-from dflash_cli.engines.engine_reading import (
-    EngineReading,
-    causal_of,
-    check_architecture,
-    check_captured,
-    check_mask,
-    check_rope,
-    check_shapes,
-    resolve_auto,
-    whole,
-)
+from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -34,10 +23,17 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
     words_of,
 )
+from dflash_cli.engines.vllm_reading import (
+    READS_IS_CAUSAL,
+    READS_KINDS,
+    READS_ROPE_STYLE,
+    READS_WINDOWS,
+    read_native,
+)
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
+from dflash_cli.formats.fields import ZLAB_SCALES
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
@@ -50,7 +46,7 @@ from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
 
 NAME = "vllm"
@@ -58,22 +54,11 @@ ENGINE = (NAME,)
 check_vllm = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
 NEWEST = f"vLLM {release_text(RELEASES[-1])}"
-READS_WINDOWS: Release = (0, 25)
-"""The first release with windows and mask_embedding.pt (vllm-project/vllm#46104), but without mixed layers."""
-READS_KINDS: Release = (0, 26)
-"""The first release with causality by kind of layer, with mixed layers, and with the speculators flag, which it applies
-to every layer (vllm-project/vllm#47745). Earlier releases read one flag, dflash_config.causal, false if absent.
-"""
-READS_IS_CAUSAL: Release = (0, 28)
-"""The first release that reads is_causal, which it prefers to dflash_config.causal, and encoder names of tensors."""
 READS_SCHEDULE: Release = (0, 28)
 """The first release that reads num_speculative_tokens_per_batch_size, a list of ranges (vllm-project/vllm#45953)."""
-READS_ROPE_STYLE: Release = (0, 29)
-"""The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
 FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
 FIX_TO_VLLM = "dflash convert {draft} {out} --to vllm --target {target}"
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
@@ -143,36 +128,8 @@ class VllmEngine(ServingEngine):
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
-        """The values of vLLM's config and model. Source: 0.33.0 config/speculative.py, models/qwen3_dflash.py."""
-        if isinstance(subject.format, SpeculatorsFormat) or self.release < READS_ROPE_STYLE:
-            return None
-        config, nested = subject.config, subject.config.get("dflash_config", {}) or {}
-        if not isinstance(nested, dict) or config.get("dflash_config", {}) is None:
-            raise EngineStops("dflash_config", f"found {config['dflash_config']!r}, expected an object")
-        check_architecture(config, Native.architecture)
-        found = resolve_auto(config)
-        if found is None:
-            return None
-        aux, mask = _captured(config, nested, subject), _mask(config, nested)
-        _check_model(config, found, nested)
-        width = found.get("target_hidden_size") or found["hidden_size"]
-        check_shapes(found, len(aux), subject, target_hidden_size=width)
-        check_captured([layer - 1 for layer in aux], width, subject)
-        check_mask(mask, subject)
-        stated = [value for value in (config.get("is_causal"), nested.get("causal")) if value is not None]
-        sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
-        return EngineReading(
-            windows=_windows(found, nested),
-            causal=causal_of(stated[0] if stated else None, found),
-            taps=tuple(sorted(layer - 1 for layer in aux)),
-            mask_token_id=mask,
-            rope=found["rope_parameters"],
-            eps=found["rms_norm_eps"],
-            neox=bool(config.get("is_neox_style", True)),
-            sinks=bool(sinks),
-            value_scale=nested.get("attention_value_scale"),
-            logit_scale=config.get("logit_scale", 1.0),
-        )
+        """The values of a native config in this release."""
+        return None if isinstance(subject.format, SpeculatorsFormat) else read_native(subject, self.release)
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """Causality of the keys that this release reads, else by kind of layer."""
@@ -210,64 +167,6 @@ class VllmEngine(ServingEngine):
         words = ["vllm", "serve", target, *words_of(options)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
-
-
-def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject) -> list[int]:
-    """The layers that vLLM captures, counted from 1, in the order of the file."""
-    key, taps = AUX_KEY, config.get(AUX_KEY)
-    if not taps:
-        key, taps = "target_layer_ids", nested.get("target_layer_ids") or config.get("target_layer_ids")
-    offset = 0 if key == AUX_KEY else 1
-    if not isinstance(taps, list) or not taps or not all(is_number(tap) and tap == int(tap) for tap in taps):
-        raise EngineStops(key, f"found {taps!r}, expected a list of integers")
-    aux = [int(tap) + offset for tap in taps]
-    if min(aux) < 0 or len(set(aux)) < len(aux):
-        raise EngineStops(key, f"{taps}: vLLM captures fewer layers than fc.weight reads")
-    return aux
-
-
-def _mask(config: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
-    """The mask token's id, from the first key that vLLM finds."""
-    if "mask_token_id" in nested:
-        return whole("dflash_config.mask_token_id", nested["mask_token_id"])
-    named = {key: config[key] for key in MASK_KEYS if key in config}
-    if named.get("mask_token_id", 0) is None:
-        del named["mask_token_id"]
-    if not named:
-        raise EngineStops("mask_token_id", "missing")
-    return whole(*next(iter(named.items())))
-
-
-def _windows(found: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer. use_swa gives a window to every layer of a draft without sliding layers."""
-    kinds = found["layer_types"]
-    everywhere = bool(nested.get("use_swa", False)) and SLIDING not in kinds
-    window = nested.get("swa_window_size", found["sliding_window"] or None)
-    if window is None and (everywhere or SLIDING in kinds):
-        raise EngineStops("sliding_window", "missing or switched off, although a layer is sliding")
-    return tuple(window if everywhere or kind == SLIDING else None for kind in kinds)
-
-
-def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mapping[str, Any]) -> None:
-    """Require what vLLM builds the draft's modules from. The rope gets vLLM's names of its types."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
-        raise EngineStops("rope_scaling.type", f"{rope['type']!r}, but rope_type is {rope['rope_type']!r}")
-    if found["rope_parameters"]["rope_type"] == "mrope" and "mrope_section" in found["rope_parameters"]:
-        found["rope_parameters"] = {**found["rope_parameters"], "rope_type": "default"}
-    if found["rope_parameters"]["rope_type"] == "longrope":
-        raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
-    check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
-    if nested.get("sample_from_anchor"):
-        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
-    if found["hidden_act"] != "silu":
-        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        if found.get(key) is not None and not is_int(found[key]):
-            raise EngineStops(key, f"found {found[key]!r}, expected an integer")
-    for key in ("max_position_embeddings", "vocab_size"):
-        if found[key] < (1 if key == "max_position_embeddings" else 0):
-            raise EngineStops(key, f"found {found[key]}")
 
 
 @check_vllm(

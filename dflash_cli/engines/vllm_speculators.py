@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.engines.vllm import FIX_TO_VLLM, NAME, READS_KINDS, check_vllm
+from dflash_cli.engines.vllm import FIX_TO_VLLM, NAME, check_vllm
+from dflash_cli.engines.vllm_reading import READS_KINDS
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.fields import REMOVED
 from dflash_cli.formats.speculators import SpeculatorsFormat
