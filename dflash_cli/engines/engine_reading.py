@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.engines.config_class import CLASSES, EngineStops
+from dflash_cli.engines.config_class import CLASSES, ConfigClass, EngineStops
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
@@ -94,9 +94,18 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     Raises:
         EngineStops: the class refuses the config.
     """
+    return resolve_with(CLASSES[model_type], config)
+
+
+def resolve_with(config_class: ConfigClass, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as a class fills it in.
+
+    Raises:
+        EngineStops: the class refuses the config.
+    """
     if asks_for_latent_attention(config):
         raise EngineStops("attention_mode", "latent attention, and the engine lacks a draft model with it")
-    found = CLASSES[model_type].resolve(config)
+    found = config_class.resolve(config)
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype is not None and str(dtype) not in TORCH_TYPES:
         raise EngineStops("dtype", f"found {dtype!r}, expected a type of torch")

@@ -30,6 +30,7 @@ from dflash_cli.engines.vllm_reading import (
     READS_WINDOWS,
     read_native,
 )
+from dflash_cli.engines.vllm_speculators_reading import read_speculators
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
@@ -128,8 +129,9 @@ class VllmEngine(ServingEngine):
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
-        """The values of a native config in this release."""
-        return None if isinstance(subject.format, SpeculatorsFormat) else read_native(subject, self.release)
+        """The values that this release reads."""
+        read = read_speculators if isinstance(subject.format, SpeculatorsFormat) else read_native
+        return read(subject, self.release)
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """Causality of the keys that this release reads, else by kind of layer."""

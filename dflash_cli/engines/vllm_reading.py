@@ -64,6 +64,30 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     if found is None:
         return None
     aux, mask = _captured(config, nested, release), _mask(config, nested, release)
+    stated = config.get("is_causal") if release >= READS_IS_CAUSAL else None
+    return read_model(subject, release, config, found, {**nested, "is_causal": stated}, aux, mask)
+
+
+def read_model(
+    subject: Subject,
+    release: Release,
+    config: Mapping[str, Any],
+    found: dict[str, Any],
+    nested: Mapping[str, Any],
+    aux: list[int],
+    mask: int,
+) -> EngineReading:
+    """The values of vLLM's model.
+
+    config  the keys as the file states them
+    found   the keys as the config class fills them in
+    nested  dflash_config, and `is_causal` if the release reads that key
+    aux     the captured layers, counted from 1
+    mask    the mask token's id
+
+    Raises:
+        EngineStops: the key at which the release stops.
+    """
     _check_model(config, found, nested, release)
     width = found.get("target_hidden_size", found["hidden_size"])
     if release >= COUNTS_CAPTURED:
@@ -74,7 +98,7 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
     return EngineReading(
         windows=_windows(found, nested, release),
-        causal=_causal(config, nested, found, release),
+        causal=_causal(nested, found, release),
         taps=tuple(sorted(layer - 1 for layer in aux)),
         mask_token_id=mask,
         rope=found["rope_parameters"],
@@ -143,13 +167,11 @@ def _windows(found: Mapping[str, Any], nested: Mapping[str, Any], release: Relea
     return tuple(window if everywhere or kind == SLIDING else None for kind in kinds)
 
 
-def _causal(
-    config: Mapping[str, Any], nested: Mapping[str, Any], found: Mapping[str, Any], release: Release
-) -> tuple[bool, ...]:
+def _causal(nested: Mapping[str, Any], found: Mapping[str, Any], release: Release) -> tuple[bool, ...]:
     """The causality of each layer."""
     if release < READS_KINDS:
         return (bool(nested.get("causal", False)),) * len(found["layer_types"])
-    outer = config.get("is_causal") if release >= READS_IS_CAUSAL else None
+    outer = nested["is_causal"]
     return causal_of(nested.get("causal") if outer is None else outer, found)
 
 

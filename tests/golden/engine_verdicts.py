@@ -29,6 +29,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ from dflash_testing import config_cases
 Reading = dict[str, Any]
 Load = Callable[[Path, Path], Reading]
 NEWEST_VLLM = "vllm 0.33.0"
+OPERATORS: list[Any] = []
+"""Libraries with operators that are declared and never called. A library that is freed takes them away."""
 STAND_INS = "STAND_INS"
 """The environment variable that lists the modules to replace by empty stand-ins."""
 
@@ -178,11 +181,12 @@ def start_vllm() -> Load:
 
     release = vllm_release(Path(sys.argv[2]))
     vllm.config.vllm.HAS_TRITON = True  # releases before 0.33 refuse the V2 runner without a GPU's Triton
-    for operator in ("silu_and_mul(Tensor! out, Tensor x) -> ()",):  # 0.28 to 0.30 look the compiled operator up
-        if not hasattr(torch.ops._C, operator.partition("(")[0]):
-            torch.library.Library("_C", "FRAGMENT").define(operator)
+    if not hasattr(torch.ops._C, "silu_and_mul"):  # 0.28 to 0.30 look the compiled operator up, also on a CPU
+        OPERATORS.append(torch.library.Library("_C", "FRAGMENT"))
+        OPERATORS[-1].define("silu_and_mul(Tensor! out, Tensor x) -> ()")
     registry._run_in_subprocess = lambda function: function()
     platforms._current_platform = CpuPlatform()
+    time.sleep = lambda seconds: None  # vLLM reads a refused config three times, with pauses
     rendezvous = tempfile.mkdtemp()
 
     def load(draft: Path, target: Path) -> Reading:
