@@ -140,9 +140,11 @@ def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     window, kinds = found.get("sliding_window"), found.get("layer_types")
     if not (found.get("use_sliding_window") and window and kinds):
         return (None,) * count
-    if not isinstance(kinds, list) or len(kinds) != count:
+    if not isinstance(kinds, list):
         raise EngineStops("layer_types", f"found {kinds!r}, expected {count} entries")
-    return tuple(_count("sliding_window", window) if kind == SLIDING else None for kind in kinds)
+    size = _count("sliding_window", window)
+    listed = tuple(size if kind == SLIDING else None for kind in kinds[:count])
+    return listed + (None,) * (count - len(listed))  # src/models/dflash.cpp:86 checks no length; the rest is full
 
 
 @check_llama_cpp("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER)

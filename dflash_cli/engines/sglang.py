@@ -124,6 +124,7 @@ class SglangEngine(ServingEngine):
         if config.get("architectures") != Native.architecture:
             check_architecture(config, Native.architecture)
         found = resolve_auto(config)
+        _check_type(config)
         check_packing(config)
         if found is None or _has_own_embedding(config):
             return None
@@ -224,6 +225,14 @@ def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
     is_clamped = found["hidden_act"] == "swigluoai" and {"swiglu_alpha", "swiglu_limit"} <= found.keys()
     if found["hidden_act"] != "silu" and not is_clamped:
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
+
+
+def _check_type(config: Mapping[str, Any]) -> None:
+    """Require a model type whose config class the DFlash model reads. Source: 0.5.23, run on drafts of each type."""
+    if config["model_type"] == "qwen3_5_text":
+        raise EngineStops("model_type", "found qwen3_5_text, whose config class gives a rope without a type")
+    if config["model_type"] == "minimax" and config.get("layer_types") is None:
+        raise EngineStops("layer_types", "missing, and for minimax every second layer is then linear attention")
 
 
 def _has_own_embedding(config: Mapping[str, Any]) -> bool:

@@ -47,6 +47,19 @@ READS_ROPE_STYLE: Release = (0, 29)
 """The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 SCALES_VALUES: Release = (0, 31)
 """The first release that reads dflash_config.attention_value_scale."""
+DRAFTS_OF_TARGETS: Mapping[Release, frozenset[str]] = {
+    (0, 24): frozenset(
+        {
+            "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_mtp", "pangu_ultra_moe", "ernie4_5_moe",
+            "qwen3_next", "exaone_moe", "qwen3_5", "qwen3_5_moe", "intern_s2_preview", "longcat_flash",
+        }
+    ),
+    (0, 28): frozenset({"qwen3_5_text", "qwen3_5_moe_text", "kimi_k3"}),
+    (0, 30): frozenset({"qwen4_exp", "qwen4_exp_text"}),
+}  # fmt: skip
+"""First release -> model types whose draft it takes for the MTP layers of such a target, by which the draft stops.
+Source: config/speculative.py hf_config_override of each release.
+"""
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
@@ -60,12 +73,19 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     if not isinstance(nested, dict) or config.get("dflash_config", {}) is None:
         raise EngineStops("dflash_config", f"found {config['dflash_config']!r}, expected an object")
     check_architecture(config, Native.architecture)
+    _check_type(config.get("model_type"), release)
     found = resolve_auto(config)
     if found is None:
         return None
     aux, mask = _captured(config, nested, release), _mask(config, nested, release)
     stated = config.get("is_causal") if release >= READS_IS_CAUSAL else None
     return read_model(subject, release, config, found, {**nested, "is_causal": stated}, aux, mask)
+
+
+def _check_type(model_type: Any, release: Release) -> None:
+    """Require a model type that vLLM reads a draft of."""
+    if any(model_type in types for first, types in DRAFTS_OF_TARGETS.items() if release >= first):
+        raise EngineStops("model_type", f"found {model_type}, which vLLM takes for the MTP layers of such a target")
 
 
 def read_model(
@@ -92,7 +112,9 @@ def read_model(
     width = found.get("target_hidden_size", found["hidden_size"])
     if release >= COUNTS_CAPTURED:
         width = width or found["hidden_size"]
-    check_shapes(found, len(aux), subject, target_hidden_size=width)
+    cut = _cut(found, subject)
+    if found["intermediate_size"] and found["num_attention_heads"]:
+        check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width)
     check_captured([layer - 1 for layer in aux], width, subject)
     check_mask(mask, subject)
     sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
@@ -107,7 +129,27 @@ def read_model(
         sinks=release >= READS_WINDOWS and bool(sinks),
         value_scale=nested.get("attention_value_scale") if release >= SCALES_VALUES else None,
         logit_scale=config.get("logit_scale", 1.0),
+        cut=cut,
     )
+
+
+def _cut(found: Mapping[str, Any], subject: Subject) -> tuple[str, ...]:
+    """The projections that have more rows or columns than the config says. vLLM loads the first ones of a shard.
+
+    Source: 0.33.0 layers/linear.py weight_loader, which narrows each stored tensor to the shard of its rank.
+    """
+    width, inner = found["hidden_size"], found["intermediate_size"]
+    queries, keys = (found[key] * found["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": inner, "up_proj": inner}
+    columns = {"o_proj": queries, "down_proj": inner}
+    names = []
+    for name, info in (subject.tensors or {}).items():
+        part, shape = name.removesuffix(".weight").rpartition(".")[2], tuple(info.shape)
+        if name.endswith(".weight") and len(shape) == 2:
+            is_taller = part in rows and shape[0] > rows[part] and shape[1] == width
+            if is_taller or (part in columns and shape[1] > columns[part] and shape[0] == width):
+                names.append(name)
+    return tuple(names)
 
 
 def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], release: Release) -> list[int]:

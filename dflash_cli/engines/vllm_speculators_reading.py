@@ -61,6 +61,8 @@ def read_speculators(subject: Subject, release: Release) -> EngineReading | None
         raise EngineStops("model_type", f"found {config['model_type']!r}, so vLLM does not see a speculators config")
     if config.get("speculators_config") is None:
         raise EngineStops("speculators_config", "missing, so vLLM does not see a speculators config")
+    if config.get("speculators_model_type") != "dflash":
+        raise EngineStops("speculators_model_type", f"found {config.get('speculators_model_type')!r}, expected 'dflash'")
     body = config.get(BODY)
     if not isinstance(body, dict):
         raise EngineStops(BODY, f"found {body!r}, expected an object")

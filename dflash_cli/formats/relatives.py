@@ -223,6 +223,12 @@ class PEagle(Relative):
     tensors = r"mask_hidden"
     difference = "it is an EAGLE head run in parallel over learned mask states"
 
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        """A stray mask_hidden does not change the kind of a draft with DFlash's keys and DFlash's norm."""
+        is_dflash = "dflash_config" in config and "hidden_norm.weight" in tensor_names
+        kept = frozenset(name for name in tensor_names if not (is_dflash and "mask_hidden" in name))
+        return super().evidence(config, kept)
+
 
 @FORMATS.register("mtp")
 class Mtp(Relative):

@@ -415,7 +415,10 @@ def start_llama() -> Load:
         extra = {name for name in stored.keys() - expected.keys() if not name.startswith(OPTIONAL_IN_LLAMA)}
         if extra or any(stored.get(name) != shape for name, shape in expected.items()):
             raise ValueError(f"dflash.cpp: create_tensor, or a tensor that cannot be mapped: {sorted(extra)[:1]}")
-        pattern = found.get("sliding_window_pattern") or [False] * hparams["num_hidden_layers"]
+        if found["mask_token_id"] >= config_cases.SHAPE.vocab:  # no batch with such a token is decoded
+            raise ValueError("llama-batch.cpp init: invalid token")
+        pattern = found.get("sliding_window_pattern") or []  # dflash.cpp:86 checks no length
+        pattern = [*pattern, *[False] * hparams["num_hidden_layers"]][: hparams["num_hidden_layers"]]
         return {
             "taps": [layer - 1 for layer in found["target_layers"]],
             "block_size": found["block_size"],
@@ -438,7 +441,7 @@ def weights_of(draft: Path) -> Iterator[tuple[str, Any]]:
 
 def plain_rope(config: Any) -> Reading:
     """The rope parameters that the engine builds its rotary embedding from."""
-    return {key: value for key, value in config.rope_parameters.items() if key != "type"}
+    return {key: value for key, value in (config.rope_parameters or {}).items() if key != "type"}
 
 
 def main() -> None:
