@@ -31,7 +31,7 @@ NOT_FOUND = "the engine finds no tensor under these names, and leaves the weight
 IGNORES_FILE = "the engine ignores the file, and uses the mask token's own row"
 TABLES = "code of vLLM 0.33.0, SGLang 0.5.23 and z-lab 0.1.0, run on the configs of tests/golden/engine_verdicts.json"
 MAY_BE_UNSTATED = {"windows": (), "rope": ("rope_scaling", "rope_parameters")}
-"""Field -> decoder keys. If none is stated, the meaning of the config is not known. Windows follow from several keys."""
+"""Field -> decoder keys. If none is stated, the meaning of the config is not known. Windows follow from more keys."""
 EVERY = EnginesWhere(lambda engine: True)
 LIKE_THE_REFERENCE = EnginesWhere(lambda engine: engine.follows_reference)
 

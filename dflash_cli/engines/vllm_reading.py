@@ -24,6 +24,7 @@ from dflash_cli.engines.serving_engine import Release
 from dflash_cli.formats.fields import AUX_KEY
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.json_values import is_int, is_number
 
@@ -84,7 +85,9 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
 
 def _check_type(model_type: Any, release: Release) -> None:
     """Require a model type that vLLM reads a draft of."""
-    if any(model_type in types for first, types in DRAFTS_OF_TARGETS.items() if release >= first):
+    if isinstance(model_type, str) and any(
+        model_type in types for first, types in DRAFTS_OF_TARGETS.items() if release >= first
+    ):
         raise EngineStops("model_type", f"found {model_type}, which vLLM takes for the MTP layers of such a target")
 
 
@@ -112,6 +115,8 @@ def read_model(
     width = found.get("target_hidden_size", found["hidden_size"])
     if release >= COUNTS_CAPTURED:
         width = width or found["hidden_size"]
+    if release < READS_KINDS:
+        _check_biases(found, subject)
     cut = _cut(found, subject)
     if found["intermediate_size"] and found["num_attention_heads"]:
         check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width)
@@ -131,6 +136,16 @@ def read_model(
         logit_scale=config.get("logit_scale", 1.0),
         cut=cut,
     )
+
+
+def _check_biases(found: Mapping[str, Any], subject: Subject) -> None:
+    """Require no bias that the model lacks. Later releases pass over such a bias.
+
+    Source: 0.25.0 qwen3_dflash.py load_weights, which looks every name up among the parameters.
+    """
+    name = next((item for item in subject.tensors or () if item.endswith(".bias")), None)
+    if name is not None and not found["attention_bias"]:
+        raise EngineStops(f"{WEIGHTS}:{name}", "the model has no biases, and this release stops at one")
 
 
 def _cut(found: Mapping[str, Any], subject: Subject) -> tuple[str, ...]:
@@ -217,10 +232,24 @@ def _causal(nested: Mapping[str, Any], found: Mapping[str, Any], release: Releas
     return causal_of(nested.get("causal") if outer is None else outer, found)
 
 
-def _check_model(
-    config: Mapping[str, Any], found: dict[str, Any], nested: Mapping[str, Any], release: Release
-) -> None:
+def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mapping[str, Any], release: Release) -> None:
     """Require what vLLM builds the draft's modules from. The rope gets vLLM's names of its types."""
+    _check_rope(config, found)
+    if release >= COUNTS_CAPTURED and nested.get("sample_from_anchor"):
+        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
+    if found["hidden_act"] != "silu":
+        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        may_be_null = key == "draft_vocab_size" or release >= COUNTS_CAPTURED
+        if key in found and not (is_int(found[key]) or (found[key] is None and may_be_null)):
+            raise EngineStops(key, f"found {found[key]!r}, expected an integer")
+    for key in ("max_position_embeddings", "vocab_size"):
+        if found[key] < (1 if key == "max_position_embeddings" else 0):
+            raise EngineStops(key, f"found {found[key]}")
+
+
+def _check_rope(config: Mapping[str, Any], found: dict[str, Any]) -> None:
+    """Require a rope that vLLM's DFlash model computes, and give it vLLM's name of its type."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
         raise EngineStops("rope_scaling.type", f"{rope['type']!r}, but rope_type is {rope['rope_type']!r}")
@@ -229,15 +258,3 @@ def _check_model(
     if found["rope_parameters"]["rope_type"] == "longrope":
         raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
     check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
-    if release >= COUNTS_CAPTURED and nested.get("sample_from_anchor"):
-        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
-    if found["hidden_act"] != "silu":
-        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
-    if release < COUNTS_CAPTURED and "target_hidden_size" in found and not is_int(found["target_hidden_size"]):
-        raise EngineStops("target_hidden_size", f"found {found['target_hidden_size']!r}, expected an integer")
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        if found.get(key) is not None and not is_int(found[key]):
-            raise EngineStops(key, f"found {found[key]!r}, expected an integer")
-    for key in ("max_position_embeddings", "vocab_size"):
-        if found[key] < (1 if key == "max_position_embeddings" else 0):
-            raise EngineStops(key, f"found {found[key]}")

@@ -12,8 +12,8 @@ from dflash_cli.engines.config_class import NONE, ConfigClass, EngineStops
 from dflash_cli.engines.engine_reading import EngineReading, resolve_with, whole
 from dflash_cli.engines.serving_engine import Release
 from dflash_cli.engines.vllm_reading import READS_IS_CAUSAL, READS_KINDS, read_model
-from dflash_cli.formats.fields import AUX_KEY
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
+from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import FULL
 from dflash_runtime.json_values import is_number
@@ -27,7 +27,10 @@ class _Decoder(ConfigClass):
     """vLLM's config of a speculators decoder. None is a default of no key that the model needs."""
 
     def usual_layer_types(self, found: Mapping[str, Any]) -> list[str]:
-        return [FULL] * int(found["num_hidden_layers"])
+        count = found["num_hidden_layers"]
+        if count > MAX_LAYERS:
+            raise EngineStops("num_hidden_layers", f"found {count}")
+        return [FULL] * int(count)
 
 
 DECODER = _Decoder(
@@ -62,7 +65,9 @@ def read_speculators(subject: Subject, release: Release) -> EngineReading | None
     if config.get("speculators_config") is None:
         raise EngineStops("speculators_config", "missing, so vLLM does not see a speculators config")
     if config.get("speculators_model_type") != "dflash":
-        raise EngineStops("speculators_model_type", f"found {config.get('speculators_model_type')!r}, expected 'dflash'")
+        raise EngineStops(
+            "speculators_model_type", f"found {config.get('speculators_model_type')!r}, expected 'dflash'"
+        )
     body = config.get(BODY)
     if not isinstance(body, dict):
         raise EngineStops(BODY, f"found {body!r}, expected an object")

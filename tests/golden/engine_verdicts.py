@@ -27,6 +27,7 @@ import importlib.machinery
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -205,9 +206,7 @@ def start_vllm() -> Load:
             drafted = speculative.draft_model_config.hf_config
             if release == (0, 28):  # dflash/utils.py:23 writes the style of the target, whose rope is in halves
                 drafted.is_neox_style = True
-            found, _ = registry.ModelRegistry.resolve_model_cls(
-                drafted.architectures, speculative.draft_model_config
-            )
+            found, _ = registry.ModelRegistry.resolve_model_cls(drafted.architectures, speculative.draft_model_config)
             model = found(vllm_config=whole)
             model.load_weights(weights_of(draft))
         nested = getattr(drafted, "dflash_config", None) or {}
@@ -488,7 +487,7 @@ def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
     except ModuleNotFoundError:
         raise
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).replace(folder, "").split())
+        text = re.sub(" at 0x[0-9a-f]+", "", " ".join(str(error).replace(folder, "").split()))
         return {"stops": f"{type(error).__name__}: {text[:150]}"}
 
 

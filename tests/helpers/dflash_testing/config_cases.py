@@ -236,7 +236,8 @@ SPECULATORS_TOGETHER: tuple[Mapping[str, Any], ...] = (
         for kinds in ([SLIDING] * 2, [SLIDING, FULL])
         for flag in (ABSENT, None, False, True)
     ),
-    {**_WINDOWED, f"{BODY}layer_types": ABSENT}, {**_WINDOWED, f"{BODY}layer_types": None, f"{BODY}max_window_layers": 0},
+    {**_WINDOWED, f"{BODY}layer_types": ABSENT},
+    {**_WINDOWED, f"{BODY}layer_types": None, f"{BODY}max_window_layers": 0},
     {**_WINDOWED, f"{BODY}layer_types": [SLIDING] * 2, f"{BODY}is_causal": False, "sliding_window_non_causal": False},
     {f"{BODY}rope_theta": ABSENT, f"{BODY}rope_scaling": ABSENT, f"{BODY}rope_parameters": FULL_ROPE},
     {f"{BODY}rope_theta": ABSENT, f"{BODY}rope_scaling": ABSENT, f"{BODY}rope_parameters": ABSENT},
@@ -244,12 +245,14 @@ SPECULATORS_TOGETHER: tuple[Mapping[str, Any], ...] = (
 """Changes of several keys, on `speculators`."""
 
 MODEL_TYPES = (
-    "llama", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "mistral", "ministral", "mixtral", "gemma",
-    "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "cohere2", "glm4", "deepseek_v3", "minimax",
+    "llama", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "mistral", "ministral", "mixtral",
+    "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "cohere2", "glm4", "deepseek_v3",
+    "minimax",
 )  # fmt: skip
 """Types of decoders of targets, which exporters may leave in the config of a draft."""
 BY_TYPE: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("full", {}), ("bare", {}), ("sliding", {}), ("mixed", {}), ("full", {"rope_theta": ABSENT, "rope_scaling": ABSENT}),
+    ("full", {}), ("bare", {}), ("sliding", {}), ("mixed", {}),
+    ("full", {"rope_theta": ABSENT, "rope_scaling": ABSENT}),
 )  # fmt: skip
 """The bases and changes that each type is tried with."""
 
@@ -275,7 +278,11 @@ class ConfigCase:
     @property
     def is_read_by_llama(self) -> bool:
         """Whether it is about keys and tensors whose reading in llama.cpp's converter and loader is known."""
-        return self.base not in ("gpt_oss", "speculators") and self.changes.get("model_type") not in MODEL_TYPES and all(key.startswith(READ_BY_LLAMA) for key in self.changes)
+        return (
+            self.base not in ("gpt_oss", "speculators")
+            and self.changes.get("model_type") not in MODEL_TYPES
+            and all(key.startswith(READ_BY_LLAMA) for key in self.changes)
+        )
 
     @property
     def config(self) -> dict[str, Any]:
