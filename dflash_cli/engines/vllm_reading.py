@@ -8,7 +8,7 @@ tests/golden/engine_verdicts.json.
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.config_class import LEGACY_KINDS, EngineStops
 from dflash_cli.engines.engine_reading import (
     EngineReading,
     causal_of,
@@ -48,6 +48,8 @@ READS_ROPE_STYLE: Release = (0, 29)
 """The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 SCALES_VALUES: Release = (0, 31)
 """The first release that reads dflash_config.attention_value_scale."""
+OLDER_TRANSFORMERS: Release = (0, 31)
+"""The one release that needs transformers before 5.18, which does not know the older names of kinds of layers."""
 DRAFTS_OF_TARGETS: Mapping[Release, frozenset[str]] = {
     (0, 24): frozenset(
         {
@@ -76,6 +78,7 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     check_architecture(config, Native.architecture)
     _check_type(config.get("model_type"), release)
     found = resolve_auto(config)
+    _check_kinds(config.get("layer_types"), release)
     if found is None:
         return None
     aux, mask = _captured(config, nested, release), _mask(config, nested, release)
@@ -89,6 +92,14 @@ def _check_type(model_type: Any, release: Release) -> None:
         model_type in types for first, types in DRAFTS_OF_TARGETS.items() if release >= first
     ):
         raise EngineStops("model_type", f"found {model_type}, which vLLM takes for the MTP layers of such a target")
+
+
+def _check_kinds(kinds: Any, release: Release) -> None:
+    """Require names of kinds of layers that the release's transformers knows: 0.31 needs one before 5.18."""
+    listed = kinds if isinstance(kinds, list) else []
+    old = next((item for item in listed if isinstance(item, str) and item in LEGACY_KINDS), None)
+    if old is not None and release[:2] == OLDER_TRANSFORMERS:
+        raise EngineStops("layer_types", f"found {old!r}, which transformers before 5.18 does not know")
 
 
 def read_model(
