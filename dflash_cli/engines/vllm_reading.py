@@ -48,6 +48,8 @@ READS_ROPE_STYLE: Release = (0, 29)
 """The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 SCALES_VALUES: Release = (0, 31)
 """The first release that reads dflash_config.attention_value_scale."""
+MIXED_BY_DEFAULT = ("gemma2",)
+"""Model types outside the modelled classes that have both kinds of layers if no key states them."""
 OLDER_TRANSFORMERS: Release = (0, 31)
 """The one release that needs transformers before 5.18, which does not know the older names of kinds of layers."""
 DRAFTS_OF_TARGETS: Mapping[Release, frozenset[str]] = {
@@ -78,7 +80,7 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     check_architecture(config, Native.architecture)
     _check_type(config.get("model_type"), release)
     found = resolve_auto(config)
-    _check_kinds(config.get("layer_types"), release)
+    _check_kinds(config, release)
     if found is None:
         return None
     aux, mask = _captured(config, nested, release), _mask(config, nested, release)
@@ -94,8 +96,11 @@ def _check_type(model_type: Any, release: Release) -> None:
         raise EngineStops("model_type", f"found {model_type}, which vLLM takes for the MTP layers of such a target")
 
 
-def _check_kinds(kinds: Any, release: Release) -> None:
-    """Require names of kinds of layers that the release's transformers knows: 0.31 needs one before 5.18."""
+def _check_kinds(config: Mapping[str, Any], release: Release) -> None:
+    """Require kinds of layers that the release and its transformers know: 0.31 needs one before 5.18."""
+    kinds, mixes = config.get("layer_types"), config.get("model_type") in MIXED_BY_DEFAULT
+    if kinds is None and mixes and READS_WINDOWS <= release < READS_KINDS and config.get("num_hidden_layers") != 1:
+        raise EngineStops("layer_types", "missing, and this model type then mixes sliding and full layers")
     listed = kinds if isinstance(kinds, list) else []
     old = next((item for item in listed if isinstance(item, str) and item in LEGACY_KINDS), None)
     if old is not None and release[:2] == OLDER_TRANSFORMERS:
