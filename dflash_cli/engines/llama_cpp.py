@@ -33,6 +33,7 @@ from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.native import Native
+from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
@@ -137,6 +138,8 @@ def _count(key: str, value: Any) -> int:
 def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer. The converter writes windows only if three keys together ask for them."""
     count = _count("num_hidden_layers", found.get("num_hidden_layers"))
+    if count > MAX_LAYERS:
+        raise EngineStops("num_hidden_layers", f"found {count}, expected at most {MAX_LAYERS}")
     window, kinds = found.get("sliding_window"), found.get("layer_types")
     if not (found.get("use_sliding_window") and window and kinds):
         return (None,) * count

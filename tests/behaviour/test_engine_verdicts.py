@@ -169,3 +169,12 @@ def test_a_tensor_that_vllm_cuts_lowers_acceptance(target: Path) -> None:
 def test_a_stray_tensor_of_a_relative_does_not_change_the_kind_of_a_draft(target: Path) -> None:
     report = validate_subject(open_case(CASES["full: mask_hidden"], target, "vllm@0.33,sglang"))
     assert [item.outcome for item in report.verdicts] == ["stops", "serves"]
+
+
+@pytest.mark.parametrize(("base", "key"), [("full", ""), ("speculators", config_cases.BODY)])
+def test_a_huge_number_of_layers_stops_every_engine(base: str, key: str, target: Path) -> None:
+    """No engine's reading lists the layers first."""
+    subject = open_case(ConfigCase(base=base, changes={f"{key}num_hidden_layers": 10**12}), target, "")
+    for text in (*ENGINES.values(), *OLDER.values()):
+        (engine,) = parse_engines(text)
+        assert not isinstance(engine.read_config(subject), EngineReading), text
