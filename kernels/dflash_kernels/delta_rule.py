@@ -61,6 +61,11 @@ class Gates(NamedTuple):
     bias: Tensor
     """[H] float32"""
 
+    def split(self, count: int) -> tuple["Gates", "Gates"]:
+        """The gates of the first `count` rows, and of the other rows."""
+        first, rest = ((self.decay[part], self.beta[part]) for part in (slice(count), slice(count, None)))
+        return Gates(*first, self.log_rate, self.bias), Gates(*rest, self.log_rate, self.bias)
+
 
 class BlockTexts(NamedTuple):
     """The texts of blocks, and how far their states reach."""

@@ -30,7 +30,7 @@ class TextRows(NamedTuple):
     """[T] int64, the position after the last row of the segment"""
 
 
-def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, places: TextRows) -> Tensor:
+def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, places: TextRows, *, is_short: bool = False) -> Tensor:
     """Convolve rows over positions, apply silu, and keep the last rows of each segment in the rings.
 
     rows    [T, C]

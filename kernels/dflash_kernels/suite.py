@@ -13,7 +13,10 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.block_conv import block_conv, block_conv_ref
 from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
+from dflash_kernels.delta_prompts import delta_prompts_ref
+from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.product import (
@@ -25,6 +28,7 @@ from dflash_kernels.product import (
     product_ref,
 )
 from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
+from dflash_kernels.recent_conv import recent_conv, recent_conv_ref
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
@@ -70,6 +74,10 @@ class Kernels:
     ragged_attention: Callable[..., Tensor]
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     candidate_walk: Callable[..., Walk]
+    recent_conv: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    delta_prompts: Callable[..., Tensor]
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -96,6 +104,10 @@ REFERENCE = Kernels(
     ragged_attention=ragged_attention_ref,
     block_conv=block_conv_ref,
     candidate_walk=candidate_walk_ref,
+    recent_conv=recent_conv_ref,
+    delta_rule=delta_rule_ref,
+    delta_prompts=delta_prompts_ref,
+    gated_norm=gated_norm_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -122,6 +134,10 @@ _TRITON = Kernels(
     ragged_attention=ragged_attention,
     block_conv=block_conv,
     candidate_walk=candidate_walk,
+    recent_conv=recent_conv,
+    delta_rule=delta_rule,
+    delta_prompts=delta_prompts_ref,
+    gated_norm=gated_norm,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

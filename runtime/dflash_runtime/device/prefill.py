@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
@@ -26,7 +27,9 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
+from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
@@ -41,6 +44,12 @@ class RaggedAttention:
     plans: Mapping[tuple[int, int], tuple[RaggedPlan, Tensor]]  # by KV heads and head size
     windows: tuple[int | None, ...]
     slots: Tensor  # [T]
+    memory: Recall | None = None
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+        """See `models.layers.Recall`."""
+        assert self.memory is not None
+        return self.memory.recall(layer, rows, taps, gates)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
@@ -120,6 +129,7 @@ class PromptLayout:
     state: DeviceState
     upload: Uploader
     max_model_len: int
+    states: RecurrentStates | None = None
 
     def lay_out(self, chunks: Sequence[Chunk]) -> PromptRows:
         """The chunks of a step as flat rows, [0] if every chunk is empty.
@@ -151,7 +161,10 @@ class PromptLayout:
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
         cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-        attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots)
+        memory = None if self.states is None else PromptRecall.of(self.states, plan.segments, slots.device)
+        attend = RaggedAttention(
+            self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots, memory
+        )
         fresh = tuple(ended[:num_fresh])
         return PromptRows(
             chunks=filled, token_ids=token_ids, positions=positions, slots=slots, attend=attend,

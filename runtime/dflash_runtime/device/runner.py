@@ -40,6 +40,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
+from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates, recall_alone
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
@@ -67,6 +68,7 @@ class Runner:
         self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
         self.kernels = pair.placement.kernels
         self.device = pair.placement.device
+        self._placement = pair.placement
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
@@ -79,9 +81,13 @@ class Runner:
         # The last row is the padding row of graphs. No request gets it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
+        recurrence, block_rows = self.target.config.recurrence, self.limits.num_lookahead_tokens
+        num_texts = self.limits.max_num_requests + 1
+        self.states = RecurrentStates(recurrence, num_texts, block_rows, pair.placement) if recurrence else None
         self._layout = PromptLayout(
-            self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len
-        )
+            self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
+            self.states,
+        )  # fmt: skip
         caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
         if self.draft_kv is not None:
             caches[DRAFT_PAGES] = self.draft_kv
@@ -272,7 +278,9 @@ class Runner:
             text = self._upload.ints([*prompt_ids, *output_ids])
             positions = torch.arange(len(text) - 1, device=self.device)
             causal = (True,) * self.target.config.num_layers
-            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, self.target.config.windows)
+            config, placement = self.target.config, self._placement
+            memory = recall_alone(config.recurrence, len(positions), placement)
+            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, config.windows, memory)
             hidden, _ = self.target(text[:-1], positions, attend, ())
             rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
             said = text[len(prompt_ids) :].split(REGRET_ROWS)
@@ -367,9 +375,10 @@ class Runner:
         """The target's attention over the pages of blocks. It also stores the KV of verified rows."""
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
-        causal = (True,) * config.num_layers
+        causal, lens = (True,) * config.num_layers, step.context_lens
+        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens, blocks.positions)
         return PagedAttention(
-            self.kernels, self.target_kv, page_table, step.context_lens, causal, config.windows, step.slots
+            self.kernels, self.target_kv, page_table, lens, causal, config.windows, step.slots, memory
         )
 
     def _write_context(self, rows: ContextRows | None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
+from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import Draft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
@@ -149,7 +150,9 @@ def read_features(
     device, config = placement.device, target.config
     with as_current(device):
         cache = KVCache(config, 1, page_size, placement)
-        attend = PagedAttention.in_order(placement.kernels, cache, 0, (True,) * config.num_layers, config.windows)
+        memory = recall_alone(config.recurrence, len(text), placement)
+        causal = (True,) * config.num_layers
+        attend = PagedAttention.in_order(placement.kernels, cache, 0, causal, config.windows, memory)
         _, features = target(torch.tensor(text, device=device), torch.arange(len(text), device=device), attend, layers)
     assert features is not None, "layers to tap"
     return features

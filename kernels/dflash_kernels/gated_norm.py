@@ -1,0 +1,62 @@
+"""RMS normalisation of each head of a recurrent layer, gated by silu of another projection, in one launch.
+
+Rounded as in the published models: after the norm, then once after weight and gate.
+Source: huggingface/transformers models/qwen3_5/modeling_qwen3_5.py, Qwen3_5RMSNormGated.
+
+Axis letters: T rows, H heads, V head size.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_kernels.launch_config import check_dtypes, check_tensors, jit, power_of_2, require, tl
+
+
+def gated_norm_ref(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each head, multiply by `weight` and by silu of the gate.
+
+    heads   [T, H, V]
+    gate    [T, H * V]
+    weight  [V]
+    Returns [T, H * V].
+    """
+    wide = torch.promote_types(heads.dtype, torch.float32)
+    rows = heads.to(wide)
+    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    scaled = (weight * normed.to(heads.dtype)).flatten(1)
+    return (scaled * functional.silu(gate.to(wide))).to(heads.dtype)
+
+
+@jit
+def _gated_norm_kernel(
+    heads, gate, weight, out, gate_row, eps, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, TILE)
+    is_dim = dim < WIDTH
+    dtype = out.dtype.element_ty
+    place = (row * NUM_HEADS + head) * WIDTH + dim
+    value = tl.load(heads + place, mask=is_dim, other=0.0).to(tl.float32)
+    scale = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
+    opened = tl.load(gate + row * gate_row + head * WIDTH + dim, mask=is_dim, other=0.0).to(tl.float32)
+    normed = (value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
+    scaled = (normed * scale).to(dtype).to(tl.float32)
+    result = scaled * (opened / (1.0 + tl.exp(-opened)))
+    tl.store(out + place, result.to(dtype), mask=is_dim)
+
+
+def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute `gated_norm_ref` in one launch."""
+    check_tensors(heads, gate, weight)
+    check_dtypes(heads, gate, weight)
+    count, num_heads, width = heads.shape
+    require(heads.is_contiguous(), "heads", "contiguous")
+    require(gate.shape == (count, num_heads * width) and gate.stride(1) == 1, "gate", "one row per row of heads")
+    require(weight.shape == (width,) and weight.is_contiguous(), "weight", "one number per dimension of a head")
+    out = torch.empty((count, num_heads * width), dtype=heads.dtype, device=heads.device)
+    if count:
+        _gated_norm_kernel[(count, num_heads)](
+            heads, gate, weight, out, gate.stride(0), eps, NUM_HEADS=num_heads, WIDTH=width, TILE=power_of_2(width),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,128 @@
+"""The states of recurrent layers: one state per text, and records of its latest rows.
+
+A text is a row of the device state, so a request has its states from admission to its end. Accepting a block changes
+nothing here: the next block of the text replays as many records as rows were accepted (`delta_rule.py`), and the
+convolution reads its rows by their positions (`recent_conv.py`).
+
+Axis letters: B texts, T flat rows, C channels, S taps, H value heads, V size of a value, R requests, M rows of a ring.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
+from dflash_kernels.ragged_attention import Segment
+from dflash_kernels.recent_conv import TextRows
+from dflash_runtime.config import RecurrenceConfig
+from dflash_runtime.models.placement import Placement
+
+
+class RecurrentStates:
+    """The memory of every text, by recurrent layer. `state_lens` [B] counts the rows that a text's states include."""
+
+    def __init__(self, config: RecurrenceConfig, num_texts: int, block_rows: int, placement: Placement) -> None:
+        self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
+        self.wide = torch.promote_types(placement.dtype, torch.float32)
+        self.most_replayed = 0
+        size = self.most_replayed + 2 * block_rows
+        heads, values = config.num_value_heads, config.value_size
+        keys = (config.num_key_heads, config.key_size)
+
+        def zeros(*shape: int, dtype: torch.dtype = self.wide) -> Tensor:
+            return torch.zeros((num_texts, *shape), dtype=dtype, device=placement.device)
+
+        self.memories = {
+            layer: DeltaMemory(
+                zeros(heads, values, config.key_size), zeros(size, *keys), zeros(size, heads, values), zeros(size, heads)
+            )
+            for layer in config.layers
+        }
+        rows = max(block_rows, 1) + config.num_taps - 1
+        self.rings = {layer: zeros(rows, config.num_channels, dtype=placement.dtype) for layer in config.layers}
+        self.state_lens = torch.zeros(num_texts, dtype=torch.int64, device=placement.device)
+
+    @staticmethod
+    def text_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -> int:
+        """Bytes of one text's memory in all layers."""
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        record = config.keys_width + config.values_width + config.num_value_heads
+        numbers = config.values_width * config.key_size + 2 * block_rows * record
+        ring = (block_rows + config.num_taps - 1) * config.num_channels
+        return len(config.layers) * (numbers * wide + ring * dtype.itemsize)
+
+    def is_last(self, layer: int) -> bool:
+        """Whether no recurrent layer follows."""
+        return layer == self.config.layers[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecall:
+    """A `Recall` for blocks of drafted rows."""
+
+    states: RecurrentStates
+    texts: BlockTexts
+    places: TextRows
+
+    @classmethod
+    def of(cls, states: RecurrentStates, rows: Tensor, lens: Tensor, positions: Tensor) -> "BlockRecall":
+        """Blocks of texts [R] with `lens` [R] rows before them, at positions [R, W]."""
+        width = positions.shape[1]
+        starts = lens[:, None].expand_as(positions)
+        places = TextRows(
+            rows[:, None].expand_as(positions).flatten(), (starts + torch.arange(width, device=lens.device)).flatten(),
+            starts.flatten(), (starts + width).flatten(),
+        )  # fmt: skip
+        return cls(states, BlockTexts(rows, states.state_lens[rows], lens), places)
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+        """See `models.delta_net.Recall`."""
+        states, kernels = self.states, self.states.kernels
+        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.places, is_short=True)
+        found = kernels.delta_rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed)
+        if states.is_last(layer):
+            texts, state_lens, lens = self.texts
+            is_stored = lens - state_lens > states.most_replayed
+            states.state_lens[texts] = torch.where(is_stored, lens, state_lens)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecall:
+    """A `Recall` for chunks of prompts."""
+
+    states: RecurrentStates
+    chunks: Sequence[Segment]
+    places: TextRows
+    texts: Tensor  # [chunks]
+    ends: Tensor  # [chunks]
+
+    @classmethod
+    def of(cls, states: RecurrentStates, chunks: Sequence[Segment], device: torch.device) -> "PromptRecall":
+        """Chunks whose flat rows follow each other."""
+        numbers = [(item.table_row, item.context_len, item.context_len + item.num_rows) for item in chunks]
+        sizes = torch.tensor([item.num_rows for item in chunks], dtype=torch.int64, device=device)
+        table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 3)
+        texts, starts, ends = table.repeat_interleave(sizes, dim=0).unbind(-1)
+        first = torch.tensor([item.first_row for item in chunks], dtype=torch.int64, device=device)
+        positions = torch.arange(len(texts), device=device) - first.repeat_interleave(sizes) + starts
+        return cls(states, chunks, TextRows(texts, positions, starts, ends), table[:, 0], table[:, 2])
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+        """See `models.delta_net.Recall`."""
+        states = self.states
+        mixed = states.kernels.recent_conv(rows, taps, states.rings[layer], self.places)
+        memory, heads = states.memories[layer].states, states.config.num_key_heads
+        found = states.kernels.delta_prompts(mixed, gates, memory, heads, self.chunks)
+        if states.is_last(layer):
+            states.state_lens[self.texts] = self.ends
+        return found
+
+
+def recall_alone(config: RecurrenceConfig | None, num_rows: int, placement: Placement) -> PromptRecall | None:
+    """A `Recall` for one text from its beginning, whose states nobody keeps. None without recurrent layers."""
+    if config is None:
+        return None
+    return PromptRecall.of(RecurrentStates(config, 1, 1, placement), [Segment(0, num_rows, 0, 0)], placement.device)
