@@ -49,7 +49,7 @@ def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, places: TextRows
         kept = ring[texts, before % size].to(wide)
         value = torch.where((before >= starts)[:, None], own, torch.where((before >= 0)[:, None], kept, 0.0))
         total += value * weight[:, num_taps - 1 - back].to(wide)
-    is_kept = positions >= ends - (size - num_taps + 1)
+    is_kept = positions >= ends - size
     ring[texts[is_kept], positions[is_kept] % size] = rows[is_kept]
     convolved: Tensor = torch.nn.functional.silu(total).to(rows.dtype)
     return convolved
@@ -81,12 +81,11 @@ def _recent_conv_kernel(
 
 @jit
 def _keep_rows_kernel(
-    rows, ring, texts, positions, ends, rows_row, ring_size, WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr,
-    TILE: tl.constexpr,
+    rows, ring, texts, positions, ends, rows_row, ring_size, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
-    if position >= tl.load(ends + row) - (ring_size - NUM_TAPS + 1):
+    if position >= tl.load(ends + row) - ring_size:
         channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
         is_channel = channel < WIDTH
         slot = tl.load(texts + row) * ring_size + position % ring_size
@@ -119,6 +118,6 @@ def recent_conv(rows: Tensor, weight: Tensor, ring: Tensor, places: TextRows, *,
             texts, positions, _, ends = places
             _keep_rows_kernel[grid](
                 rows, ring, texts, positions, ends, rows.stride(0), size,
-                WIDTH=width, NUM_TAPS=num_taps, TILE=ELEMENT_TILE,
+                WIDTH=width, TILE=ELEMENT_TILE,
             )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import torch
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.recurrent import state_bytes
 from dflash_runtime.device.row_buckets import row_buckets
 from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
@@ -97,7 +98,7 @@ class Fit:
         if self.config.num_pages is not None or self.config.kv_memory_bytes is not None:
             return 0
         scratch = scratch_bytes(self.config, self.target, self.draft, self.limits, self.placement)
-        return scratch + own_cache_bytes(self.target, self.limits)
+        return scratch + text_bytes(self.target, self.limits, self.placement.dtype)
 
     def _borrowed_bytes(self) -> int:
         """Bytes of copies of a spread target's embedding and head on the engine's device, for draft and sampling."""
@@ -136,7 +137,7 @@ def fit_num_pages(
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
-        withheld = scratch_bytes(config, target, draft, limits, placement) + own_cache_bytes(target, limits)
+        withheld = scratch_bytes(config, target, draft, limits, placement) + text_bytes(target, limits, placement.dtype)
         share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
         budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
         logger.info("%s reserved for steps", _gib(withheld))
@@ -227,8 +228,13 @@ def _decode_bytes(
     return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
 
 
-def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
-    """Bytes of a target's own cache for texts of any length, and of its attention scores; 0 for KV in pages."""
+def text_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
+    """Bytes that texts of any length need beside pages: states of recurrent layers, or the target's own cache.
+
+    The target's own cache also needs memory for its attention scores.
+    """
+    if target.recurrence is not None:
+        return (limits.max_num_requests + 1) * state_bytes(target.recurrence, limits.num_lookahead_tokens, dtype)
     if target.own_cache is None:
         return 0
     scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))

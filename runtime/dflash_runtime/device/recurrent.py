@@ -17,7 +17,16 @@ from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import TextRows
 from dflash_runtime.config import RecurrenceConfig
+from dflash_runtime.errors import HandoffMismatch
+from dflash_runtime.kv_transfer.handoff import STATE
+from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.scheduling.request import Request
+
+
+STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
+"""Names of a text's memory in a hand-off: the states of all layers [L, H, V, K], and the rows before the next one
+[L, S - 1, C]."""
 
 
 class RecurrentStates:
@@ -42,16 +51,49 @@ class RecurrentStates:
         }
         rows = max(block_rows, 1) + config.num_taps - 1
         self.rings = {layer: zeros(rows, config.num_channels, dtype=placement.dtype) for layer in config.layers}
+        self.holders: dict[int, Request] = {}  # the last request of each row
         self.state_lens = torch.zeros(num_texts, dtype=torch.int64, device=placement.device)
 
-    @staticmethod
-    def text_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -> int:
-        """Bytes of one text's memory in all layers."""
-        wide = torch.promote_types(dtype, torch.float32).itemsize
-        record = config.keys_width + config.values_width + config.num_value_heads
-        numbers = config.values_width * config.key_size + 2 * block_rows * record
-        ring = (block_rows + config.num_taps - 1) * config.num_channels
-        return len(config.layers) * (numbers * wide + ring * dtype.itemsize)
+    def take(self, request: Request) -> TextState:
+        """A copy of a request's memory right after its prompt. The request may have left its row in the same step."""
+        text = next(row for row, holder in self.holders.items() if holder is request)
+        slots = self._latest(request.prompt_len)
+        return TextState({
+            STATES: torch.stack([memory.states[text] for memory in self.memories.values()]),
+            LATEST: torch.stack([ring[text, slots] for ring in self.rings.values()]),
+        })  # fmt: skip
+
+    def put(self, text: int, state: TextState, num_rows: int) -> None:
+        """Give a text the memory that another engine took after `num_rows` rows.
+
+        Raises:
+            HandoffMismatch: the memory is of another target.
+        """
+        slots = self._latest(num_rows)
+        for name, stores in (
+            (STATES, [memory.states[text] for memory in self.memories.values()]),
+            (LATEST, [ring[text] for ring in self.rings.values()]),
+        ):
+            given = state.tensors.get(name)
+            wanted = (len(stores), *(stores[0].shape if name == STATES else (len(slots), stores[0].shape[1])))
+            if given is None or tuple(given.shape) != wanted or given.dtype != stores[0].dtype:
+                found = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+                raise HandoffMismatch(
+                    f"the states of recurrent layers: {name} is {found}, expected {stores[0].dtype} {list(wanted)}",
+                    id="state-of-another-target",
+                )
+            for store, part in zip(stores, given.to(stores[0].device), strict=True):
+                if name == STATES:
+                    store.copy_(part)
+                else:
+                    store[slots] = part
+        self.state_lens[text : text + 1].fill_(num_rows)
+
+    def _latest(self, num_rows: int) -> Tensor:
+        """The slots of the rows that the next row is convolved with, oldest first."""
+        positions = torch.arange(num_rows - self.config.num_taps + 1, num_rows, device=self.state_lens.device)
+        size = next(iter(self.rings.values())).shape[1]
+        return positions % size
 
     def is_last(self, layer: int) -> bool:
         """Whether no recurrent layer follows."""
@@ -126,3 +168,12 @@ def recall_alone(config: RecurrenceConfig | None, num_rows: int, placement: Plac
     if config is None:
         return None
     return PromptRecall.of(RecurrentStates(config, 1, 1, placement), [Segment(0, num_rows, 0, 0)], placement.device)
+
+
+def state_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -> int:
+    """Bytes of one text's memory in all recurrent layers."""
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    record = config.keys_width + config.values_width + config.num_value_heads
+    numbers = config.values_width * config.key_size + 2 * block_rows * record
+    ring = (block_rows + config.num_taps - 1) * config.num_channels
+    return len(config.layers) * (numbers * wide + ring * dtype.itemsize)

@@ -137,6 +137,8 @@ class Runner:
         """Give rows of the state to admitted requests, and pages to rows."""
         if self.texts is not None:
             self.texts.drop_ended()
+        if self.states is not None:
+            self.states.holders |= {row_of(request): request for request in batch.admitted}
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
@@ -251,7 +253,9 @@ class Runner:
         return chosen[:, 0], is_finite[:, 0]
 
     def take_state(self, request: Request) -> TextState:
-        """The state of a request right after its prompt; empty unless the target has its own cache."""
+        """The state of a request right after its prompt; empty for a target that keeps everything in pages."""
+        if self.states is not None:
+            return self.states.take(request)
         return self.texts.take(request) if self.texts is not None else TextState()
 
     @torch.inference_mode()
@@ -262,8 +266,10 @@ class Runner:
             HandoffMismatch: the target has its own cache, and the hand-off's state is of another target.
         """
         with as_current(self.device):
+            state = TextState(handoff.tensors, handoff.state_values)
+            if self.states is not None:
+                self.states.put(row_of(request), state, handoff.kv_len)
             if self.texts is not None:
-                state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
             row = row_of(request)
             self.state.seeds[row : row + 1].fill_(request.seed)  # assigning to one element would wait for the device

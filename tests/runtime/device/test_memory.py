@@ -25,7 +25,7 @@ from dflash_runtime.device.memory import (
     WeightBytes,
     fit_num_pages,
     is_out_of_memory,
-    own_cache_bytes,
+    text_bytes,
     row_bytes,
     scratch_bytes,
 )
@@ -94,9 +94,9 @@ def test_only_references_write_distributions_of_sampled_drafts() -> None:
 def test_a_targets_own_cache_takes_its_measured_bytes() -> None:
     """1 MiB of state per text, and scores of 2048 rows for 32 heads. Pages count its tokens."""
     own = replace(TARGET, own_cache=OwnCache(token_bytes=1000, text_bytes=2**20))
-    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=2048)) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
-    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=16)) == 16 * 2**20 + 256 * 2**20
-    assert own_cache_bytes(TARGET, LIMITS) == 0
+    assert text_bytes(own, replace(LIMITS, max_batched_tokens=2048), torch.float32) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
+    assert text_bytes(own, replace(LIMITS, max_batched_tokens=16), torch.float32) == 16 * 2**20 + 256 * 2**20
+    assert text_bytes(TARGET, LIMITS, torch.float32) == 0
     limits = replace(LIMITS, num_draft_tokens=0)
     assert fit_num_pages(EngineConfig(kv_memory_bytes=16 * 1000 * 100), own, None, limits, GPU) == 100
     weightless = replace(TARGET, own_cache=OwnCache(text_bytes=2**20))
