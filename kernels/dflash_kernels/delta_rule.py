@@ -27,20 +27,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import ceil_div, check_tensors, jit, power_of_2, require, tl
 
 EPSILON = 1e-6
 """Added to the squared length of a key or query."""
 
 STATE_TILE = 16
-"""Rows of a head's state in one program."""
+"""Columns of a head's state in one program of one warp. Another tile would sum in another order."""
 
 
 class DeltaMemory(NamedTuple):
     """One layer's memory of every text: the state, and the records of rows after it."""
 
     states: Tensor
-    """[B, H, V, K] float32"""
+    """[B, H, K, V] float32"""
     keys: Tensor
     """[B, M, G, K] float32, normalised"""
     deltas: Tensor
@@ -79,14 +80,20 @@ class BlockTexts(NamedTuple):
 
 
 def delta_rule_ref(
-    rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int = 0
+    rows: Tensor,
+    gates: Gates,
+    memory: DeltaMemory,
+    blocks: BlockTexts,
+    most_replayed: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run blocks of rows from the states of their texts.
 
     rows           [R * W, C]
     memory         written: the records of the block's rows, and the replayed states
     most_replayed  a state with more replayed rows is stored, and then includes all rows before the block
-    Returns [R * W, H, V] in the dtype of `rows`.
+    out            [R * W, H, V] in the dtype of `rows`, written; a new tensor if None
+    Returns `out`.
     """
     count = len(blocks.texts)
     _, size, num_keys, key_size = memory.keys.shape
@@ -99,28 +106,29 @@ def delta_rule_ref(
     state = _replay(memory, blocks, most_replayed)
     outs, repeat = [], num_heads // num_keys
     for index in range(keys.shape[1]):
-        key, ask = (item[:, index].repeat_interleave(repeat, 1)[:, :, None] for item in (keys, query))
+        key, ask = (item[:, index].repeat_interleave(repeat, 1)[..., None] for item in (keys, query))
         state = state * decays[:, index].exp()[:, :, None, None]
-        delta = (values[:, index] - (state * key).sum(-1)) * betas[:, index, :, None]
-        state = state + delta[..., None] * key
-        outs.append((state * ask).sum(-1))
+        delta = (values[:, index] - (state * key).sum(-2)) * betas[:, index, :, None]
+        state = state + key * delta[:, :, None]
+        outs.append((state * ask).sum(-2))
         slot = (blocks.lens + index) % size
         memory.keys[blocks.texts, slot] = keys[:, index]
         memory.deltas[blocks.texts, slot] = delta
         memory.decays[blocks.texts, slot] = decays[:, index]
-    return torch.stack(outs, 1).flatten(0, 1).to(rows.dtype)
+    found = torch.stack(outs, 1).flatten(0, 1).to(rows.dtype)
+    return found if out is None else out.copy_(found)
 
 
 def _replay(memory: DeltaMemory, blocks: BlockTexts, most_replayed: int) -> Tensor:
-    """The states [R, H, V, K] before the blocks, stored where more than `most_replayed` rows were replayed."""
+    """The states [R, H, K, V] before the blocks, stored where more than `most_replayed` rows were replayed."""
     size, repeat = memory.keys.shape[1], memory.deltas.shape[2] // memory.keys.shape[2]
     counts = blocks.lens - blocks.state_lens
     state = memory.states[blocks.texts]
     for index in range(int(counts.max()) if len(counts) else 0):
         slot = (blocks.state_lens + index) % size
-        key = memory.keys[blocks.texts, slot].repeat_interleave(repeat, 1)[:, :, None]
+        key = memory.keys[blocks.texts, slot].repeat_interleave(repeat, 1)[..., None]
         decay, delta = memory.decays[blocks.texts, slot], memory.deltas[blocks.texts, slot]
-        replayed = state * decay.exp()[:, :, None, None] + delta[..., None] * key
+        replayed = state * decay.exp()[:, :, None, None] + key * delta[:, :, None]
         state = torch.where((index < counts)[:, None, None, None], replayed, state)
     is_stored = counts > most_replayed
     memory.states[blocks.texts[is_stored]] = state[is_stored]
@@ -138,11 +146,28 @@ def _unit(heads: Tensor) -> Tensor:
 
 
 @jit
+def load_gates(decay_in, beta_in, place_decay, place_beta, is_row, rate, shift):
+    """Return the logarithm of the decay of rows, and their beta, in float32."""
+    gate = tl.load(decay_in + place_decay, mask=is_row, other=0.0).to(tl.float32) + shift
+    grown = tl.exp(tl.minimum(gate, 20.0))
+    softplus = tl.where(grown < 0.01, grown * (1.0 - grown * (0.5 - grown / 3.0)), tl.log(1.0 + grown))
+    beta = tl.sigmoid(tl.load(beta_in + place_beta, mask=is_row, other=0.0).to(tl.float32))
+    return -rate * tl.where(gate > 20.0, gate, softplus), beta
+
+
+@jit
+def _add_correction(state, key, delta, TILE_K: tl.constexpr, TILE_V: tl.constexpr):
+    """Replay and rule must round alike, so both add corrections here."""
+    keys, deltas = tl.broadcast_to(key[:, None], (TILE_K, TILE_V)), tl.broadcast_to(delta[None, :], (TILE_K, TILE_V))
+    return tl.fma(keys, deltas, state)
+
+
+@jit(do_not_specialize=["num_rows", "most_replayed"])
 def _delta_rule_kernel(
     rows, decay_in, beta_in, log_rate, bias, states, keys, deltas, decays, texts, state_lens, lens, out,
     num_rows, ring_size, most_replayed, rows_row, decay_row, beta_row, scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
-    TILE_V: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_V: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = tl.program_id(2)
@@ -150,38 +175,50 @@ def _delta_rule_kernel(
     text, done, begin = tl.load(texts + request), tl.load(state_lens + request), tl.load(lens + request)
     value, key = part * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K)
     is_value, is_key = value < VALUE, key < KEY
-    is_element = is_value[:, None] & is_key[None, :]
-    place = states + ((text * NUM_HEADS + head) * VALUE + value[:, None]) * KEY + key[None, :]
+    is_element = is_key[:, None] & is_value[None, :]
+    place = states + ((text * NUM_HEADS + head) * KEY + key[:, None]) * VALUE + value[None, :]
+    # The launch before this one writes neither states nor records: they come from earlier steps.
     state = tl.load(place, mask=is_element, other=0.0)
-    for position in range(done, begin):
-        slot = text * ring_size + position % ring_size
+    num_replayed = (begin - done).to(tl.int32)
+    for index in range(num_replayed):
+        slot = text * ring_size + (done + index) % ring_size
         old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
         old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
         state = state * tl.exp(tl.load(decays + slot * NUM_HEADS + head))
-        state = tl.fma(tl.broadcast_to(old_delta[:, None], (TILE_V, TILE_K)),
-                       tl.broadcast_to(old_key[None, :], (TILE_V, TILE_K)), state)  # fmt: skip
-    if begin - done > most_replayed:
+        state = _add_correction(state, old_key, old_delta, TILE_K, TILE_V)
+    if num_replayed > most_replayed:
         tl.store(place, state, mask=is_element)
     rate = tl.exp(tl.load(log_rate + head))
     shift = tl.load(bias + head)
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
+    first = request * num_rows
+    source = rows + first * rows_row
+    next_ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
+    next_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
+    next_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
+    next_decay, next_beta = load_gates(
+        decay_in, beta_in, first * decay_row + head, first * beta_row + head, first >= 0, rate, shift
+    )
     for index in range(num_rows):
-        row = request * num_rows + index
-        source = rows + row * rows_row
-        ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0).to(tl.float32)
-        new_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0).to(tl.float32)
-        new_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
+        ask, new_key, new_value = next_ask.to(tl.float32), next_key.to(tl.float32), next_value.to(tl.float32)
+        decay, beta = next_decay, next_beta
+        row = first + index
+        # Loads of the next row run while this one is computed.
+        ahead = tl.minimum(row + 1, first + num_rows - 1)
+        source = rows + ahead * rows_row
+        next_ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
+        next_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
+        next_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
+        next_decay, next_beta = load_gates(
+            decay_in, beta_in, ahead * decay_row + head, ahead * beta_row + head, row >= 0, rate, shift
+        )
         ask = ask * tl.rsqrt(tl.sum(ask * ask, 0) + eps) * scale
         new_key = new_key * tl.rsqrt(tl.sum(new_key * new_key, 0) + eps)
-        gate = tl.load(decay_in + row * decay_row + head).to(tl.float32) + shift
-        grown = tl.exp(tl.minimum(gate, 20.0))
-        softplus = tl.where(grown < 0.01, grown * (1.0 - grown * (0.5 - grown / 3.0)), tl.log(1.0 + grown))
-        decay = -rate * tl.where(gate > 20.0, gate, softplus)
-        beta = tl.sigmoid(tl.load(beta_in + row * beta_row + head).to(tl.float32))
         state = state * tl.exp(decay)
-        delta = (new_value.to(tl.float32) - tl.sum(state * new_key[None, :], 1)) * beta
-        state = tl.fma(tl.broadcast_to(delta[:, None], (TILE_V, TILE_K)),
-                       tl.broadcast_to(new_key[None, :], (TILE_V, TILE_K)), state)  # fmt: skip
-        result = tl.sum(state * ask[None, :], 1)
+        delta = (new_value - tl.sum(state * new_key[:, None], 0)) * beta
+        state = _add_correction(state, new_key, delta, TILE_K, TILE_V)
+        result = tl.sum(state * ask[:, None], 0)
         tl.store(out + (row * NUM_HEADS + head) * VALUE + value, result.to(out.dtype.element_ty), mask=is_value)
         slot = text * ring_size + (begin + index) % ring_size
         tl.store(deltas + (slot * NUM_HEADS + head) * VALUE + value, delta, mask=is_value)
@@ -192,7 +229,12 @@ def _delta_rule_kernel(
 
 
 def delta_rule(
-    rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int = 0
+    rows: Tensor,
+    gates: Gates,
+    memory: DeltaMemory,
+    blocks: BlockTexts,
+    most_replayed: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute `delta_rule_ref` in one launch. Every program runs the rows of a block one after another."""
     check_tensors(rows, *gates, *memory, *blocks)
@@ -208,12 +250,19 @@ def delta_rule(
     require(all(item.stride(1) == 1 and len(item) == len(rows) for item in gates[:2]), "gates", "one row per row")
     num_rows = len(rows) // count
     require(most_replayed + 2 * num_rows <= size, "memory", "a ring of the replayed rows and two blocks")
-    out = torch.empty((len(rows), num_heads, value_size), dtype=rows.dtype, device=rows.device)
+    out = room_for(rows, num_heads, value_size) if out is None else out
+    require(out.is_contiguous() and out.shape == (len(rows), num_heads, value_size), "out", "[rows, heads, values]")
     if num_rows:
         _delta_rule_kernel[(count, num_heads, ceil_div(value_size, STATE_TILE))](
             rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
             rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
             NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
             TILE_V=min(STATE_TILE, power_of_2(value_size)), TILE_K=power_of_2(key_size), num_warps=1,
+            **early(rows.device),
         )  # fmt: skip
     return out
+
+
+def room_for(rows: Tensor, num_heads: int, value_size: int) -> Tensor:
+    """A new tensor [T, H, V] for the results of rows [T, C]."""
+    return torch.empty((len(rows), num_heads, value_size), dtype=rows.dtype, device=rows.device)

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.launch_config import check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.launch_config import (
+    HEAD_TILE,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+    warps_for,
+)
 
 
 def gated_norm_ref(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,20 +41,22 @@ def gated_norm_ref(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
 
 @jit
 def _gated_norm_kernel(
-    heads, gate, weight, out, gate_row, eps, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+    heads, gate, weight, out, gate_row, eps, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    TILE_H: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dim = tl.arange(0, TILE)
-    is_dim = dim < WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    head, dim = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H))[:, None], tl.arange(0, TILE)[None, :]
+    is_element = (head < NUM_HEADS) & (dim < WIDTH)
     dtype = out.dtype.element_ty
-    place = (row * NUM_HEADS + head) * WIDTH + dim
-    value = tl.load(heads + place, mask=is_dim, other=0.0).to(tl.float32)
-    scale = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
-    opened = tl.load(gate + row * gate_row + head * WIDTH + dim, mask=is_dim, other=0.0).to(tl.float32)
-    normed = (value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
+    place = head * WIDTH + dim
+    scale = tl.load(weight + dim, mask=dim < WIDTH, other=0.0).to(tl.float32)
+    wait_for_launches_before(IS_EARLY)
+    value = tl.load(heads + row * NUM_HEADS * WIDTH + place, mask=is_element, other=0.0).to(tl.float32)
+    opened = tl.load(gate + row * gate_row + place, mask=is_element, other=0.0).to(tl.float32)
+    normed = (value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]).to(dtype).to(tl.float32)
     scaled = (normed * scale).to(dtype).to(tl.float32)
     result = scaled * (opened / (1.0 + tl.exp(-opened)))
-    tl.store(out + place, result.to(dtype), mask=is_dim)
+    tl.store(out + row * NUM_HEADS * WIDTH + place, result.to(dtype), mask=is_element)
 
 
 def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,7 +69,9 @@ def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     require(weight.shape == (width,) and weight.is_contiguous(), "weight", "one number per dimension of a head")
     out = torch.empty((count, num_heads * width), dtype=heads.dtype, device=heads.device)
     if count:
-        _gated_norm_kernel[(count, num_heads)](
-            heads, gate, weight, out, gate.stride(0), eps, NUM_HEADS=num_heads, WIDTH=width, TILE=power_of_2(width),
+        tile_heads, tile = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(width)
+        _gated_norm_kernel[(count, ceil_div(num_heads, tile_heads))](
+            heads, gate, weight, out, gate.stride(0), eps, NUM_HEADS=num_heads, WIDTH=width, TILE_H=tile_heads,
+            TILE=tile, num_warps=warps_for(tile_heads * tile), **early(heads.device),
         )  # fmt: skip
     return out

@@ -13,12 +13,13 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.block_conv import block_conv, block_conv_ref
 from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
-from dflash_kernels.delta_prompts import delta_prompts_ref
+from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.output_gate import output_gate, output_gate_ref
 from dflash_kernels.product import (
     gated_product,
     gated_product_ref,
@@ -78,6 +79,7 @@ class Kernels:
     delta_rule: Callable[..., Tensor]
     delta_prompts: Callable[..., Tensor]
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -108,6 +110,7 @@ REFERENCE = Kernels(
     delta_rule=delta_rule_ref,
     delta_prompts=delta_prompts_ref,
     gated_norm=gated_norm_ref,
+    output_gate=output_gate_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -136,8 +139,9 @@ _TRITON = Kernels(
     candidate_walk=candidate_walk,
     recent_conv=recent_conv,
     delta_rule=delta_rule,
-    delta_prompts=delta_prompts_ref,
+    delta_prompts=delta_prompts,
     gated_norm=gated_norm,
+    output_gate=output_gate,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

@@ -36,12 +36,16 @@ class JoinedAttention:
         assert blocks.slots is not None
         return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)), prompt_stream)
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`."""
         count = len(self.slots) - len(self.prompts.slots)
-        parts = gates.split(count)
-        blocks = self.blocks.recall(layer, rows[:count], taps, parts[0])
-        return torch.cat((blocks, self.prompts.recall(layer, rows[count:], taps, parts[1])))
+        given, parts = (None, None) if out is None else (out[:count], out[count:]), gates.split(count)
+        with self._beside():
+            prompts = self.prompts.recall(layer, rows[count:], taps, parts[1], given[1])
+        blocks = self.blocks.recall(layer, rows[:count], taps, parts[0], given[0])
+        if self.prompt_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.prompt_stream)
+        return torch.cat((blocks, prompts)) if out is None else out
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""

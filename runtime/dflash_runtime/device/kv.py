@@ -110,10 +110,10 @@ class PagedAttention:
         table = torch.arange(num_pages, device=cache.pages.device)[None]
         return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows, memory=memory)
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`."""
         assert self.memory is not None
-        return self.memory.recall(layer, rows, taps, gates)
+        return self.memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""

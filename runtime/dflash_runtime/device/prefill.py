@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
@@ -46,10 +47,10 @@ class RaggedAttention:
     slots: Tensor  # [T]
     memory: Recall | None = None
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`."""
         assert self.memory is not None
-        return self.memory.recall(layer, rows, taps, gates)
+        return self.memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
@@ -144,8 +145,10 @@ class PromptLayout:
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)
         num_fresh = sum(not is_resumed(request) for request in ended)
-        *placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
+        padding_text = len(self.state.done) - 1
+        *placed, pieces, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
             *(item.ints for item in plans.values()),
+            chunk_ints(plan.segments, padding_text=padding_text) if self.states is not None else [],
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
@@ -161,7 +164,7 @@ class PromptLayout:
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
         cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-        memory = None if self.states is None else PromptRecall.of(self.states, plan.segments, slots.device)
+        memory = self.recall(pieces, len(plan.segments), len(token_ids))
         attend = RaggedAttention(
             self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots, memory
         )
@@ -171,6 +174,12 @@ class PromptLayout:
             fresh=fresh, mode=StepMode.of(fresh), last_rows=last_rows,
             rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
         )  # fmt: skip
+
+    def recall(self, ints: Tensor, num_chunks: int, num_rows: int) -> PromptRecall | None:
+        """The memory of recurrent layers for chunks that are given as `chunk_ints`. None without recurrent layers."""
+        if self.states is None:
+            return None
+        return PromptRecall.of(self.states, PromptChunks.cut(ints, num_chunks), num_rows)
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:

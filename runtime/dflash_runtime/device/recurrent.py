@@ -7,15 +7,15 @@ convolution reads its rows by their positions (`recent_conv.py`).
 Axis letters: B texts, T flat rows, C channels, S taps, H value heads, V size of a value, R requests, M rows of a ring.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
 from dflash_kernels.ragged_attention import Segment
-from dflash_kernels.recent_conv import TextRows
+from dflash_kernels.recent_conv import RowRuns
 from dflash_runtime.config import RecurrenceConfig
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
@@ -23,9 +23,8 @@ from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import Request
 
-
 STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
-"""Names of a text's memory in a hand-off: the states of all layers [L, H, V, K], and the rows before the next one
+"""Names of a text's memory in a hand-off: the states of all layers [L, H, K, V], and the rows before the next one
 [L, S - 1, C]."""
 
 
@@ -45,7 +44,7 @@ class RecurrentStates:
 
         self.memories = {
             layer: DeltaMemory(
-                zeros(heads, values, config.key_size), zeros(size, *keys), zeros(size, heads, values), zeros(size, heads)
+                zeros(heads, config.key_size, values), zeros(size, *keys), zeros(size, heads, values), zeros(size, heads)
             )
             for layer in config.layers
         }
@@ -106,24 +105,18 @@ class BlockRecall:
 
     states: RecurrentStates
     texts: BlockTexts
-    places: TextRows
+    runs: RowRuns
 
     @classmethod
-    def of(cls, states: RecurrentStates, rows: Tensor, lens: Tensor, positions: Tensor) -> "BlockRecall":
-        """Blocks of texts [R] with `lens` [R] rows before them, at positions [R, W]."""
-        width = positions.shape[1]
-        starts = lens[:, None].expand_as(positions)
-        places = TextRows(
-            rows[:, None].expand_as(positions).flatten(), (starts + torch.arange(width, device=lens.device)).flatten(),
-            starts.flatten(), (starts + width).flatten(),
-        )  # fmt: skip
-        return cls(states, BlockTexts(rows, states.state_lens[rows], lens), places)
+    def of(cls, states: RecurrentStates, rows: Tensor, lens: Tensor) -> "BlockRecall":
+        """Blocks of texts [R] with `lens` [R] rows before them."""
+        return cls(states, BlockTexts(rows, states.state_lens[rows], lens), RowRuns(rows, lens))
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
-        """See `models.delta_net.Recall`."""
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
         states, kernels = self.states, self.states.kernels
-        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.places, is_short=True)
-        found = kernels.delta_rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed)
+        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs, is_short=True)
+        found = kernels.delta_rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed, out)
         if states.is_last(layer):
             texts, state_lens, lens = self.texts
             is_stored = lens - state_lens > states.most_replayed
@@ -133,33 +126,29 @@ class BlockRecall:
 
 @dataclass(frozen=True, slots=True)
 class PromptRecall:
-    """A `Recall` for chunks of prompts."""
+    """A `Recall` for chunks of prompts. Everything about the chunks is on the device, so captured steps replay it."""
 
     states: RecurrentStates
-    chunks: Sequence[Segment]
-    places: TextRows
-    texts: Tensor  # [chunks]
-    ends: Tensor  # [chunks]
+    prompts: PromptChunks
+    runs: RowRuns
 
     @classmethod
-    def of(cls, states: RecurrentStates, chunks: Sequence[Segment], device: torch.device) -> "PromptRecall":
-        """Chunks whose flat rows follow each other."""
-        numbers = [(item.table_row, item.context_len, item.context_len + item.num_rows) for item in chunks]
-        sizes = torch.tensor([item.num_rows for item in chunks], dtype=torch.int64, device=device)
-        table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 3)
-        texts, starts, ends = table.repeat_interleave(sizes, dim=0).unbind(-1)
-        first = torch.tensor([item.first_row for item in chunks], dtype=torch.int64, device=device)
-        positions = torch.arange(len(texts), device=device) - first.repeat_interleave(sizes) + starts
-        return cls(states, chunks, TextRows(texts, positions, starts, ends), table[:, 0], table[:, 2])
+    def of(cls, states: RecurrentStates, prompts: PromptChunks, num_rows: int) -> "PromptRecall":
+        """Chunks whose flat rows follow each other. Rows after the last chunk are padding."""
+        firsts, counts, starts, texts, _ = prompts.chunks
+        flat = torch.arange(num_rows, device=firsts.device)
+        of_rows = torch.searchsorted(firsts + counts, flat, right=True).clamp(max=len(firsts) - 1)
+        return cls(states, prompts, RowRuns(texts, starts, firsts, counts, of_rows))
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
-        """See `models.delta_net.Recall`."""
-        states = self.states
-        mixed = states.kernels.recent_conv(rows, taps, states.rings[layer], self.places)
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
+        states, runs = self.states, self.runs
+        mixed = states.kernels.recent_conv(rows, taps, states.rings[layer], runs)
         memory, heads = states.memories[layer].states, states.config.num_key_heads
-        found = states.kernels.delta_prompts(mixed, gates, memory, heads, self.chunks)
+        found = states.kernels.delta_prompts(mixed, gates, memory, heads, self.prompts, out)
         if states.is_last(layer):
-            states.state_lens[self.texts] = self.ends
+            assert runs.counts is not None
+            states.state_lens[runs.texts] = runs.starts + runs.counts
         return found
 
 
@@ -167,7 +156,8 @@ def recall_alone(config: RecurrenceConfig | None, num_rows: int, placement: Plac
     """A `Recall` for one text from its beginning, whose states nobody keeps. None without recurrent layers."""
     if config is None:
         return None
-    return PromptRecall.of(RecurrentStates(config, 1, 1, placement), [Segment(0, num_rows, 0, 0)], placement.device)
+    ints = torch.tensor(chunk_ints([Segment(0, num_rows, 0, 0)]), dtype=torch.int64, device=placement.device)
+    return PromptRecall.of(RecurrentStates(config, 1, 1, placement), PromptChunks.cut(ints, 1), num_rows)
 
 
 def state_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -> int:

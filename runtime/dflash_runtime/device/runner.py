@@ -160,8 +160,12 @@ class Runner:
         if room is None:
             packed, *_ = graphs.replay(_rows(batch), StepMode.of(batch.decode, batch.verify_width))
             return [(batch.decode, packed)]
-        fresh = room.fill(batch.chunks)
+        fresh = tuple(chunk.request for chunk in batch.chunks if chunk.is_last)
         mode = StepMode.of((*batch.decode, *fresh), batch.verify_width, room.num_rows)
+        if not graphs.is_prepared(len(batch.decode), mode):
+            room.fill(())  # the rehearsal of a capture must not advance the states of prompts
+            graphs.prepare(len(batch.decode), mode)
+        room.fill(batch.chunks)
         packed, first = graphs.replay(_rows(batch), mode)
         return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
 
@@ -382,7 +386,7 @@ class Runner:
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal, lens = (True,) * config.num_layers, step.context_lens
-        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens, blocks.positions)
+        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens)
         return PagedAttention(
             self.kernels, self.target_kv, page_table, lens, causal, config.windows, step.slots, memory
         )

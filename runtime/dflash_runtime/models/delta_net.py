@@ -15,8 +15,8 @@ from dflash_runtime.config import RecurrenceConfig
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.weights import Weights
 
-INPUTS = ("qkv", "z", "b", "a")
-"""The projections of a layer's input: channels, gate of the norm, beta, decay."""
+INPUTS = ("qkv", "b", "a", "z")
+"""The projections of a layer's input: channels, beta, decay, gate of the norm."""
 
 Shape = tuple[int, ...]
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 class DeltaNet:
     """A recurrent `Mixer`. One product makes its channels, the gate of its norm, and the inputs of beta and decay."""
 
-    inputs: Linear  # [C + H * V + 2 * H, hidden]
+    inputs: Linear  # [C + 2 * H + H * V, hidden]
     taps: Tensor  # [C, S]
     log_rate: Tensor  # [H] float32
     bias: Tensor  # [H] float32
@@ -48,8 +48,8 @@ class DeltaNet:
     def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * V]. The layer has no rope."""
         heads = self.config.num_value_heads
-        widths = (self.config.num_channels, self.config.values_width, heads, heads)
-        rows, gate, beta, decay = self.inputs(hidden).split(widths, dim=-1)
+        widths = (self.config.num_channels, heads, heads, self.config.values_width)
+        rows, beta, decay, gate = self.inputs(hidden).split(widths, dim=-1)
         mixed = attend.recall(layer, rows, self.taps, Gates(decay, beta, self.log_rate, self.bias))
         return self.kernels.gated_norm(mixed, gate, self.norm, self.eps)
 
@@ -57,7 +57,7 @@ class DeltaNet:
 def delta_shapes(config: RecurrenceConfig, hidden_size: int) -> dict[str, Shape]:
     """Return the tensors of a recurrent layer, by their names in the layer."""
     heads, channels, values = config.num_value_heads, config.num_channels, config.values_width
-    heights = dict(zip(INPUTS, (channels, values, heads, heads), strict=True))
+    heights = dict(zip(INPUTS, (channels, heads, heads, values), strict=True))
     return {
         **{f"in_proj_{part}.weight": (height, hidden_size) for part, height in heights.items()},
         "conv1d.weight": (channels, 1, config.num_taps),

@@ -44,7 +44,7 @@ class Attend(Protocol):
         """Compute the same attention as a call, after the keys and values have been stored."""
         ...
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `Recall`."""
         ...
 
@@ -52,8 +52,8 @@ class Attend(Protocol):
 class Recall(Protocol):
     """The memory of recurrent layers in one forward. It owns the states and the latest rows of every text."""
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
-        """Convolve rows [T, C] with taps [C, S], and run the gated delta rule over them -> [T, H, V]."""
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """Convolve rows [T, C] with taps [C, S], and run the gated delta rule over them -> `out` [T, H, V]."""
         ...
 
 
@@ -158,7 +158,10 @@ class Attention:
 
         All are views of wider rows. With a `place`, keys and values are stored there.
         """
-        parts = self.qkv.parts(hidden)
+        return self.rotate(self.qkv.parts(hidden), cos, sin, place)
+
+    def rotate(self, parts: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, after the product, in parts [P, T, (H + 2 KV) * D]."""
         rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place)
         query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, keys, values

@@ -31,10 +31,13 @@ OFFSET_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm
 
 @dataclass(frozen=True, slots=True)
 class GatedAttention:
-    """A `Mixer`: attention whose output is multiplied by the sigmoid of another projection of its input."""
+    """A `Mixer`: attention whose output is multiplied by the sigmoid of another projection of its input.
+
+    One product makes queries, keys, values and gates, in this order.
+    """
 
     attention: Attention
-    gate: Linear  # [H * D, hidden]
+    inputs: Linear  # [(2 * H + 2 * KV) * D, hidden]
 
     @property
     def output(self) -> Linear:
@@ -43,7 +46,13 @@ class GatedAttention:
 
     def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * D]."""
-        return self.attention(layer, hidden, cos, sin, attend) * self.gate(hidden).sigmoid()
+        own, kernels = self.attention, self.attention.kernels
+        parts = self.inputs.parts(hidden)
+        width = own.num_heads * own.head_dim
+        joined, gates = parts[..., :-width], parts[..., -width:]
+        query, keys, values = own.rotate(joined, cos, sin, attend.place(layer))
+        attended = attend.read(layer, query, keys, values, own.softmax).flatten(-2)
+        return kernels.output_gate(attended, gates)
 
 
 def read_layer(
@@ -59,8 +68,8 @@ def read_layer(
     changed |= {
         f"{own}.{part}_norm.weight": weights[f"{own}.{part}_norm.weight"][rotated_first(config)] for part in "qk"
     }
-    gate = Linear(changed[f"{own}.gate.weight"], kernels=kernels)
-    mixer = GatedAttention(Attention.read(changed, own, config, kernels), gate)
+    inputs = Linear(changed[f"{own}.inputs.weight"], kernels=kernels)
+    mixer = GatedAttention(Attention.read(changed, own, config, kernels), inputs)
     return DecoderLayer.around(mixer, weights, name, config, kernels)
 
 
@@ -74,11 +83,6 @@ class Qwen35Target(DecoderTarget):
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         super().__init__(config, with_whole_norms(weights), placement)
-
-    @property
-    def follows_from_shapes(self) -> bool:
-        """See `models.target.Target`."""
-        return False
 
     @staticmethod
     def read_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
@@ -128,5 +132,6 @@ def _split_queries(stacked: Tensor, name: str, config: TargetConfig) -> dict[str
     heads = stacked.view(-1, size, stacked.shape[1])
     queries, gates = heads[: 2 * config.num_heads].view(config.num_heads, 2, size, -1).unbind(1)
     keys, values = heads[2 * config.num_heads :].split(config.num_kv_heads)
-    joined = torch.cat((queries[:, order], keys[:, order], values)).flatten(0, 1)
-    return {f"{name}.qkv_proj.weight": joined, f"{name}.gate.weight": gates.reshape(-1, stacked.shape[1])}
+    inputs = torch.cat((queries[:, order], keys[:, order], values, gates)).flatten(0, 1)
+    num_gates = config.num_heads * size
+    return {f"{name}.qkv_proj.weight": inputs[:-num_gates], f"{name}.inputs.weight": inputs}
