@@ -89,14 +89,15 @@ def delta_prompts_ref(
     parts = [query * key_size**-0.5, keys, values, decays, betas]
     out = room_for(rows, num_heads, value_size) if out is None else out
     for first, num_rows, context_len, text, _ in prompts.chunks.T.tolist():
+        if not num_rows:
+            continue
         state = states[text] if context_len else torch.zeros_like(states[text])
         end = first + num_rows
         for begin in range(first, end, PIECE):
             piece = slice(begin, min(begin + PIECE, end))
             found, state = _piece(state, *(item[piece].transpose(0, 1) for item in parts))
             out[piece] = found.transpose(0, 1).to(rows.dtype)
-        if num_rows:
-            states[text] = state
+        states[text] = state
     return out
 
 
@@ -144,13 +145,24 @@ def _dot_wide(narrow, wide, PRECISION: tl.constexpr, IS_SPLIT: tl.constexpr):
 def _invert(pairs, PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of the unit matrix plus `pairs`, which is zero on and above the diagonal.
 
-    Blocks are joined in pairs: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
+    Blocks of 16 rows on the diagonal are solved row by row. Then blocks are joined in pairs: the inverse of
+    [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
     """
+    NUM: tl.constexpr = PIECE // 16
+    is_own = (tl.arange(0, NUM)[:, None] == tl.arange(0, NUM)[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(is_own, tl.reshape(pairs, (NUM, 16, NUM, 16)), 0.0), 2)
+    line, place = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    solved = tl.where(line == place, 1.0, tl.zeros((NUM, 16, 16), tl.float32))
+    for index in range(1, 16):
+        # Row `index` of the inverse: minus its pairs times the rows above it.
+        own = tl.sum(tl.where(line == index, blocks, 0.0), 1)
+        above = tl.sum(own[:, :, None] * tl.where(line < index, solved, 0.0), 1)
+        solved = tl.where(line == index, solved - above[:, None, :], solved)
+    spread = tl.where(is_own, tl.expand_dims(solved, 2), 0.0)
+    inverse = tl.reshape(spread, (PIECE, PIECE))
     row, column = tl.arange(0, PIECE)[:, None], tl.arange(0, PIECE)[None, :]
-    inverse = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -pairs, 0.0))
-    for level in tl.static_range(1, 6):
-        SIZE: tl.constexpr = 1 << level
-        is_joint = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
+    for level in tl.static_range(4, 6):
+        is_joint = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
         joint = tl.dot(tl.where(is_joint, pairs, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, joint, input_precision=PRECISION)
     return inverse
@@ -179,12 +191,13 @@ def _delta_pieces_kernel(
     rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
     decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
     total = tl.cumsum(tl.where(is_row, decay, 0.0), 0)
-    is_before = row[:, None] >= row[None, :]
-    since = tl.exp(tl.where(is_before, total[:, None] - total[None, :], float("-inf"))) * key_scale[None, :]
     near = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    asked = tl.dot(asks, tl.trans(keys), input_precision=PRECISION)
+    since = total[:, None] - total[None, :]
+    since = tl.exp(tl.where(row[:, None] >= row[None, :], since, float("-inf"))) * key_scale[None, :]
+    share = since * asked * ask_scale[:, None]
     pairs = tl.where(row[:, None] > row[None, :], (beta * key_scale)[:, None] * since * near, 0.0)
     inverse = _invert(pairs, PIECE, PRECISION) * beta[None, :]
-    share = since * tl.dot(asks, tl.trans(keys), input_precision=PRECISION) * ask_scale[:, None]
     place = (piece * NUM_HEADS + head) * PIECE * PIECE + row[:, None] * PIECE + row[None, :]
     tl.store(inverses + place, inverse)
     tl.store(shares + place, share)
@@ -269,13 +282,13 @@ def delta_prompts(
         rows, *gates, prompts.pieces, *squares, marks, num_pieces, num_rows, rows.stride(0),
         gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
         NUM_HEADS=num_heads, NUM_KEYS=num_key_heads, KEY=key_size, TILE_K=max(power_of_2(key_size), 16), PIECE=PIECE,
-        PRECISION=precision, num_warps=4,
+        PRECISION=precision, num_warps=8,
     )  # fmt: skip
     tile_values = min(VALUE_TILE, max(power_of_2(value_size), 16))
     _delta_scan_kernel[(ceil_div(value_size, tile_values), num_heads, num_chunks)](
         rows, prompts.chunks, *squares, marks, states, out, num_chunks, num_rows, rows.stride(0),
         NUM_HEADS=num_heads, NUM_KEYS=num_key_heads, VALUE=value_size, KEY=key_size,
         TILE_V=tile_values, TILE_K=max(power_of_2(key_size), 16), PIECE=PIECE, PRECISION=precision,
-        IS_SPLIT=rows.dtype == torch.bfloat16, NUM_STAGES=2 if is_narrow else 1, num_warps=4,
+        IS_SPLIT=rows.dtype == torch.bfloat16, NUM_STAGES=2 if is_narrow else 1, num_warps=8,
     )  # fmt: skip
     return out

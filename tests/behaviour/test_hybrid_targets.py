@@ -177,8 +177,8 @@ class TestPoisoned:
     def test_rejected_rows_that_are_replayed(self, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
         made = BlockRecall.of
 
-        def greedy(states: Any, rows: Any, lens: Any, positions: Any) -> BlockRecall:
-            found = made(states, rows, lens, positions)
+        def greedy(*given: Any) -> BlockRecall:
+            found = made(*given)
             late = (found.texts.lens - found.texts.state_lens) > 0
             return replace(found, texts=found.texts._replace(state_lens=found.texts.state_lens - late.long()))
 

@@ -22,7 +22,7 @@ def memory(num_texts: int, size: int, dtype: torch.dtype = torch.float32) -> Del
     device = normal(1).device
     shapes = ((num_texts, size, KEYS, KEY), (num_texts, size, HEADS, VALUE), (num_texts, size, HEADS))
     records = (torch.full(shape, torch.nan, dtype=dtype, device=device) for shape in shapes)
-    return DeltaMemory(torch.zeros((num_texts, HEADS, VALUE, KEY), dtype=dtype, device=device), *records)
+    return DeltaMemory(torch.zeros((num_texts, HEADS, KEY, VALUE), dtype=dtype, device=device), *records)
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Gates]:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import WalkDraws
+from dflash_kernels.delta_prompts import PromptChunks
+from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
+from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
@@ -59,6 +62,13 @@ def inputs(seed: int) -> Inputs:
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
+        "channels": normal(R * N, 2 * D + H * D, dtype=BFLOAT, seed=seed), "gates": normal(2, R * N, H, dtype=BFLOAT),
+        "taps": normal(2 * D + H * D, 4, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
+        "ring": normal(R, N + 3, 2 * D + H * D, dtype=BFLOAT, seed=seed), "states": normal(R, H, D, D, seed=seed),
+        "records": normal(R, 2 * N, (H + 1) * D + H, seed=seed), "replayed": draw(0, N + 1, R),
+        "texts": torch.randperm(R, generator=generator).to(DEVICE),
+        "chunks": torch.tensor([[0, 7], [7, 5], [9 * seed, 0], [2, 0], [0, 1]]).to(DEVICE),
+        "pieces": torch.tensor([[0, 7, 0], [7, 5, 0]]).to(DEVICE), "run_of": torch.tensor([0] * 7 + [1] * 5).to(DEVICE),
         "gained": draw(1, 90, 4), "ends": torch.tensor([2, 3, 9]).to(DEVICE) + seed,
     }  # fmt: skip
 
@@ -147,6 +157,31 @@ def walk(kernels: Kernels, at: Inputs, *, is_sampled: bool) -> tuple[Tensor, ...
     return tuple(kernels.candidate_walk(logits, candidates, hidden, codebook, codebook.flip(0), anchors, draws))
 
 
+def gates_of(at: Inputs) -> Gates:
+    return Gates(*at["gates"], *at["rates"])
+
+
+def delta_rule(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    keys, deltas, decays = at["records"].split((D, H * D, H), -1)
+    records = (keys.unflatten(-1, (1, D)), deltas.unflatten(-1, (H, D)), -decays.abs())
+    memory = DeltaMemory(at["states"].clone(), *(item.contiguous() for item in records))
+    texts = BlockTexts(at["texts"], at["places"], at["places"] + at["replayed"])
+    return kernels.delta_rule(at["channels"], gates_of(at), memory, texts), *memory
+
+
+def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    states = at["states"].clone()
+    chunks = PromptChunks(at["chunks"], at["pieces"])
+    return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states
+
+
+def convolve(kernels: Kernels, at: Inputs, *, is_short: bool) -> tuple[Tensor, ...]:
+    ring = at["ring"].clone()
+    firsts, counts, starts, texts, _ = at["chunks"]
+    runs = RowRuns(at["texts"], at["places"]) if is_short else RowRuns(texts, starts, firsts, counts, at["run_of"])
+    return kernels.recent_conv(at["channels"], at["taps"], ring, runs, is_short=is_short), ring
+
+
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
@@ -168,6 +203,14 @@ CALLS: dict[str, Call] = {
     "block_conv": lambda k, at: (k.block_conv(at["residual"], at["weights"], at["cos"].view(R * N, L, D // 2), N),),
     "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
     "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
+    "recent_conv": lambda k, at: convolve(k, at, is_short=True),
+    "recent_conv of chunks": lambda k, at: convolve(k, at, is_short=False),
+    "delta_rule": delta_rule,
+    "delta_prompts": delta_prompts,
+    "gated_norm": lambda k, at: (
+        k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][:D, 0].contiguous(), 1e-6),
+    ),
+    "output_gate": lambda k, at: (k.output_gate(at["residual"], at["parts"]),),
     "open_step": open_step,
     "close_step": close_step,
     "change_rows": change_rows,

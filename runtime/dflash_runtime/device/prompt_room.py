@@ -72,7 +72,12 @@ class PromptRoom:
         slots = slots_of(layout.state.page_table, table_rows, positions, layout.cache.page_size)
         plans = {key: (plan, ints) for (key, plan), ints in zip(self._plans.items(), placed, strict=True)}
         attend = RaggedAttention(
-            layout.kernels, layout.cache, layout.state.page_table, plans, layout.config.windows, slots,
+            layout.kernels,
+            layout.cache,
+            layout.state.page_table,
+            plans,
+            layout.config.windows,
+            slots,
             layout.recall(pieces, self._num_prompts, self.num_rows),
         )
         return PromptRows(

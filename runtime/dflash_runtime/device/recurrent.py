@@ -44,7 +44,10 @@ class RecurrentStates:
 
         self.memories = {
             layer: DeltaMemory(
-                zeros(heads, config.key_size, values), zeros(size, *keys), zeros(size, heads, values), zeros(size, heads)
+                zeros(heads, config.key_size, values),
+                zeros(size, *keys),
+                zeros(size, heads, values),
+                zeros(size, heads),
             )
             for layer in config.layers
         }

@@ -55,9 +55,7 @@ class GatedAttention:
         return kernels.output_gate(attended, gates)
 
 
-def read_layer(
-    weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels
-) -> DecoderLayer:
+def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> DecoderLayer:
     """Read a recurrent layer, or a layer with gated attention."""
     assert isinstance(config, TargetConfig) and config.recurrence is not None
     if f"{name}.linear_attn.out_proj.weight" in weights:
