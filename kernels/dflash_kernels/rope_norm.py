@@ -178,7 +178,8 @@ def norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM: t
 
     Weights are [heads, half], or [1, half] for all heads.
     """
-    dtype, norm_dtype = first.dtype, weight_first.dtype
+    dtype = first.dtype
+    norm_dtype = weight_first.dtype
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]

@@ -172,7 +172,7 @@ def delta_rule(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     states = at["states"].clone()
     chunks = PromptChunks(at["chunks"], at["pieces"])
-    return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states
+    return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states.to(BFLOAT)
 
 
 def convolve(kernels: Kernels, at: Inputs, *, is_short: bool) -> tuple[Tensor, ...]:
