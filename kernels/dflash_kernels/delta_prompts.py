@@ -19,7 +19,9 @@ from dflash_kernels.ragged_attention import Segment
 PIECE = 64
 
 
-def delta_prompts_ref(rows: Tensor, gates: Gates, states: Tensor, num_key_heads: int, chunks: Sequence[Segment]) -> Tensor:
+def delta_prompts_ref(
+    rows: Tensor, gates: Gates, states: Tensor, num_key_heads: int, chunks: Sequence[Segment]
+) -> Tensor:
     """Run chunks of prompts from the states of their texts, and store the states after them.
 
     rows    [T, C]

@@ -191,9 +191,7 @@ def _delta_rule_kernel(
                 tl.store(keys + (slot * NUM_KEYS + group) * KEY + key, new_key, mask=is_key)
 
 
-def delta_rule(
-    rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int = 0
-) -> Tensor:
+def delta_rule(rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int = 0) -> Tensor:
     """Compute `delta_rule_ref` in one launch. Every program runs the rows of a block one after another."""
     check_tensors(rows, *gates, *memory, *blocks)
     _, size, num_keys, key_size = memory.keys.shape

@@ -56,5 +56,7 @@ def _rotary_dim(text: Mapping[str, Any], body: Mapping[str, Any], path: Path) ->
     share = USUAL_SHARE if share is None else share
     rotated = int(body["head_dim"] * share) if is_number(share) and 0 < share <= 1 else 0
     if rotated < 2 or rotated % 2:
-        raise InvalidConfig("partial_rotary_factor", share, "a share that leaves an even number of dimensions", path=path)
+        raise InvalidConfig(
+            "partial_rotary_factor", share, "a share that leaves an even number of dimensions", path=path
+        )
     return rotated

@@ -23,7 +23,6 @@ from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import Request
 
-
 STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
 """Names of a text's memory in a hand-off: the states of all layers [L, H, V, K], and the rows before the next one
 [L, S - 1, C]."""
@@ -45,7 +44,10 @@ class RecurrentStates:
 
         self.memories = {
             layer: DeltaMemory(
-                zeros(heads, values, config.key_size), zeros(size, *keys), zeros(size, heads, values), zeros(size, heads)
+                zeros(heads, values, config.key_size),
+                zeros(size, *keys),
+                zeros(size, heads, values),
+                zeros(size, heads),
             )
             for layer in config.layers
         }
