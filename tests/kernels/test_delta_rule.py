@@ -1,5 +1,7 @@
 """Blocks of the gated delta rule equal the rule row by row, however many rows of each block are kept."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, delta_rule
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_testing.tensors import assert_rows_close, normal
 
+Run = Callable[..., Tensor]
 HEADS, KEYS, VALUE, KEY = 4, 2, 24, 16
 WIDTH = 2 * KEYS * KEY + HEADS * VALUE
 
@@ -57,7 +60,7 @@ def part(gates: Gates, index: Tensor) -> Gates:
     return Gates(gates.decay[index], gates.beta[index], gates.log_rate, gates.bias)
 
 
-def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, most: int) -> Tensor:  # noqa: ANN001
+def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, most: int) -> Tensor:
     """Decode one text in text 1 of 3, with `kept[i]` rows of block i accepted, and wrong rows after them."""
     store = memory(3, most + 2 * num_rows)
     device, outs, state_len, length = rows.device, [], 0, 0
@@ -77,14 +80,14 @@ def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("most", [0, 3, 9])
 @pytest.mark.parametrize("kept", [[5] * 4, [1] * 12, [1, 5, 2, 3, 1, 4, 5, 1]])
-def test_blocks_equal_the_rule_whatever_is_rejected(run, kept: list[int], most: int) -> None:  # noqa: ANN001
+def test_blocks_equal_the_rule_whatever_is_rejected(run, kept: list[int], most: int) -> None:
     rows, gates = inputs(sum(kept) + 5)
     found = run_blocks(run, rows, gates, kept, 5, most)
     assert_rows_close(found, definition(rows[: sum(kept)], part(gates, torch.arange(sum(kept)))), torch.float32)
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
-def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run) -> None:  # noqa: ANN001
+def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run) -> None:
     rows, gates = inputs(24)
     alone = run_blocks(run, rows, gates, [1] * 16, 1, 0)
     for most, kept in ((0, [4] * 4), (6, [1, 3, 4, 2, 4, 2])):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
-from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.drafts.draft import Draft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target

@@ -57,10 +57,11 @@ class GatedAttention:
 
 def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> DecoderLayer:
     """Read a recurrent layer, or a layer with gated attention."""
-    assert isinstance(config, TargetConfig) and config.recurrence is not None
+    assert isinstance(config, TargetConfig)
+    assert config.recurrence is not None
     if f"{name}.linear_attn.out_proj.weight" in weights:
-        mixer = DeltaNet.read(weights, f"{name}.linear_attn", config.recurrence, config.rms_norm_eps, kernels)
-        return DecoderLayer.around(mixer, weights, name, config, kernels)
+        recurrent = DeltaNet.read(weights, f"{name}.linear_attn", config.recurrence, config.rms_norm_eps, kernels)
+        return DecoderLayer.around(recurrent, weights, name, config, kernels)
     own = f"{name}.self_attn"
     changed = {**weights, **_split_queries(weights[f"{own}.qkv_proj.weight"], own, config)}
     changed |= {

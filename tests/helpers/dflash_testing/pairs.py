@@ -14,6 +14,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_tar
 from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
@@ -241,6 +242,9 @@ class DenseAttention:
 
     def __init__(self, *, is_causal: bool) -> None:
         self._is_causal = is_causal
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+        raise AssertionError("these models have no recurrent layer")
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         assert softmax == PLAIN

@@ -25,9 +25,9 @@ from dflash_runtime.device.memory import (
     WeightBytes,
     fit_num_pages,
     is_out_of_memory,
-    text_bytes,
     row_bytes,
     scratch_bytes,
+    text_bytes,
 )
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.errors import CapacityError
