@@ -162,6 +162,36 @@ def _add_correction(state, key, delta, TILE_K: tl.constexpr, TILE_V: tl.constexp
     return tl.fma(keys, deltas, state)
 
 
+@jit
+def _replay_rows(
+    state, keys, deltas, decays, text, done, num_replayed, ring_size, key, is_key, value, is_value, group, head,
+    NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
+    TILE_V: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Return the state after the recorded rows from `done` on."""
+    for index in range(num_replayed):
+        slot = text * ring_size + (done + index) % ring_size
+        old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
+        old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
+        state = state * tl.exp(tl.load(decays + slot * NUM_HEADS + head))
+        state = _add_correction(state, old_key, old_delta, TILE_K, TILE_V)
+    return state
+
+
+@jit
+def _load_row(
+    rows, decay_in, beta_in, row, rows_row, decay_row, beta_row, rate, shift, key, is_key, value, is_value, group, head,
+    NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """Return a row's query, key, value, decay and beta."""
+    source = rows + row * rows_row
+    ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
+    new_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
+    new_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
+    decay, beta = load_gates(decay_in, beta_in, row * decay_row + head, row * beta_row + head, row >= 0, rate, shift)
+    return ask, new_key, new_value, decay, beta
+
+
 @jit(do_not_specialize=["num_rows", "most_replayed"])
 def _delta_rule_kernel(
     rows, decay_in, beta_in, log_rate, bias, states, keys, deltas, decays, texts, state_lens, lens, out,
@@ -169,8 +199,7 @@ def _delta_rule_kernel(
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
     TILE_V: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part = tl.program_id(2)
+    request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group = head // (NUM_HEADS // NUM_KEYS)
     text, done, begin = tl.load(texts + request), tl.load(state_lens + request), tl.load(lens + request)
     value, key = part * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K)
@@ -178,41 +207,29 @@ def _delta_rule_kernel(
     is_element = is_key[:, None] & is_value[None, :]
     place = states + ((text * NUM_HEADS + head) * KEY + key[:, None]) * VALUE + value[None, :]
     # The launch before this one writes neither states nor records: they come from earlier steps.
-    state = tl.load(place, mask=is_element, other=0.0)
     num_replayed = (begin - done).to(tl.int32)
-    for index in range(num_replayed):
-        slot = text * ring_size + (done + index) % ring_size
-        old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
-        old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
-        state = state * tl.exp(tl.load(decays + slot * NUM_HEADS + head))
-        state = _add_correction(state, old_key, old_delta, TILE_K, TILE_V)
+    state = _replay_rows(
+        tl.load(place, mask=is_element, other=0.0), keys, deltas, decays, text, done, num_replayed, ring_size,
+        key, is_key, value, is_value, group, head, NUM_HEADS, NUM_KEYS, VALUE, KEY, TILE_V, TILE_K,
+    )  # fmt: skip
     if num_replayed > most_replayed:
         tl.store(place, state, mask=is_element)
-    rate = tl.exp(tl.load(log_rate + head))
-    shift = tl.load(bias + head)
+    rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     first = request * num_rows
-    source = rows + first * rows_row
-    next_ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
-    next_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
-    next_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
-    next_decay, next_beta = load_gates(
-        decay_in, beta_in, first * decay_row + head, first * beta_row + head, first >= 0, rate, shift
-    )
+    next_ask, next_key, next_value, next_decay, next_beta = _load_row(
+        rows, decay_in, beta_in, first, rows_row, decay_row, beta_row, rate, shift, key, is_key, value, is_value,
+        group, head, NUM_KEYS, VALUE, KEY,
+    )  # fmt: skip
     for index in range(num_rows):
         ask, new_key, new_value = next_ask.to(tl.float32), next_key.to(tl.float32), next_value.to(tl.float32)
-        decay, beta = next_decay, next_beta
-        row = first + index
+        decay, beta, row = next_decay, next_beta, first + index
         # Loads of the next row run while this one is computed.
-        ahead = tl.minimum(row + 1, first + num_rows - 1)
-        source = rows + ahead * rows_row
-        next_ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
-        next_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
-        next_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
-        next_decay, next_beta = load_gates(
-            decay_in, beta_in, ahead * decay_row + head, ahead * beta_row + head, row >= 0, rate, shift
-        )
+        next_ask, next_key, next_value, next_decay, next_beta = _load_row(
+            rows, decay_in, beta_in, tl.minimum(row + 1, first + num_rows - 1), rows_row, decay_row, beta_row, rate,
+            shift, key, is_key, value, is_value, group, head, NUM_KEYS, VALUE, KEY,
+        )  # fmt: skip
         ask = ask * tl.rsqrt(tl.sum(ask * ask, 0) + eps) * scale
         new_key = new_key * tl.rsqrt(tl.sum(new_key * new_key, 0) + eps)
         state = state * tl.exp(decay)

@@ -1,5 +1,7 @@
 """Chunks of prompts equal the gated delta rule row by row, from zeros or from the state of their text."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,7 +67,7 @@ def rows_of(gates: Gates, begin: int, end: int) -> Gates:
     [(SMALL, [1, 65, 64, 130]), pytest.param(WHOLE, [63, 129], marks=pytest.mark.slow)],
     ids=["small", "whole"],
 )
-def test_chunks_equal_the_rule(run, dtype: torch.dtype, sizes: Sizes, lens: list[int]) -> None:  # noqa: ANN001
+def test_chunks_equal_the_rule(run: Any, dtype: torch.dtype, sizes: Sizes, lens: list[int]) -> None:
     """Every other chunk continues its text. Padding after the last chunk, and padding chunks, change nothing."""
     heads, groups, value, key = sizes
     rows, gates = inputs(sum(lens) + 7, sizes, dtype)
@@ -91,7 +93,7 @@ def test_chunks_equal_the_rule(run, dtype: torch.dtype, sizes: Sizes, lens: list
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rate", [-9.0, 3.0], ids=["states that last", "states that decay at once"])
-def test_equal_keys_do_not_spoil_the_inverse(run, rate: float) -> None:  # noqa: ANN001
+def test_equal_keys_do_not_spoil_the_inverse(run: Any, rate: float) -> None:
     """With one repeated token all keys are equal, which is the hardest system of a piece."""
     rows, gates = inputs(100, SMALL, torch.float32, rate)
     heads, groups, value, key = SMALL
@@ -105,7 +107,7 @@ def test_equal_keys_do_not_spoil_the_inverse(run, rate: float) -> None:  # noqa:
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
-def test_a_prompt_in_chunks_equals_the_whole_prompt(run) -> None:  # noqa: ANN001
+def test_a_prompt_in_chunks_equals_the_whole_prompt(run: Any) -> None:
     heads, groups, value, key = SMALL
     rows, gates = inputs(150, SMALL, torch.float32)
     whole, parts = (torch.zeros((1, heads, key, value), device=DEVICE) for _ in range(2))

@@ -1,6 +1,7 @@
 """Blocks of the gated delta rule equal the rule row by row, however many rows of each block are kept."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,14 +81,14 @@ def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("most", [0, 3, 9])
 @pytest.mark.parametrize("kept", [[5] * 4, [1] * 12, [1, 5, 2, 3, 1, 4, 5, 1]])
-def test_blocks_equal_the_rule_whatever_is_rejected(run, kept: list[int], most: int) -> None:
+def test_blocks_equal_the_rule_whatever_is_rejected(run: Any, kept: list[int], most: int) -> None:
     rows, gates = inputs(sum(kept) + 5)
     found = run_blocks(run, rows, gates, kept, 5, most)
     assert_rows_close(found, definition(rows[: sum(kept)], part(gates, torch.arange(sum(kept)))), torch.float32)
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
-def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run) -> None:
+def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run: Any) -> None:
     rows, gates = inputs(24)
     alone = run_blocks(run, rows, gates, [1] * 16, 1, 0)
     for most, kept in ((0, [4] * 4), (6, [1, 3, 4, 2, 4, 2])):

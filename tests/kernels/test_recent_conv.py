@@ -1,5 +1,7 @@
 """The convolution along texts equals one over the whole text, whatever rows are rejected or come in chunks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ def wider(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kept", [[5] * 5, [1] * 9, [2, 5, 1, 3, 1, 4]], ids=str)
-def test_blocks_of_which_some_rows_are_kept(run, dtype: torch.dtype, kept: list[int]) -> None:  # noqa: ANN001
+def test_blocks_of_which_some_rows_are_kept(run: Any, dtype: torch.dtype, kept: list[int]) -> None:
     """Two texts at once. The second one is two rows ahead."""
     texts, weight = normal(2, 50, WIDTH, dtype=dtype), normal(WIDTH, TAPS, dtype=dtype, seed=1)
     ring, lens = poisoned(dtype), [0, 2]
@@ -53,7 +55,7 @@ def test_blocks_of_which_some_rows_are_kept(run, dtype: torch.dtype, kept: list[
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lens", [[3, 1, 20], [MANY_ROWS + 9]], ids=str)
-def test_chunks_of_prompts(run, lens: list[int]) -> None:  # noqa: ANN001
+def test_chunks_of_prompts(run: Any, lens: list[int]) -> None:
     """Every text comes in two chunks, and rows of padding follow. A block continues the last text."""
     weight = normal(WIDTH, TAPS, seed=1)
     texts = [normal(2 * count + BLOCK, WIDTH, seed=count) for count in lens]

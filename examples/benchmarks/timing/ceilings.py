@@ -6,7 +6,7 @@ of cuBLAS calls by torch, with nothing between two products.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -145,10 +145,11 @@ class PromptLayout:
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)
         num_fresh = sum(not is_resumed(request) for request in ended)
-        padding_text = len(self.state.done) - 1
-        *placed, pieces, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
+        pieces = chunk_ints(plan.segments, padding_text=len(self.state.done) - 1) if self.states is not None else []
+        upload = self.upload.lists
+        *placed, cuts, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = upload(
             *(item.ints for item in plans.values()),
-            chunk_ints(plan.segments, padding_text=padding_text) if self.states is not None else [],
+            pieces,
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
@@ -164,7 +165,7 @@ class PromptLayout:
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
         cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-        memory = self.recall(pieces, len(plan.segments), len(token_ids))
+        memory = self.recall(cuts, len(plan.segments), len(token_ids))
         attend = RaggedAttention(
             self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots, memory
         )

@@ -94,9 +94,9 @@ class PromptRoom:
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The parts of the room's tensor for these chunks, padded to its size.
 
-        First come the plans of attention, and the chunks for recurrent layers. Then come token ids, positions and rows of the page table, [T] each. The last
-        parts describe the prompts that end: last flat rows, rows of the state, KV lengths and remaining tokens, [E]
-        each.
+        First come the plans of attention, and the chunks for recurrent layers. Then come token ids, positions and rows
+        of the page table, [T] each. The last parts describe the prompts that end: last flat rows, rows of the state, KV
+        lengths and remaining tokens, [E] each.
         """
         segments, padding_row = segments_of(chunks), self._padding_row
         plans = self._plan(segments)
