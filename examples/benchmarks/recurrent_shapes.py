@@ -14,6 +14,7 @@ from itertools import cycle, product
 import torch
 from torch import Tensor
 
+from dflash_kernels import delta_blocks as at_once
 from dflash_kernels import delta_prompts as prompts
 from dflash_kernels import delta_rule as rule
 from dflash_kernels.early_launch import early
@@ -61,6 +62,7 @@ def time_blocks(batch: int, block: int) -> None:
     lens = torch.full_like(texts, 100)
     blocks = rule.BlockTexts(texts, lens - min(KEPT, block), lens)
     show(f"delta_rule batch {batch} block {block}", lambda: rule.delta_rule(rows, own, next(stores), blocks))
+    show("delta_blocks", lambda: at_once.delta_blocks(rows, own, next(stores), blocks))
     out = rule.room_for(rows, HEADS, SIZE)
     for tile, warps in ((8, 1), (16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
 
@@ -72,6 +74,16 @@ def time_blocks(batch: int, block: int) -> None:
             )  # fmt: skip
 
         show(f"  tile {tile} warps {warps}", call)
+    for tile, warps in ((32, 4), (64, 4), (64, 8), (128, 8)) if block > 1 else ():
+
+        def blocks_at_once(tile: int = tile, warps: int = warps) -> None:
+            at_once._delta_blocks_kernel[(batch, HEADS, SIZE // tile)](
+                rows, *own, *next(stores), *blocks, out, block, 2 * max(block, KEPT), 0, rows.stride(0), HEADS, HEADS,
+                SIZE**-0.5, 1e-6, NUM_HEADS=HEADS, NUM_KEYS=GROUPS, VALUE=SIZE, KEY=SIZE, TILE_V=tile, TILE_K=SIZE,
+                TILE_R=16, TILE_M=16, IS_SPLIT=True, num_warps=warps, **early(rows.device),
+            )  # fmt: skip
+
+        show(f"  at once, tile {tile} warps {warps}", blocks_at_once)
     ring, taps = normal(batch, block + 3, WIDTH), normal(WIDTH, TAPS)
     show("recent_conv", lambda: recent_conv(rows, taps, ring, RowRuns(texts, lens), is_short=True))
     heads, gate, weight = normal(batch * block, HEADS, SIZE), normal(batch * block, HEADS * SIZE), normal(SIZE)

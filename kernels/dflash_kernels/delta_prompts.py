@@ -129,7 +129,7 @@ def _piece(
 
 
 @jit
-def _dot_wide(narrow, wide, PRECISION: tl.constexpr, IS_SPLIT: tl.constexpr):
+def dot_wide(narrow, wide, PRECISION: tl.constexpr, IS_SPLIT: tl.constexpr):
     """Return the product of rows in the model's dtype and a float32 matrix.
 
     With `IS_SPLIT` the matrix is the sum of two in bfloat16, which keeps 16 bits of its numbers.
@@ -245,14 +245,14 @@ def _delta_scan_kernel(
             key_scale = tl.load(mark + 2 * num_rows, mask=is_row, other=0.0)
             last = tl.sum(tl.where(row == tl.minimum(count - index * PIECE, PIECE) - 1, total, 0.0), 0)
             decayed = tl.exp(total)
-            known = _dot_wide(keys, state, PRECISION, IS_SPLIT) * (key_scale * decayed)[:, None]
+            known = dot_wide(keys, state, PRECISION, IS_SPLIT) * (key_scale * decayed)[:, None]
             deltas = tl.dot(inverse, values - known, input_precision=PRECISION)
-            found = _dot_wide(asks, state, PRECISION, IS_SPLIT) * (ask_scale * decayed)[:, None]
+            found = dot_wide(asks, state, PRECISION, IS_SPLIT) * (ask_scale * decayed)[:, None]
             found = tl.dot(share, deltas, found, input_precision=PRECISION)
             target = out + (flat[:, None] * NUM_HEADS + head) * VALUE + value[None, :]
             tl.store(target, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
             left = tl.where(is_row, tl.exp(last - total) * key_scale, 0.0)
-            added = _dot_wide(tl.trans(keys), deltas * left[:, None], PRECISION, IS_SPLIT)
+            added = dot_wide(tl.trans(keys), deltas * left[:, None], PRECISION, IS_SPLIT)
             state = state * tl.exp(last) + added
         tl.store(home, state, mask=is_home)
 

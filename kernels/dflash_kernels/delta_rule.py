@@ -254,6 +254,25 @@ def delta_rule(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `delta_rule_ref` in one launch. Every program runs the rows of a block one after another."""
+    num_rows = check_blocks(rows, gates, memory, blocks, most_replayed)
+    _, size, num_keys, key_size = memory.keys.shape
+    num_heads, value_size = memory.deltas.shape[2:]
+    count = len(blocks.texts)
+    out = room_for(rows, num_heads, value_size) if out is None else out
+    require(out.is_contiguous() and out.shape == (len(rows), num_heads, value_size), "out", "[rows, heads, values]")
+    if num_rows:
+        _delta_rule_kernel[(count, num_heads, ceil_div(value_size, STATE_TILE))](
+            rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
+            rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
+            NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
+            TILE_V=min(STATE_TILE, power_of_2(value_size)), TILE_K=power_of_2(key_size), num_warps=1,
+            **early(rows.device),
+        )  # fmt: skip
+    return out
+
+
+def check_blocks(rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int) -> int:
+    """Check the arguments of a launch -> the number of rows of a block."""
     check_tensors(rows, *gates, *memory, *blocks)
     _, size, num_keys, key_size = memory.keys.shape
     num_heads, value_size = memory.deltas.shape[2:]
@@ -267,17 +286,7 @@ def delta_rule(
     require(all(item.stride(1) == 1 and len(item) == len(rows) for item in gates[:2]), "gates", "one row per row")
     num_rows = len(rows) // count
     require(most_replayed + 2 * num_rows <= size, "memory", "a ring of the replayed rows and two blocks")
-    out = room_for(rows, num_heads, value_size) if out is None else out
-    require(out.is_contiguous() and out.shape == (len(rows), num_heads, value_size), "out", "[rows, heads, values]")
-    if num_rows:
-        _delta_rule_kernel[(count, num_heads, ceil_div(value_size, STATE_TILE))](
-            rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
-            rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
-            NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
-            TILE_V=min(STATE_TILE, power_of_2(value_size)), TILE_K=power_of_2(key_size), num_warps=1,
-            **early(rows.device),
-        )  # fmt: skip
-    return out
+    return num_rows
 
 
 def room_for(rows: Tensor, num_heads: int, value_size: int) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.delta_blocks import delta_blocks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, delta_rule, delta_rule_ref, gate_values
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_testing.tensors import assert_rows_close, normal
@@ -61,7 +62,7 @@ def part(gates: Gates, index: Tensor) -> Gates:
     return Gates(gates.decay[index], gates.beta[index], gates.log_rate, gates.bias)
 
 
-def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, most: int) -> Tensor:
+def run_blocks(run: Any, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, most: int) -> Tensor:
     """Decode one text in text 1 of 3, with `kept[i]` rows of block i accepted, and wrong rows after them."""
     store = memory(3, most + 2 * num_rows)
     device, outs, state_len, length = rows.device, [], 0, 0
@@ -78,7 +79,10 @@ def run_blocks(run, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, 
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+AT_ONCE = pytest.param(delta_blocks, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+
+
+@pytest.mark.parametrize("run", [*IMPLEMENTATIONS, AT_ONCE])
 @pytest.mark.parametrize("most", [0, 3, 9])
 @pytest.mark.parametrize("kept", [[5] * 4, [1] * 12, [1, 5, 2, 3, 1, 4, 5, 1]])
 def test_blocks_equal_the_rule_whatever_is_rejected(run: Any, kept: list[int], most: int) -> None:

@@ -161,12 +161,13 @@ def gates_of(at: Inputs) -> Gates:
     return Gates(*at["gates"], *at["rates"])
 
 
-def delta_rule(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+def delta_rule(kernels: Kernels, at: Inputs, *, is_at_once: bool = False) -> tuple[Tensor, ...]:
     keys, deltas, decays = at["records"].split((D, H * D, H), -1)
     records = (keys.unflatten(-1, (1, D)), deltas.unflatten(-1, (H, D)), -decays.abs())
     memory = DeltaMemory(at["states"].clone(), *(item.contiguous() for item in records))
     texts = BlockTexts(at["texts"], at["places"], at["places"] + at["replayed"])
-    return kernels.delta_rule(at["channels"], gates_of(at), memory, texts), *memory
+    run = kernels.delta_blocks if is_at_once else kernels.delta_rule
+    return run(at["channels"], gates_of(at), memory, texts), *memory
 
 
 def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
@@ -206,6 +207,7 @@ CALLS: dict[str, Call] = {
     "recent_conv": lambda k, at: convolve(k, at, is_short=True),
     "recent_conv of chunks": lambda k, at: convolve(k, at, is_short=False),
     "delta_rule": delta_rule,
+    "delta_blocks": lambda k, at: tuple(item.to(BFLOAT) for item in delta_rule(k, at, is_at_once=True)),
     "delta_prompts": delta_prompts,
     "gated_norm": lambda k, at: (
         k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][:D, 0].contiguous(), 1e-6),
