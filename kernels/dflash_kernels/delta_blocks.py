@@ -1,18 +1,18 @@
-"""The gated delta rule over blocks of drafted rows on tensor cores: for many requests, where one row after another is slow.
+"""The gated delta rule over blocks of drafted rows, on tensor cores.
 
-It computes `delta_rule.delta_rule_ref`, and keeps the same records. The rows of a block solve a triangular system, as in
-`delta_prompts.py`, and the replayed rows are added in one product. The sums have another order than row by row, so the
-text may differ from plain decoding where two tokens are nearly equally likely.
+It computes `delta_rule.delta_rule_ref`, and keeps the same records. The rows of a block solve a triangular system, as
+in `delta_prompts.py`, and the replayed rows are added in one product. This is faster for many requests. The sums have
+another order than row by row, so the text may differ from plain decoding where two tokens are nearly equally likely.
 Sources: arXiv 2412.06464; huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.
 
-Axis letters: R requests, W rows of a block, M rows of a ring, H value heads, G key heads, V and K sizes of a value and a
-key, C = 2 * G * K + H * V channels: queries, keys, values.
+Axis letters: R requests, W rows of a block, M rows of a ring, H value heads, G key heads, V and K sizes of a value and
+a key, C = 2 * G * K + H * V channels: queries, keys, values.
 """
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_prompts import dot_wide
+from dflash_kernels.delta_prompts import dot_wide, length_scale, row_pairs
 from dflash_kernels.delta_rule import EPSILON, BlockTexts, DeltaMemory, Gates, check_blocks, load_gates, room_for
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import MIN_DOT, ceil_div, jit, power_of_2, tl
@@ -83,26 +83,21 @@ def _delta_blocks_kernel(
     flat = request * num_rows + row
     source = rows + flat[:, None] * rows_row
     is_element = is_row[:, None] & is_key[None, :]
+    is_result = is_row[:, None] & is_value[None, :]
     asks = tl.load(source + group * KEY + key[None, :], mask=is_element, other=0.0)
     new_keys = tl.load(source + (NUM_KEYS + group) * KEY + key[None, :], mask=is_element, other=0.0)
-    own = source + 2 * NUM_KEYS * KEY + head * VALUE + value[None, :]
-    values = tl.load(own, mask=is_row[:, None] & is_value[None, :], other=0.0).to(tl.float32)
-    wide_asks, wide_keys = asks.to(tl.float32), new_keys.to(tl.float32)
-    ask_scale = tl.rsqrt(tl.sum(wide_asks * wide_asks, 1) + eps) * scale
-    key_scale = tl.rsqrt(tl.sum(wide_keys * wide_keys, 1) + eps)
+    values = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value[None, :], mask=is_result, other=0.0)
+    ask_scale, key_scale = length_scale(asks, eps) * scale, length_scale(new_keys, eps)
     decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
-    decay = tl.where(is_row, decay, 0.0)
+    decay, beta = tl.where(is_row, decay, 0.0), tl.where(is_row, beta, 0.0)
     total = tl.cumsum(decay, 0)
-    near = tl.dot(new_keys, tl.trans(new_keys), input_precision="tf32x3")
-    asked = tl.dot(asks, tl.trans(new_keys), input_precision="tf32x3")
+    pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3")
     known = dot_wide(new_keys, state, "tf32x3", IS_SPLIT) * (key_scale * tl.exp(total))[:, None]
     found = dot_wide(asks, state, "tf32x3", IS_SPLIT) * (ask_scale * tl.exp(total))[:, None]
-    since = tl.where(row[:, None] >= row[None, :], total[:, None] - total[None, :], float("-inf"))
-    since = tl.exp(since) * key_scale[None, :]
-    pairs = tl.where(row[:, None] > row[None, :], (beta * key_scale)[:, None] * since * near, 0.0)
-    inverse = _invert_rows(pairs, TILE_R) * tl.where(is_row, beta, 0.0)[None, :]
-    new_deltas = tl.dot(inverse, values - known, input_precision="tf32x3")
-    found = tl.dot(since * asked * ask_scale[:, None], new_deltas, found, input_precision="tf32x3")
+    new_deltas = tl.dot(
+        _invert_rows(pairs, TILE_R) * beta[None, :], values.to(tl.float32) - known, input_precision="tf32x3"
+    )
+    found = tl.dot(share, new_deltas, found, input_precision="tf32x3")
     is_result = is_row[:, None] & is_value[None, :]
     tl.store(
         out + (flat[:, None] * NUM_HEADS + head) * VALUE + value[None, :],
@@ -111,11 +106,10 @@ def _delta_blocks_kernel(
     )
     slot = text * ring_size + (begin + row) % ring_size
     tl.store(deltas + (slot[:, None] * NUM_HEADS + head) * VALUE + value[None, :], new_deltas, mask=is_result)
-    if part == 0:
-        tl.store(decays + slot * NUM_HEADS + head, decay, mask=is_row)
-        if head % (NUM_HEADS // NUM_KEYS) == 0:
-            unit = wide_keys * key_scale[:, None]
-            tl.store(keys + (slot[:, None] * NUM_KEYS + group) * KEY + key[None, :], unit, mask=is_element)
+    tl.store(decays + slot * NUM_HEADS + head, decay, mask=is_row & (part == 0))
+    if (part == 0) & (head % (NUM_HEADS // NUM_KEYS) == 0):
+        unit = new_keys.to(tl.float32) * key_scale[:, None]
+        tl.store(keys + (slot[:, None] * NUM_KEYS + group) * KEY + key[None, :], unit, mask=is_element)
 
 
 def delta_blocks(

@@ -142,6 +142,29 @@ def dot_wide(narrow, wide, PRECISION: tl.constexpr, IS_SPLIT: tl.constexpr):
 
 
 @jit
+def length_scale(rows, eps):
+    """Return the factor of each row [N, K] that makes its length one."""
+    wide = rows.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+
+
+@jit
+def row_pairs(asks, keys, ask_scale, key_scale, total, beta, NUM_ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return what each row takes from the corrections of the rows before it, with its key and with its query.
+
+    asks, keys  [N, K]
+    total       [N]   sum of the decays up to each row
+    """
+    row = tl.arange(0, NUM_ROWS)
+    near = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    asked = tl.dot(asks, tl.trans(keys), input_precision=PRECISION)
+    since = total[:, None] - total[None, :]
+    since = tl.exp(tl.where(row[:, None] >= row[None, :], since, float("-inf"))) * key_scale[None, :]
+    pairs = tl.where(row[:, None] > row[None, :], (beta * key_scale)[:, None] * since * near, 0.0)
+    return pairs, since * asked * ask_scale[:, None]
+
+
+@jit
 def _invert(pairs, PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of the unit matrix plus `pairs`, which is zero on and above the diagonal.
 
@@ -185,18 +208,11 @@ def _delta_pieces_kernel(
     source = rows + flat[:, None] * rows_row + group * KEY + key[None, :]
     asks = tl.load(source, mask=is_element, other=0.0)
     keys = tl.load(source + NUM_KEYS * KEY, mask=is_element, other=0.0)
-    wide_asks, wide_keys = asks.to(tl.float32), keys.to(tl.float32)
-    ask_scale = tl.rsqrt(tl.sum(wide_asks * wide_asks, 1) + eps) * scale
-    key_scale = tl.rsqrt(tl.sum(wide_keys * wide_keys, 1) + eps)
+    ask_scale, key_scale = length_scale(asks, eps) * scale, length_scale(keys, eps)
     rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
     decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
     total = tl.cumsum(tl.where(is_row, decay, 0.0), 0)
-    near = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    asked = tl.dot(asks, tl.trans(keys), input_precision=PRECISION)
-    since = total[:, None] - total[None, :]
-    since = tl.exp(tl.where(row[:, None] >= row[None, :], since, float("-inf"))) * key_scale[None, :]
-    share = since * asked * ask_scale[:, None]
-    pairs = tl.where(row[:, None] > row[None, :], (beta * key_scale)[:, None] * since * near, 0.0)
+    pairs, share = row_pairs(asks, keys, ask_scale, key_scale, total, beta, PIECE, PRECISION)
     inverse = _invert(pairs, PIECE, PRECISION) * beta[None, :]
     place = (piece * NUM_HEADS + head) * PIECE * PIECE + row[:, None] * PIECE + row[None, :]
     tl.store(inverses + place, inverse)
