@@ -9,7 +9,8 @@ instead, and rows then say `synthetic`. The floor is the least time by formula a
 time minus the time in which a profiled step runs a kernel. Rows are JSON lines, written at once; tables come last. An
 arm that fails prints one line, the others continue, and the exit code is 1.
 
-Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: transformers, reference (a loop of drafting and
+Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: dflash-at-once (recurrent layers run the rows of a
+block at once), transformers, reference (a loop of drafting and
 verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
 """
 
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from timing.ceilings import measure_rates
+from timing.engine_arms import AT_ONCE
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
 from timing.pairs import SHAPES, counts, open_device, run_dtype
@@ -44,12 +46,12 @@ STEP_COLUMNS = {
 """Column of the last table -> field of a row."""
 
 DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
-KNOWN_ARMS = (*DEFAULT_ARMS, "transformers", "reference", "vllm-plain", "vllm-dflash")
+KNOWN_ARMS = (*DEFAULT_ARMS, AT_ONCE, "transformers", "reference", "vllm-plain", "vllm-dflash")
 
 
 def run(plan: Plan) -> None:
     """Run all arms: ours first, then the device is freed for the others."""
-    if any(arm in ("ceilings", "prefill", *OURS) for arm in plan.arms):
+    if any(arm in ("ceilings", "prefill", AT_ONCE, *OURS) for arm in plan.arms):
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))

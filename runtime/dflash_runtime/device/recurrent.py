@@ -29,12 +29,17 @@ STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
 
 
 class RecurrentStates:
-    """The memory of every text, by recurrent layer. `state_lens` [B] counts the rows that a text's states include."""
+    """The memory of every text, by recurrent layer. `state_lens` [B] counts the rows that a text's states include.
+
+    With `is_exact`, a block gives bitwise the results of its rows one at a time. Otherwise its rows run at once, which
+    is faster for many requests.
+    """
 
     def __init__(self, config: RecurrenceConfig, num_texts: int, block_rows: int, placement: Placement) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
         self.most_replayed = 0
+        self.is_exact = True
         size = self.most_replayed + 2 * block_rows
         heads, values = config.num_value_heads, config.value_size
         keys = (config.num_key_heads, config.key_size)
@@ -119,7 +124,9 @@ class BlockRecall:
         """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
         states, kernels = self.states, self.states.kernels
         mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs, is_short=True)
-        found = kernels.delta_rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed, out)
+        is_serial = states.is_exact or len(rows) == len(self.texts.texts)
+        rule = kernels.delta_rule if is_serial else kernels.delta_blocks
+        found = rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed, out)
         if states.is_last(layer):
             texts, state_lens, lens = self.texts
             is_stored = lens - state_lens > states.most_replayed
