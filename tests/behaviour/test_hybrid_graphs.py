@@ -65,10 +65,13 @@ def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(limits, "RIDGE_GRAIN", 8)
     monkeypatch.setattr(step_load, "REQUESTS_PER_PROMPT", 2)
     make_model(tmp_path, "qwen3_5_text", initializer_range=0.15)
-    target = load_target(open_target(tmp_path), placement())
+    target: Any = load_target(open_target(tmp_path), placement())
+    for layer in target._decoder.layers:
+        if hasattr(layer.mixer, "log_rate"):
+            layer.mixer.log_rate.fill_(-6.0)  # states that last: others hide the fault
     given = random_prompts((3, 4, 5, 40), target.config.vocab_size)
     settings: dict[str, Any] = {"max_num_requests": 3, "page_size": 8, "num_pages": 60, "kernels": "triton"}
-    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 6, 1, 12)]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 6, 1, 4)]
     wanted = traces(random_llm(target, None, 0, **settings).generate(given, params))
     llm = random_llm(target, None, 0, **settings)
     graphs = with_stand_ins(llm)
