@@ -96,9 +96,10 @@ def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return keys, values
 
 
-def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+def rope_store(kernels: Kernels, at: Inputs, *, is_wide: bool = False) -> tuple[Tensor, ...]:
     place = KVPlace(*empty_caches(), at["slots"])
     norms = at["weights"][:1].expand(H + KV, D)
+    norms = norms.float() if is_wide else norms
     rows = kernels.rope_store(at["qkv"], norms, 1e-6, at["cos"], at["sin"], KV, place)
     return rows, place.key_cache, place.value_cache
 
@@ -191,7 +192,9 @@ CALLS: dict[str, Call] = {
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),
+    "add_rms_norm wide": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0].float(), 1e-6),
     "rope_store": rope_store,
+    "rope_store wide": lambda k, at: rope_store(k, at, is_wide=True),
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
