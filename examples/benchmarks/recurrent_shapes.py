@@ -9,7 +9,9 @@ from memory and not from the cache.
 import argparse
 import time
 from collections.abc import Callable
-from itertools import cycle, product
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -30,6 +32,13 @@ KEPT = 5
 """Rows that are replayed."""
 
 CALLS = 12
+NUM_SHARES = 6
+
+RULES = ((16, 1, 0), (16, 1, 128), (16, 1, 96), (8, 1, 0), (32, 1, 0), (32, 2, 0), (128, 4, 0))
+BLOCKS = ((64, 4, 0), (64, 4, 168), (64, 4, 128), (32, 4, 0), (32, 4, 128), (128, 8, 0))
+PIECES = ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
+SCANS = ((32, 4, 1), (32, 4, 2), (32, 8, 2), (16, 4, 1), (16, 4, 2), (64, 4, 2), (64, 8, 1))
+"""Tile of columns, warps, and registers per thread (0: no limit) or pipeline stages."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -48,102 +57,121 @@ def memories(count: int, block: int) -> list[rule.DeltaMemory]:
     return [rule.DeltaMemory(*(normal(count, *shape, dtype=torch.float32) / 8 for shape in shapes)) for _ in range(num)]
 
 
-def show(name: str, call: Callable[[], object]) -> None:
-    try:
-        print(f"{name:70s} {median_us(call, CALLS):9.1f} us", flush=True)
-    except Exception as error:  # a shape may not compile
-        print(f"{name:70s} {type(error).__name__} {str(error)[:100]}", flush=True)
+@dataclass
+class Sheet:
+    """The cases of a run. With `share`, only the cases of that share run, once and untimed, which compiles them."""
+
+    share: int | None = None
+    num_cases: int = 0
+
+    def time(self, name: str, call: Callable[[], object]) -> None:
+        self.num_cases += 1
+        if self.share is not None and self.num_cases % NUM_SHARES != self.share:
+            return
+        try:
+            if self.share is not None:
+                call()
+            else:
+                print(f"{name:70s} {median_us(call, CALLS):9.1f} us", flush=True)
+        except Exception as error:  # a shape may not compile
+            print(f"{name:70s} {type(error).__name__} {str(error)[:100]}", flush=True)
 
 
-def time_blocks(batch: int, block: int) -> None:
+def limited(registers: int) -> dict[str, int]:
+    """The option that limits the registers per thread; 0 for no limit."""
+    return {"maxnreg": registers} if registers else {}
+
+
+def time_blocks(sheet: Sheet, batch: int, block: int) -> None:
     rows, own = normal(batch * block, WIDTH), gates(batch * block)
+    num_records = 2 * max(block, KEPT)
     stores = cycle(memories(batch, max(block, KEPT)))
     texts = torch.arange(batch, device="cuda")
     lens = torch.full_like(texts, 100)
     blocks = rule.BlockTexts(texts, lens - min(KEPT, block), lens)
-    show(f"delta_rule batch {batch} block {block}", lambda: rule.delta_rule(rows, own, next(stores), blocks))
-    show("delta_blocks", lambda: at_once.delta_blocks(rows, own, next(stores), blocks))
     out = rule.room_for(rows, HEADS, SIZE)
-    for tile, warps in ((8, 1), (16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
 
-        def call(tile: int = tile, warps: int = warps) -> None:
+    def arguments() -> tuple[object, ...]:
+        strides = (rows.stride(0), HEADS, HEADS, SIZE**-0.5, 1e-6)
+        return (rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides)
+
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "VALUE": SIZE, "KEY": SIZE, "TILE_K": SIZE}
+    print(f"batch {batch}, blocks of {block} rows, {KEPT} replayed", flush=True)
+    sheet.time("delta_rule", lambda: rule.delta_rule(rows, own, next(stores), blocks))
+    for tile, warps, registers in RULES:
+
+        def by_row(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
             rule._delta_rule_kernel[(batch, HEADS, SIZE // tile)](
-                rows, *own, *next(stores), *blocks, out, block, 2 * max(block, KEPT), 0, rows.stride(0), HEADS, HEADS,
-                SIZE**-0.5, 1e-6, NUM_HEADS=HEADS, NUM_KEYS=GROUPS, VALUE=SIZE, KEY=SIZE, TILE_V=tile, TILE_K=SIZE,
-                num_warps=warps, **early(rows.device),
-            )  # fmt: skip
+                *arguments(), **sizes, TILE_V=tile, num_warps=warps, **limited(registers), **early(rows.device)
+            )
 
-        show(f"  tile {tile} warps {warps}", call)
-    for tile, warps in ((32, 4), (64, 4), (64, 8), (128, 8)) if block > 1 else ():
+        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers}", by_row)
+    for tile, warps, registers in BLOCKS if block > 1 else ():
 
-        def blocks_at_once(tile: int = tile, warps: int = warps) -> None:
+        def together(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
             at_once._delta_blocks_kernel[(batch, HEADS, SIZE // tile)](
-                rows, *own, *next(stores), *blocks, out, block, 2 * max(block, KEPT), 0, rows.stride(0), HEADS, HEADS,
-                SIZE**-0.5, 1e-6, NUM_HEADS=HEADS, NUM_KEYS=GROUPS, VALUE=SIZE, KEY=SIZE, TILE_V=tile, TILE_K=SIZE,
-                TILE_R=16, TILE_M=16, IS_SPLIT=True, num_warps=warps, **early(rows.device),
+                *arguments(), **sizes, TILE_V=tile, TILE_R=16, TILE_M=16, IS_SPLIT=True, num_warps=warps,
+                **limited(registers), **early(rows.device),
             )  # fmt: skip
 
-        show(f"  at once, tile {tile} warps {warps}", blocks_at_once)
+        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers}", together)
     ring, taps = normal(batch, block + 3, WIDTH), normal(WIDTH, TAPS)
-    show("recent_conv", lambda: recent_conv(rows, taps, ring, RowRuns(texts, lens), is_short=True))
-    heads, gate, weight = normal(batch * block, HEADS, SIZE), normal(batch * block, HEADS * SIZE), normal(SIZE)
-    show("gated_norm", lambda: gated_norm(heads, gate, weight, 1e-6))
+    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, RowRuns(texts, lens), is_short=True))
+    time_norm(sheet, batch * block)
 
 
-def time_prompt(count: int) -> None:
+def time_norm(sheet: Sheet, count: int) -> None:
+    heads, gate, weight = normal(count, HEADS, SIZE), normal(count, HEADS * SIZE), normal(SIZE)
+    sheet.time("gated_norm", lambda: gated_norm(heads, gate, weight, 1e-6))
+
+
+def time_prompt(sheet: Sheet, count: int) -> None:
     rows, own = normal(count, WIDTH), gates(count)
     states = normal(2, HEADS, SIZE, SIZE, dtype=torch.float32) / 8
     ints = torch.tensor(prompts.chunk_ints([Segment(0, count, 0, 0)], padding_text=1), device="cuda")
     cut = prompts.PromptChunks.cut(ints, 1)
-    show(f"delta_prompts of {count} rows", lambda: prompts.delta_prompts(rows, own, states, GROUPS, cut))
+    print(f"a prompt of {count} rows", flush=True)
+    sheet.time("delta_prompts", lambda: prompts.delta_prompts(rows, own, states, GROUPS, cut))
     num_pieces = cut.pieces.shape[1]
     squares = torch.empty((2, num_pieces, HEADS, prompts.PIECE, prompts.PIECE), device="cuda")
     marks, out = torch.empty((HEADS, 3, count), device="cuda"), rule.room_for(rows, HEADS, SIZE)
-    for warps in (4, 8):
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "KEY": SIZE, "TILE_K": SIZE, "PIECE": prompts.PIECE}
+    for warps, registers in PIECES:
 
-        def pieces(warps: int = warps) -> None:
+        def pieces(warps: int = warps, registers: int = registers) -> None:
             prompts._delta_pieces_kernel[(num_pieces, HEADS)](
                 rows, *own, cut.pieces, *squares, marks, num_pieces, count, rows.stride(0), HEADS, HEADS, SIZE**-0.5,
-                1e-6, NUM_HEADS=HEADS, NUM_KEYS=GROUPS, KEY=SIZE, TILE_K=SIZE, PIECE=prompts.PIECE, PRECISION="tf32",
-                num_warps=warps,
+                1e-6, **sizes, PRECISION="tf32", num_warps=warps, **limited(registers),
             )  # fmt: skip
 
-        show(f"  pieces, warps {warps}", pieces)
-    for tile, warps, stages in product((16, 32, 64), (4, 8), (1, 2)):
+        sheet.time(f"  pieces, warps {warps} registers {registers}", pieces)
+    for tile, warps, stages in SCANS:
 
         def scan(tile: int = tile, warps: int = warps, stages: int = stages) -> None:
             prompts._delta_scan_kernel[(SIZE // tile, HEADS, cut.chunks.shape[1])](
                 rows, cut.chunks, *squares, marks, states, out, cut.chunks.shape[1], count, rows.stride(0),
-                NUM_HEADS=HEADS, NUM_KEYS=GROUPS, VALUE=SIZE, KEY=SIZE, TILE_V=tile, TILE_K=SIZE, PIECE=prompts.PIECE,
-                PRECISION="tf32", IS_SPLIT=True, NUM_STAGES=stages, num_warps=warps,
+                **sizes, VALUE=SIZE, TILE_V=tile, PRECISION="tf32", IS_SPLIT=True, NUM_STAGES=stages, num_warps=warps,
             )  # fmt: skip
 
-        show(f"  scan, tile {tile} warps {warps} stages {stages}", scan)
+        sheet.time(f"  scan, tile {tile} warps {warps} stages {stages}", scan)
     ring, taps = normal(2, 19, WIDTH), normal(WIDTH, TAPS)
     firsts, counts, starts, texts, _ = cut.chunks
     runs = RowRuns(texts, starts, firsts, counts, torch.zeros(count, dtype=torch.int64, device="cuda"))
-    show("recent_conv", lambda: recent_conv(rows, taps, ring, runs))
-    heads, gate, weight = normal(count, HEADS, SIZE), normal(count, HEADS * SIZE), normal(SIZE)
-    show("gated_norm", lambda: gated_norm(heads, gate, weight, 1e-6))
+    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, runs))
+    time_norm(sheet, count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="begin no further case after this time")
+    parser.add_argument("--compile", type=int, help=f"only compile share N of {NUM_SHARES}")
     given = parser.parse_args()
     open_device("cuda:0")
-    started = time.perf_counter()
-    cases: list[Callable[[], None]] = [
-        lambda: time_blocks(1, 16),
-        lambda: time_prompt(2048),
-        lambda: time_blocks(32, 16),
-    ]
-    cases += [
-        lambda: time_blocks(32, 1),
-        lambda: time_prompt(16384),
-        lambda: time_blocks(1, 1),
-        lambda: time_blocks(8, 16),
-    ]
+    started, sheet = time.perf_counter(), Sheet(given.compile)
+    cases = [partial(time_blocks, sheet, 1, 16), partial(time_prompt, sheet, 2048), partial(time_blocks, sheet, 32, 16)]
+    if given.compile is None:
+        cases += [partial(time_prompt, sheet, 16384), partial(time_blocks, sheet, 8, 16)]
+    cases += [partial(time_blocks, sheet, 1, 1), partial(time_blocks, sheet, 32, 1)]
     for case in cases:
         if time.perf_counter() - started < given.seconds:
             case()
