@@ -41,7 +41,7 @@ def _replay_at_once(
     """Return the state after the recorded rows from `done` on."""
     old = tl.arange(0, TILE_M)
     is_old = old < num_replayed
-    slot = text * ring_size + (done + old) % ring_size
+    slot = text * ring_size + ((done % ring_size).to(tl.int32) + old) % ring_size
     decay = tl.load(decays + slot * NUM_HEADS + head, mask=is_old, other=0.0)
     last = tl.sum(decay, 0)
     left = tl.exp(last - tl.cumsum(decay, 0))
@@ -104,7 +104,7 @@ def _delta_blocks_kernel(
         found.to(out.dtype.element_ty),
         mask=is_result,
     )
-    slot = text * ring_size + (begin + row) % ring_size
+    slot = text * ring_size + ((begin % ring_size).to(tl.int32) + row) % ring_size
     tl.store(deltas + (slot[:, None] * NUM_HEADS + head) * VALUE + value[None, :], new_deltas, mask=is_result)
     tl.store(decays + slot * NUM_HEADS + head, decay, mask=is_row & (part == 0))
     if (part == 0) & (head % (NUM_HEADS // NUM_KEYS) == 0):

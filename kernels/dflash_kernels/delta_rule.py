@@ -169,8 +169,10 @@ def _replay_rows(
     TILE_V: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Return the state after the recorded rows from `done` on."""
-    for index in range(num_replayed):
-        slot = text * ring_size + (done + index) % ring_size
+    place = (done % ring_size).to(tl.int32)  # divisions of 64 bits are slow
+    for _ in range(num_replayed):
+        slot = text * ring_size + place
+        place = tl.where(place + 1 == ring_size, 0, place + 1)
         old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
         old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
         state = state * tl.exp(tl.load(decays + slot * NUM_HEADS + head))
@@ -218,6 +220,7 @@ def _delta_rule_kernel(
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     first = request * num_rows
+    slot_place = (begin % ring_size).to(tl.int32)
     next_ask, next_key, next_value, next_decay, next_beta = _load_row(
         rows, decay_in, beta_in, first, rows_row, decay_row, beta_row, rate, shift, key, is_key, value, is_value,
         group, head, NUM_KEYS, VALUE, KEY,
@@ -237,7 +240,8 @@ def _delta_rule_kernel(
         state = _add_correction(state, new_key, delta, TILE_K, TILE_V)
         result = tl.sum(state * ask[:, None], 0)
         tl.store(out + (row * NUM_HEADS + head) * VALUE + value, result.to(out.dtype.element_ty), mask=is_value)
-        slot = text * ring_size + (begin + index) % ring_size
+        slot = text * ring_size + slot_place
+        slot_place = tl.where(slot_place + 1 == ring_size, 0, slot_place + 1)
         tl.store(deltas + (slot * NUM_HEADS + head) * VALUE + value, delta, mask=is_value)
         if part == 0:
             tl.store(decays + slot * NUM_HEADS + head, decay)
