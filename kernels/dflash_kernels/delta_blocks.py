@@ -13,12 +13,33 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_prompts import dot_wide, length_scale, row_pairs
-from dflash_kernels.delta_rule import EPSILON, BlockTexts, DeltaMemory, Gates, check_blocks, load_gates, room_for
+from dflash_kernels.delta_rule import (
+    EPSILON,
+    BlockTexts,
+    DeltaMemory,
+    Gates,
+    check_blocks,
+    delta_rule_ref,
+    load_gates,
+    room_for,
+)
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import MIN_DOT, ceil_div, jit, power_of_2, tl
 
 BLOCK_TILE, BLOCK_WARPS = 64, 4
 """Columns of a state in one program, and its warps."""
+
+
+def delta_blocks_ref(
+    rows: Tensor,
+    gates: Gates,
+    memory: DeltaMemory,
+    blocks: BlockTexts,
+    most_replayed: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `delta_rule_ref`: the same numbers, if they had no last bits."""
+    return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out)
 
 
 @jit
@@ -120,7 +141,7 @@ def delta_blocks(
     most_replayed: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `delta_rule_ref` in one launch, all rows of a block at once."""
+    """Compute `delta_blocks_ref` in one launch, all rows of a block at once."""
     num_rows = check_blocks(rows, gates, memory, blocks, most_replayed)
     _, size, num_keys, key_size = memory.keys.shape
     num_heads, value_size = memory.deltas.shape[2:]

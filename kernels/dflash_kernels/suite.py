@@ -13,7 +13,7 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.block_conv import block_conv, block_conv_ref
 from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
-from dflash_kernels.delta_blocks import delta_blocks
+from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
@@ -110,7 +110,7 @@ REFERENCE = Kernels(
     candidate_walk=candidate_walk_ref,
     recent_conv=recent_conv_ref,
     delta_rule=delta_rule_ref,
-    delta_blocks=delta_rule_ref,
+    delta_blocks=delta_blocks_ref,
     delta_prompts=delta_prompts_ref,
     gated_norm=gated_norm_ref,
     output_gate=output_gate_ref,
