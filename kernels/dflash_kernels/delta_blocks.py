@@ -38,7 +38,7 @@ def delta_blocks_ref(
     most_replayed: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `delta_rule_ref`: the same numbers, if they had no last bits."""
+    """Return the results of `delta_rule_ref`, and keep its records."""
     return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out)
 
 
