@@ -297,7 +297,7 @@ class WindowedAttention:
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self._windows = windows
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         raise AssertionError("these models have no recurrent layer")
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:

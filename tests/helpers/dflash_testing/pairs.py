@@ -243,7 +243,7 @@ class DenseAttention:
     def __init__(self, *, is_causal: bool) -> None:
         self._is_causal = is_causal
 
-    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates) -> Tensor:
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         raise AssertionError("these models have no recurrent layer")
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
