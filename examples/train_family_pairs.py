@@ -1,7 +1,8 @@
 """Train two small pairs beside the bundled pair: a draft with sliding windows, and a draft for a hybrid target.
 
-Both learn an invented language (`tiny_pair/language.py`). The hybrid target is a Qwen3.5 with gated delta nets. Its
-states start with slow decays. The text still needs them little, because the last words and attention tell the topic.
+Both learn an invented language (`tiny_pair/language.py`). The hybrid target is a Qwen3.5 with gated delta nets, whose
+states start with slow decays. Its documents begin with values that they repeat later. Only its states carry these: the
+one attention layer is the first, where a row knows no other token than its own, so it cannot find a key's value.
 
     python examples/train_family_pairs.py --output tests/data/pairs           # a few minutes on one GPU
     python examples/train_family_pairs.py --output pairs --scale 0.01         # a smoke run; learns nothing useful
@@ -20,7 +21,7 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than training models of this size
 
 import torch
-from tiny_pair import bundle
+from tiny_pair import bundle, delta
 from tiny_pair.draft import Draft, Head, TextSet, train_draft
 from tiny_pair.language import END, MASK, PAD, Language
 from tiny_pair.settings import ContinuationRecipe, DraftRecipe, ModelShape, Settings, TargetRecipe
@@ -68,12 +69,22 @@ def families(scale: float) -> tuple[Family, ...]:
         draft=draft,
     )
     windowed = replace(settings, draft=replace(draft, windows=(12, 12, None)))
-    hybrid = replace(settings, target=replace(settings.target, steps=steps(2000)))
-    return Family("windowed", windowed), Family("hybrid", hybrid, is_hybrid=True, language=Language(seed=1))
+    language = Language(seed=1, num_keys=4)
+    hybrid = replace(
+        settings,
+        target=replace(
+            settings.target,
+            steps=steps(3000),
+            sequence_length=language.document_length - 1,
+            document_length=language.document_length,
+        ),
+    )
+    return Family("windowed", windowed), Family("hybrid", hybrid, is_hybrid=True, language=language)
 
 
 def build_hybrid(settings: Settings) -> Qwen3_5ForCausalLM:
-    """A new Qwen3.5 of two full and four gated delta layers, with slow decays."""
+    """A new Qwen3.5 of one full and five gated delta layers, with slow decays."""
+    delta.use_chunks()
     shape = settings.shape
     config = Qwen3_5TextConfig(
         vocab_size=settings.vocab_size,
@@ -84,7 +95,7 @@ def build_hybrid(settings: Settings) -> Qwen3_5ForCausalLM:
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
-        layer_types=["linear_attention", "linear_attention", "full_attention"] * (settings.target.num_layers // 3),
+        layer_types=["full_attention", *["linear_attention"] * (settings.target.num_layers - 1)],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=24,
@@ -134,7 +145,7 @@ def train(family: Family, device: torch.device, output: Path) -> dict[str, Any]:
     folder = output / family.name
     bundle.save_target(target, folder / "target")
     bundle.save_native_draft(draft, settings, SPECIAL, folder / "draft")
-    save_prompts(held_out, folder / "prompts.jsonl")
+    save_prompts(held_out, settings.target.document_length, folder / "prompts.jsonl")
     figures = {
         "settings": asdict(settings),
         "language": asdict(family.language),
@@ -168,9 +179,9 @@ def make_draft(
     return draft, curve
 
 
-def save_prompts(held_out: Tensor, path: Path) -> None:
-    """Rows of token ids from held-out text, each from another part of it."""
-    starts = torch.linspace(0, len(held_out) - PROMPT_LEN, NUM_PROMPTS).long().tolist()
+def save_prompts(held_out: Tensor, every: int, path: Path) -> None:
+    """Rows of token ids from held-out text, each from another part of it, starting at multiples of `every`."""
+    starts = (torch.linspace(0, len(held_out) - PROMPT_LEN, NUM_PROMPTS).long() // every * every).tolist()
     rows = [{"prompt_token_ids": held_out[start : start + PROMPT_LEN].tolist()} for start in starts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

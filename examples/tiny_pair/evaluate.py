@@ -98,7 +98,7 @@ def propose(
         anchors = torch.tensor([[*places, *[0] * (count - len(places))] for places in ranges], device=target.device)
         features = tapped_features(target, ids, taps)
         hidden = draft(features, ids, anchors, target.model.embed_tokens.weight, reading)
-        chosen = head.token_ids[F.linear(hidden, head.weight).argmax(-1)].tolist()
+        chosen = head.token_ids[draft.choose(hidden, head.weight, ids.gather(1, anchors))].tolist()
         for places, tokens in zip(ranges, chosen, strict=True):
             proposals.append(dict(zip(places, tokens[: len(places)], strict=True)))
     return proposals

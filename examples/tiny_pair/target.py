@@ -83,9 +83,10 @@ def next_token_loss(model: PreTrainedModel, window: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten().long())
 
 
-def random_windows(stream: Tensor, batch: int, length: int) -> Tensor:
-    """Random windows of the stream: stream [T] -> [batch, length]."""
-    starts = torch.randint(0, stream.numel() - length, (batch, 1), device=stream.device)
+def random_windows(stream: Tensor, batch: int, length: int, every: int = 1) -> Tensor:
+    """Random windows of the stream that start at multiples of `every`: stream [T] -> [batch, length]."""
+    choices = (stream.numel() - length - 1) // every + 1
+    starts = torch.randint(0, choices, (batch, 1), device=stream.device) * every
     return stream[starts + torch.arange(length, device=stream.device)].long()
 
 
@@ -144,7 +145,7 @@ def train_target(
     best: dict[str, Tensor] = {}
     for step in range(recipe.steps):
         set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
-        batch = random_windows(stream, recipe.batch_size, recipe.sequence_length + 1)
+        batch = random_windows(stream, recipe.batch_size, recipe.sequence_length + 1, recipe.document_length)
         with training_precision(stream.device):
             loss = step_loss(model, batch)
         loss.backward()
@@ -214,7 +215,7 @@ def continuations(model: PreTrainedModel, stream: Tensor, settings: Settings) ->
     for number in range(recipe.rounds):
         length = recipe.prompt_lengths[number % len(recipe.prompt_lengths)]
         temperature = recipe.temperatures[number % len(recipe.temperatures)]
-        prompts = random_windows(stream, recipe.batch_size, length)
+        prompts = random_windows(stream, recipe.batch_size, length, settings.target.document_length)
         lengths = torch.full((recipe.batch_size,), length, device=stream.device)
         ids = generate(model, prompts, lengths, recipe.new_tokens, temperature)
         yield F.pad(ids, (0, recipe.sequence_length - ids.shape[1])), lengths
