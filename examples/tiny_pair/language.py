@@ -40,7 +40,7 @@ class Language:
     num_keys: int = 0
     num_values: int = 48
     value_length: int = 2
-    ask_share: float = 0.2
+    ask_share: float = 0.3
     document_length: int = 160
 
     def stream(self, num_tokens: int) -> Tensor:
