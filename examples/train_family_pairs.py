@@ -111,8 +111,9 @@ def build_hybrid(settings: Settings) -> Qwen3_5ForCausalLM:
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.uniform_(*DECAYS).log_()
+        model.model.embed_tokens.weight[:, COMMON] = 0.05
         for layer in model.model.layers:
-            if layer.layer_type == "linear_attention":
+            if hasattr(layer, "linear_attn"):
                 begin_as_recall(layer.linear_attn)
     return model
 
@@ -120,16 +121,25 @@ def build_hybrid(settings: Settings) -> Qwen3_5ForCausalLM:
 def begin_as_recall(delta_net: nn.Module) -> None:
     """Let a gated delta net begin by finding, for each token, the tokens that followed the same token before.
 
-    Queries and keys get one projection. The convolution passes queries and values on, and delays keys by one token.
+    Queries and keys get one projection. The convolution passes queries and values on, and delays keys by one token. The
+    output projection undoes the projection of values, and the output's gate begins open (`open_gates`).
     """
     parts = dict(delta_net.named_parameters())
     width = delta_net.key_dim
     projection, taps = parts["in_proj_qkv.weight"], parts["conv1d.weight"]  # rows: queries, keys, values
+    nn.init.orthogonal_(projection[:width])
     projection[width : 2 * width] = projection[:width]
-    taps.normal_(std=0.05)
+    nn.init.orthogonal_(projection[2 * width :])
+    parts["out_proj.weight"].copy_(projection[2 * width :].t() * 0.2)
+    taps.normal_(std=0.02)
     taps[:width, 0, -1] += 1
     taps[width : 2 * width, 0, -2] += 1
     taps[2 * width :, 0, -1] += 1
+    parts["in_proj_z.weight"][:, COMMON] = 1.0
+
+
+COMMON = 0
+"""A dimension in which all embeddings begin with one value, so that a projection can add a constant."""
 
 
 def mean_decays(model: PreTrainedModel) -> list[float]:
@@ -159,9 +169,9 @@ def train(family: Family, device: torch.device, output: Path) -> dict[str, Any]:
     target.requires_grad_(False)
     nn.Module.eval(target)
     round_to_bf16(target)
-    draft, draft_curve = make_draft(settings, target, learned, device, report)
     folder = output / family.name
     bundle.save_target(target, folder / "target")
+    draft, draft_curve = make_draft(settings, target, learned, device, report)
     bundle.save_native_draft(draft, settings, SPECIAL, folder / "draft")
     save_prompts(held_out, settings.target.document_length, folder / "prompts.jsonl")
     figures = {
@@ -210,10 +220,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the pairs")
     parser.add_argument("--only", default="", help="train only this pair")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for every number of steps (default: 1)")
+    parser.add_argument("--seconds", type=float, help="end the training of each target and draft after these seconds")
+    parser.add_argument("--language", type=json.loads, default={}, help="changes of the languages, as a JSON object")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     for family in families(given.scale):
         if given.only in family.name:
+            settings = replace(
+                family.settings,
+                target=replace(family.settings.target, seconds=given.seconds),
+                draft=replace(family.settings.draft, seconds=given.seconds),
+            )
+            language = replace(family.language, **given.language)
+            family = replace(family, settings=settings, language=language)
             train(family, torch.device(given.device), given.output)
 
 

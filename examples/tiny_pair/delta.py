@@ -5,6 +5,8 @@ Axis letters: B sequences, T positions, N chunks, C rows of a chunk, K key heads
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,13 @@ from torch import Tensor
 CHUNK = 32
 
 
-def gated_delta_rule(
+def gated_delta_rule(*given: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+    """`_gated_delta_rule` in fp32: states add up over a text, and autocast would round them at each chunk."""
+    with torch.autocast(given[0].device.type, enabled=False):
+        return _gated_delta_rule(*given, **named)
+
+
+def _gated_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from .settings import DraftRecipe, ModelShape, Settings
 from .target import (
+    Pace,
     Report,
     make_optimizer,
     maybe_compiled,
@@ -355,8 +356,10 @@ def train_draft(
     embedding = target.model.embed_tokens.weight.detach()
     label_table = head.label_table(settings.vocab_size)
     curve: list[dict[str, float]] = []
-    for step in range(recipe.steps):
-        set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
+    count, step = Pace(recipe.steps, recipe.seconds).clock(), -1
+    while (reached := count(step + 1)) < recipe.steps:
+        step += 1
+        set_learning_rate(optimizer, reached, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
         batch = texts.batch(recipe.batch_size)
         anchors = batch.random_anchors(recipe.anchors_per_sequence, settings.block_size)
         labels = block_labels(label_table[batch.ids], anchors, settings.block_size)
@@ -370,7 +373,7 @@ def train_draft(
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % 250 == 0 or step + 1 == recipe.steps:
+        if (step + 1) % 250 == 0 or count(step + 1) >= recipe.steps:
             point = {"step": step + 1, "loss": round(float(loss.detach()), 4), "accepted": round(float(accepted), 3)}
             curve.append(point)
             report(step + 1, f"loss {point['loss']:.3f}, {point['accepted']:.2f} accepted")

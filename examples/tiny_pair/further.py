@@ -27,6 +27,7 @@ from .draft import Draft, Head, TextSet, block_labels, draft_loss
 from .dspark import DSparkDraft
 from .settings import DraftRecipe, Settings
 from .target import (
+    Pace,
     Report,
     continuations,
     layer_outputs,
@@ -66,24 +67,6 @@ class Bundle:
         return {name: token_id(self.tokenizer, token) for name, token in named.items()}
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Steps of a training, and the seconds after which it ends in any case."""
-
-    steps: int
-    seconds: float | None = None
-
-    def clock(self) -> Callable[[int], float]:
-        """A function from the number of done steps to the done share of the training. The clock starts here."""
-        begin = time.perf_counter()
-
-        def share(step: int) -> float:
-            passed = (time.perf_counter() - begin) / self.seconds if self.seconds else 0.0
-            return min(1.0, max(step / self.steps, passed))
-
-        return share
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of further drafts."""
     parser.add_argument("--further", choices=("texts", *KINDS), help="write texts, or train a further draft of a kind")
@@ -107,9 +90,13 @@ def main(given: argparse.Namespace, settings: Settings) -> None:
         listed = json.loads((given.bundle / "heldout.json").read_text())["sha256"]
         write_texts(found, settings, listed, given.texts, report)
         return
-    recipe = replace(settings.draft, learning_rate=given.learning_rate, steps=given.steps or settings.draft.steps)
-    pace = Pace(recipe.steps, given.seconds)
-    train_further(given.further, found, settings, recipe, given.texts, pace, given.output, report)
+    recipe = replace(
+        settings.draft,
+        learning_rate=given.learning_rate,
+        steps=given.steps or settings.draft.steps,
+        seconds=given.seconds,
+    )
+    train_further(given.further, found, settings, recipe, given.texts, given.output, report)
 
 
 def training_corpus(settings: Settings, known: dict[str, str]) -> Corpus:
@@ -197,15 +184,15 @@ class Trainer:
                 self.recipe.loss_decay, targets,
             )  # fmt: skip
 
-    def run(self, pace: Pace, report: Report) -> None:
-        """Train until the pace ends, and save the best weights whenever a trial finds better ones."""
+    def run(self, report: Report) -> None:
+        """Train, and save the best weights whenever a trial finds better ones."""
         optimizer = make_optimizer(self.draft, self.recipe.learning_rate, self.recipe.weight_decay)
-        share, step = pace.clock(), 0
+        count, step = Pace(self.recipe.steps, self.recipe.seconds).clock(), 0
         self.judge(0, report)
-        while (done := share(step)) < 1:
-            # The rate depends on the done share, so that it also falls when the seconds end before the steps.
-            at = max(step, round(done * pace.steps)) if step >= self.recipe.warmup_steps else step
-            set_learning_rate(optimizer, at, pace.steps, self.recipe.warmup_steps, self.recipe.learning_rate)
+        while (reached := count(step)) < self.recipe.steps:
+            set_learning_rate(
+                optimizer, reached, self.recipe.steps, self.recipe.warmup_steps, self.recipe.learning_rate
+            )
             batch = self.learn.batch(self.recipe.batch_size)
             anchors = batch.random_anchors(self.recipe.anchors_per_sequence, self.draft.num_draft_tokens + 1)
             loss, _ = self.loss(batch, anchors)
@@ -249,9 +236,8 @@ def target_rows(model: Qwen3ForCausalLM, ids: Tensor, taps: tuple[int, ...]) -> 
 
 
 def train_further(
-    kind: str, found: Bundle, settings: Settings, recipe: DraftRecipe, texts: Path, pace: Pace, output: Path,
-    report: Report,
-) -> None:  # fmt: skip
+    kind: str, found: Bundle, settings: Settings, recipe: DraftRecipe, texts: Path, output: Path, report: Report
+) -> None:
     """Train one draft of a kind -> a checkpoint with `training.json` in the folder `output`."""
     begin = time.perf_counter()
     learn, trial = read_texts(texts, settings, found.target.device)
@@ -270,4 +256,4 @@ def train_further(
         }
         bundle.write_json(output / "training.json", figures)
 
-    Trainer(draft, found, settings, recipe, learn, trial, save).run(pace, report)
+    Trainer(draft, found, settings, recipe, learn, trial, save).run(report)

@@ -25,7 +25,7 @@ class ModelShape:
 class TargetRecipe:
     """Training of the target. One step reads `batch_size * sequence_length` tokens.
 
-    Windows of the stream start at multiples of `document_length`.
+    Windows of the stream start at multiples of `document_length`. Training ends after `seconds` in any case.
     """
 
     num_layers: int = 6
@@ -37,6 +37,7 @@ class TargetRecipe:
     weight_decay: float = 0.1
     eval_every: int = 500
     document_length: int = 1
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class DraftRecipe:
     """Architecture and training of one draft. `draft_vocab_size` None means the target's vocabulary and head.
 
     `windows` has the attention window of each layer; without it, no layer has one. `selector` and `markov` are for the
-    relatives of DFlash that have these parts.
+    relatives of DFlash that have these parts. Training ends after `seconds` in any case.
     """
 
     num_layers: int = 3
@@ -112,6 +113,7 @@ class DraftRecipe:
     windows: tuple[int | None, ...] | None = None
     selector: SelectorShape = field(default_factory=SelectorShape)
     markov: MarkovShape = field(default_factory=MarkovShape)
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

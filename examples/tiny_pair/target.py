@@ -6,7 +6,9 @@ Axis letters: B sequences, T positions, H hidden width, K tapped layers, V vocab
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -107,6 +109,27 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=parameters[0].is_cuda)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Steps of a training, and the seconds after which it ends in any case."""
+
+    steps: int
+    seconds: float | None = None
+
+    def clock(self) -> Callable[[int], int]:
+        """A function from the number of done steps to the number that counts. The clock starts here.
+
+        If the seconds pass faster than the steps, the seconds count, so that the learning rate still falls to its end.
+        """
+        begin = time.perf_counter()
+
+        def count(step: int) -> int:
+            passed = (time.perf_counter() - begin) / self.seconds if self.seconds else 0.0
+            return max(step, min(self.steps, math.ceil(passed * self.steps)))
+
+        return count
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, warmup: int, peak: float) -> None:
     """Set the learning rate: linear warm-up, then a cosine down to a hundredth of the peak."""
     if step < warmup:
@@ -143,8 +166,10 @@ def train_target(
     windows = fixed_windows(held_out, recipe.sequence_length + 1, 256)
     curve: list[dict[str, float]] = []
     best: dict[str, Tensor] = {}
-    for step in range(recipe.steps):
-        set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
+    count, step = Pace(recipe.steps, recipe.seconds).clock(), -1
+    while (reached := count(step + 1)) < recipe.steps:
+        step += 1
+        set_learning_rate(optimizer, reached, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
         batch = random_windows(stream, recipe.batch_size, recipe.sequence_length + 1, recipe.document_length)
         with training_precision(stream.device):
             loss = step_loss(model, batch)
@@ -152,7 +177,7 @@ def train_target(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
+        if (step + 1) % recipe.eval_every == 0 or count(step + 1) >= recipe.steps:
             with training_precision(stream.device):
                 score = held_out_loss(model, windows, recipe.batch_size)
             if not curve or score < min(point["held_out_loss"] for point in curve):
