@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bundle", type=Path, default=Path("dflash_cli/tiny"), help="bundle to train a draft for")
     parser.add_argument("--texts", type=Path, help="file of texts of a further draft")
     parser.add_argument("--steps", type=int, help="steps of a further draft")
-    parser.add_argument("--seconds", type=float, help="end the training of a further draft after these seconds")
+    parser.add_argument("--seconds", type=float, help="end the work on a further draft after these seconds")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="highest rate of a further draft")
 
 
@@ -88,7 +88,7 @@ def main(given: argparse.Namespace, settings: Settings) -> None:
     settings = replace(settings, vocab_size=found.target.config.vocab_size)
     if given.further == "texts":
         listed = json.loads((given.bundle / "heldout.json").read_text())["sha256"]
-        write_texts(found, settings, listed, given.texts, report)
+        write_texts(found, settings, listed, given.texts, report, given.seconds)
         return
     recipe = replace(
         settings.draft,
@@ -107,8 +107,15 @@ def training_corpus(settings: Settings, known: dict[str, str]) -> Corpus:
     return replace(corpus, train=tuple(kept))
 
 
-def write_texts(found: Bundle, settings: Settings, known: dict[str, str], path: Path, report: Report) -> None:
-    """Save the target's continuations of training text."""
+def write_texts(
+    found: Bundle,
+    settings: Settings,
+    known: dict[str, str],
+    path: Path,
+    report: Report,
+    seconds: float | None = None,
+) -> None:
+    """Save the target's continuations of training text. Writing ends with the round that is running after `seconds`."""
     device = found.target.device
     stream, _ = token_stream(found.tokenizer, training_corpus(settings, known).train)
     report(0, f"{stream.numel()} tokens")
@@ -117,10 +124,13 @@ def write_texts(found: Bundle, settings: Settings, known: dict[str, str], path: 
     if device.type == "cuda":
         writer = nn.Module.to(copy.deepcopy(found.target), torch.bfloat16)
     rows, lengths = [], []
+    begin = time.perf_counter()
     for number, (ids, prompt_lengths) in enumerate(continuations(writer, stream, settings), 1):
         rows.append(ids.to(torch.int16).cpu())
         lengths.append(prompt_lengths.cpu())
         report(number, f"{sum(map(len, rows))} texts")
+        if seconds is not None and time.perf_counter() - begin > seconds:
+            break
     part = path.with_suffix(".part")
     torch.save({"ids": torch.cat(rows), "lengths": torch.cat(lengths)}, part)
     part.rename(path)
