@@ -25,7 +25,7 @@ from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends, identify
-from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
+from dflash_cli.checkpoints.opening import NO_OVERRIDES, DraftCheckpoint, Overrides
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
@@ -65,7 +65,7 @@ class ReplayRequest:
     head_from: TargetSource | None = None
     config: EngineConfig
     every: int = 1
-    causality: Causality | None = None
+    overrides: Overrides = NO_OVERRIDES
     confidence: float = 0.95
     num_resamples: int = 10_000
     journal: Path | None = None
@@ -332,7 +332,7 @@ def _settings(ready: Replay) -> dict[str, object]:
         "dtype": placement.dtype_name,
         "device": placement.device.type,
         "kernels": placement.kernels.name,
-        "causality": request.causality,
+        **request.overrides.settings,
         **{name: request.dump.settings[name] for name in TEXT_SETTINGS if name in request.dump.settings},
     }
 

@@ -30,6 +30,7 @@ class Description(Shown):
     metadata    metadata of the headers other than the format
     unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     runs_here   how dflash runs a target; None for a draft
+    has_unknown_layout  the config does not state which rows of a block predict a token
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Description(Shown):
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
     runs_here: RunsHere | None = None
+    has_unknown_layout: bool = False
 
     def summary(self) -> list[str]:
         size = f"{self.num_parameters / 1e6:.1f}M parameters, {self.num_bytes / 1e6:.1f} MB"
@@ -108,7 +110,9 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
     """The document of `dflash inspect` of one checkpoint."""
     checkpoint, config = found.checkpoint, asdict(found.config)
     if isinstance(found.config, DraftConfig):
-        config = {"num_draft_tokens": found.config.num_draft_tokens, **config}
+        number = None if found.has_unknown_layout else found.config.num_draft_tokens
+        anchor = None if found.has_unknown_layout else found.config.sample_from_anchor
+        config = {"num_draft_tokens": number, **config, "sample_from_anchor": anchor}
     return InspectDocument(
         path=str(found.path),
         role=found.kind,
@@ -190,6 +194,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
         notes=draft.parsed.notes,
         unserved=draft.parsed.unserved,
+        has_unknown_layout=draft.parsed.has_unknown_layout,
     )
 
 

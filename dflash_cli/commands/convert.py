@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.conversion.spec import ConversionSpec, Verification
-from dflash_cli.formats.dialect import get_writable, writable_formats
+from dflash_cli.formats.dialect import get_writable, writable_words
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import CausalityOptions, ForceOptions
+from dflash_cli.terminal.options import ForceOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import copy_fields, fields_of
 
@@ -30,11 +30,11 @@ LEGEND = (
 
 
 def _complete_dialect(typed: str) -> list[str]:
-    return [item.name for item in writable_formats() if item.name.startswith(typed)]
+    return [word for word in writable_words() if word.startswith(typed)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionRequest(ForceOptions, CausalityOptions):
+class ConversionRequest(ForceOptions, ReadingOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
 
     conversion.json in the result lists what became of every config key, tensor and file.
@@ -54,7 +54,7 @@ class ConversionRequest(ForceOptions, CausalityOptions):
         str,
         Option(
             metavar="DIALECT", group=ESSENTIALS, complete=_complete_dialect,
-            help=lambda: f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named "
+            help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
             "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
         ),
     ]  # fmt: skip
@@ -103,7 +103,7 @@ class ConversionRequest(ForceOptions, CausalityOptions):
 
 def _plan(request: ConversionRequest) -> "ConversionPlan":
     """The plan of the conversion, made before anything is written."""
-    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.destination import check_destination, protect_inputs
     from dflash_cli.conversion.plan import plan_conversion
@@ -123,7 +123,8 @@ def _plan(request: ConversionRequest) -> "ConversionPlan":
         max_shard_bytes=request.max_shard_size,
         argv=("dflash", *sys.argv[1:]),
     )
-    draft = open_draft(fetch_directory(request.source, Role.DRAFT), causality=request.causality)
+    overrides = Overrides(request.causality, request.layout)
+    draft = open_draft(fetch_directory(request.source, Role.DRAFT), overrides=overrides)
     plan = plan_conversion(draft, spec)
     protect_inputs(request.destination, plan)
     for warning in plan.warnings:

@@ -38,7 +38,7 @@ from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
-from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.native import Native
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.formats.unserved import asks_for_latent_attention
@@ -499,7 +499,7 @@ class Vllm(EngineNative):
         }
 
     def refuse_to_write(self, config: DraftConfig) -> None:
-        refuse_common(config)
+        self.refuse_common(config)
         refuse_scales(config, NEWEST, ZLAB_SCALES)
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:

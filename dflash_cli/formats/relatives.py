@@ -105,39 +105,6 @@ class Domino(Relative):
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
 
 
-@FORMATS.register("dspark")
-class DSpark(Relative):
-    """DSpark, and files with markov_rank 0 that are published as DFlash."""
-
-    title = "DSpark"
-    samples_from_anchor = True
-    serve_method = "dspark"
-    types = frozenset({"dspark"})
-    projectors = frozenset({"dspark"})
-    architectures = r".*DSpark"
-    markers = frozenset(
-        {"markov_rank", "markov_head_type", "dspark_draft_topk", "dspark_bonus_anchor", "dspark_noise_token_id"}
-    )
-    tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
-    difference = (
-        "it also predicts at the last committed token, so a block of B proposes B tokens, and a Markov head links them"
-    )
-
-
-@FORMATS.register("dflash2")
-class DFlash2(Relative):
-    """DFlash 2."""
-
-    title = "DFlash 2"
-    types = frozenset({"dflash2"})
-    architectures = r".*DFlash2"
-    markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
-    tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
-    difference = (
-        "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
-    )
-
-
 @FORMATS.register("xpress")
 class XPress(Relative):
     """XPress."""

@@ -27,15 +27,6 @@ def native(architecture: str = "DFlashDraftModel", top: dict[str, Any] | None = 
 BY_CONFIG = {
     "domino by architecture": ("domino", native("DominoDraftModel")),
     "domino under DFlash's name": ("domino", native(projector_type="domino", gru_hidden_dim=8)),
-    "dspark by architecture": ("dspark", native("Qwen3DSparkModel")),
-    "dspark by projector": ("dspark", native(projector_type="dspark")),
-    "dspark with rank 0 that calls itself DFlash": ("dspark", native(top={"markov_rank": 0})),
-    "dspark in speculators": ("dspark", support.speculators_config(speculators_model_type="dspark")),
-    "dflash 2 by architecture": ("dflash2", native("DFlash2DraftModel")),
-    "dflash 2 of another family": ("dflash2", native("MiniMaxDFlash2DraftModel")),
-    "dflash 2 by its keys": ("dflash2", native(conv_kernel_size=2, selector_rank=256)),
-    "dflash 2 in speculators": ("dflash2", support.speculators_config(speculators_model_type="dflash2")),
-    "dspark by vLLM's keys": ("dspark", native(top={"dspark_noise_token_id": 31})),
     "domino by its keys": ("domino", native(pure_draft_prefix_len=1, shift_label=False)),
     "xpress by its key": ("xpress", native(top={"xpress_topc": 4})),
     "hunyuan": ("hunyuan", native("HunYuanDenseV1ForCausalLM")),
@@ -107,7 +98,7 @@ def test_a_checkpoint_on_disk_is_refused(tmp_path: Path) -> None:
         open_draft(path)
 
 
-@pytest.mark.parametrize("case", ["dflash 2 by its keys", "dspark with rank 0 that calls itself DFlash", "eagle 3"])
+@pytest.mark.parametrize("case", ["lilicorr", "xpress by its key", "eagle 3"])
 def test_exit_codes(case: str, tmp_path: Path) -> None:
     name, config = BY_CONFIG[case]
     path = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
@@ -139,8 +130,8 @@ def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: 
 
 
 def test_a_config_alone_is_refused_by_the_name_of_its_kind(tmp_path: Path) -> None:
-    support.write_config(tmp_path, native("Qwen3DSparkModel"))
-    with refuses(UnknownFormat, "relative-of-dflash", found="dspark"):
+    support.write_config(tmp_path, native("Qwen3XPressModel"))
+    with refuses(UnknownFormat, "relative-of-dflash", found="xpress"):
         describe(tmp_path)
 
 
