@@ -2,7 +2,8 @@
 
 A function takes the options as keywords, or its request class: `evaluate(draft="tiny", num_prompts=8)` or
 `evaluate(EvaluationRequest(draft="tiny", num_prompts=8))`. `LLM`, with `open_draft` and `open_target`, runs a pair. A
-reference is a directory, `org/repo`, `org/repo@revision`, `tiny` or `tiny:reduced`.
+reference is a directory, `org/repo`, `org/repo@revision`, or a bundled one: `tiny`, `tiny:reduced`, `tiny:dflash2` or
+`tiny:dspark`.
 """
 
 from pathlib import Path

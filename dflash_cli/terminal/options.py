@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dflash_runtime.scheduling.request import SamplingParams
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
-DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
+DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""

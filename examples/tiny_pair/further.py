@@ -69,7 +69,7 @@ class Bundle:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of further drafts."""
-    parser.add_argument("--further", choices=("texts", *KINDS), help="write texts, or train a further draft of a kind")
+    parser.add_argument("--further", choices=("texts", "report", *KINDS), help="write texts, train a draft of a kind, or measure all")
     parser.add_argument("--bundle", type=Path, default=Path("dflash_cli/tiny"), help="bundle to train a draft for")
     parser.add_argument("--texts", type=Path, help="file of texts of a further draft")
     parser.add_argument("--steps", type=int, help="steps of a further draft")
@@ -89,6 +89,11 @@ def main(given: argparse.Namespace, settings: Settings) -> None:
     if given.further == "texts":
         listed = json.loads((given.bundle / "heldout.json").read_text())["sha256"]
         write_texts(found, settings, listed, given.texts, report, given.seconds)
+        return
+    if given.further == "report":
+        from .further_report import write_report
+
+        print(json.dumps(write_report(found, settings, given.output), indent=2))
         return
     recipe = replace(
         settings.draft,
