@@ -88,6 +88,7 @@ class DSparkDraft(Draft):
         """See `Draft.extra_keys`."""
         return {
             "confidence_head_with_markov": True,
+            "dspark_bonus_anchor": False,
             "enable_confidence_head": True,
             "markov_head_type": "vanilla",
             "markov_rank": self.markov_rank,
