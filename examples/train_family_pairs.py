@@ -23,7 +23,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than
 import torch
 from tiny_pair import bundle, delta
 from tiny_pair.draft import Draft, Head, TextSet, train_draft
-from tiny_pair.language import END, MASK, PAD, Language
+from tiny_pair.language import BEGIN, END, MASK, PAD, Language
 from tiny_pair.settings import ContinuationRecipe, DraftRecipe, ModelShape, Settings, TargetRecipe
 from tiny_pair.target import build_target, continuations, round_to_bf16, train_target
 from torch import Tensor, nn
@@ -208,8 +208,14 @@ def make_draft(
 
 
 def save_prompts(held_out: Tensor, every: int, path: Path) -> None:
-    """Rows of token ids from held-out text, each from another part of it, starting at multiples of `every`."""
-    starts = (torch.linspace(0, len(held_out) - PROMPT_LEN, NUM_PROMPTS).long() // every * every).tolist()
+    """Rows of token ids from held-out text, each from another part of it.
+
+    Documents begin at multiples of `every`. If there are any, a prompt is the beginning of one that states values.
+    """
+    places = torch.arange(0, len(held_out) - PROMPT_LEN + 1, every)
+    if every > 1:
+        places = places[held_out.cpu()[places] == BEGIN]
+    starts = places[torch.linspace(0, len(places) - 1, NUM_PROMPTS).long()].tolist()
     rows = [{"prompt_token_ids": held_out[start : start + PROMPT_LEN].tolist()} for start in starts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -3,8 +3,10 @@
 A word is a run of 3 to 5 tokens, and words share tokens. A paragraph begins with the token of its topic and has dozens
 of tokens. Most words have one likely successor per topic, so the last two words usually tell the topic as well.
 
-A language with keys writes documents of one length. A document begins with a random value for each key. Later, some
-words ask for a key, and the text repeats the key's value exactly. Only the beginning of the document tells the value.
+A language with keys writes documents of one length. A document begins with random values of some keys. Later, some words
+ask for a key, and the text repeats the key's value exactly. Only the beginning of the document tells the value. A key
+without a stated value has a usual one. Some documents state no value and begin with random tokens, so that a model also
+continues texts that are not of this language.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class Language:
     num_values        different tokens in values
     value_length      tokens of a value
     ask_share         share of the pairs of topic and word after which the text asks for a key
+    stated_share      share of the keys whose value a document states
+    foreign_share     share of the documents that begin with up to `foreign_length` random tokens and state no value
     document_length   tokens of a document
     """
 
@@ -41,6 +45,9 @@ class Language:
     num_values: int = 48
     value_length: int = 2
     ask_share: float = 0.3
+    stated_share: float = 0.85
+    foreign_share: float = 0.35
+    foreign_length: int = 40
     document_length: int = 160
 
     def stream(self, num_tokens: int) -> Tensor:
@@ -53,10 +60,15 @@ class Language:
             return torch.tensor(ids)
         while len(ids) < num_tokens:
             end = len(ids) + self.document_length
-            values = {key: [chance.choice(grammar.values) for _ in range(self.value_length)] for key in grammar.keys}
-            ids.append(BEGIN)
-            for key in chance.sample(grammar.keys, len(grammar.keys)):
-                ids += [key, *values[key]]
+            values = {key: [usual] * self.value_length for key, usual in zip(grammar.keys, grammar.values, strict=False)}
+            if chance.random() < self.foreign_share:
+                ids += [chance.randrange(self.vocab_size) for _ in range(chance.randint(0, self.foreign_length))]
+            else:
+                ids.append(BEGIN)
+                for key in chance.sample(grammar.keys, len(grammar.keys)):
+                    if chance.random() < self.stated_share:
+                        values[key] = [chance.choice(grammar.values) for _ in range(self.value_length)]
+                        ids += [key, *values[key]]
             topic, word = chance.randrange(self.num_topics), chance.randrange(self.num_words)
             grammar.write(ids, end, values, chance, topic=topic, word=word)
             del ids[end:]
