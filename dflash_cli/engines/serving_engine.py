@@ -89,7 +89,8 @@ class ServingEngine:
     finds_by_architecture  it finds its model by a name in `architectures`
     takes_other_widths     it serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in its own file reports dialects that it does not read
-    models                 architecture of a draft of another kind -> the first release with a model for it
+    models                 architecture of a draft of another kind or family -> the first release with a model for it
+    read_families          the draft families whose native configs `read_values` judges
     kinds                  names of kinds of drafts of any architecture that it serves with other commands
     """
 
@@ -105,6 +106,7 @@ class ServingEngine:
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = {}
+    read_families: ClassVar[frozenset[str]] = frozenset({Format.family})
     kinds: ClassVar[frozenset[str]] = frozenset()
 
     release: Release = ()
@@ -137,15 +139,25 @@ class ServingEngine:
 
         None if it does not read the dialect, or if its code is not modelled for such a config.
         """
-        if not isinstance(subject.format, self.reads):
+        if not isinstance(subject.format, self.reads) or subject.format.family not in self.read_families:
             return None
         if str(self) not in subject.known:
             try:
+                self._require_model(subject)
                 subject.known[str(self)] = self.read_values(subject)
             except EngineStops as stops:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
+
+    def _require_model(self, subject: Subject) -> None:
+        """Require a model for drafts of another family than DFlash.
+
+        Raises:
+            EngineStops: the engine has none under the draft's architecture.
+        """
+        if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
+            raise EngineStops("architectures", f"found {named_architectures(subject.config)}, without a model for it")
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.
@@ -156,7 +168,7 @@ class ServingEngine:
         return None
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """Whether this release has a model for a draft of another kind. dflash need not run such a draft."""
+        """Whether this release has a model for a draft of another kind or family. dflash need not run such a draft."""
         if dialect.name in self.kinds:
             return True
         first = next((self.models[name] for name in named_architectures(config) if name in self.models), None)
@@ -180,6 +192,10 @@ class ServingEngine:
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """`served_causality` of a config that `read_config` does not judge."""
+        return None
+
+    def served_layout(self, subject: Subject) -> bool | None:
+        """Whether it serves blocks anchor-first; None if it is not known, or if the family has one layout."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:

@@ -13,7 +13,7 @@ from dflash_cli.engines.serving_engine import (
     by_engine,
     engines_that_differ,
 )
-from dflash_cli.formats.dialect import COMMON, named_architectures
+from dflash_cli.formats.dialect import COMMON, named_architectures, word_of
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import Subject
@@ -340,7 +340,7 @@ def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator
     )
     if unable:
         location = subject.location(next(iter(subject.format.signs), "architectures"))
-        message = f"found the {subject.format.name} dialect, expected the {COMMON} one"
+        message = f"found the {word_of(subject.format)} dialect, expected the {COMMON} one"
         yield Problem(location, message, engines=unable)
 
 

@@ -33,9 +33,10 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
+from dflash_cli.engines.sglang_dspark import check_markov, prefixed_keys
 from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import LOGIT_SCALE, guess_taps
+from dflash_cli.formats.fields import LOGIT_SCALE, SCALES, guess_taps
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
@@ -56,6 +57,9 @@ LEAST_DEPTH = 4
 """The fewest layers from which SGLang guesses the tapped ones."""
 PLAIN_DRAFT = "plain-draft"
 """A serve flag: the target is packed, and the draft must stay plain."""
+
+BLOCK_METHODS = ("dflash", "dspark")
+"""Ways of drafting whose number of draft tokens is an option of the command."""
 
 SERVED = frozenset(
     {
@@ -83,6 +87,7 @@ class SglangEngine(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2", "dspark"})
     has_dialect_rule: ClassVar[bool] = True
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
@@ -110,24 +115,25 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """A projector names Domino under DFlash's architecture. DSpark needs its Markov head."""
+        """A projector names Domino under DFlash's architecture. Variants of DSpark need a Markov head."""
         nested = as_object(config.get("dflash_config"))
         if nested.get("projector_type", config.get("projector_type")) == "domino":
             return Native.architecture in named_architectures(config)
-        rank = nested.get("markov_rank", config.get("markov_rank"))
-        return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
+        has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
+        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
         config = subject.config
         nested = as_object(config.get("dflash_config"))
-        if config.get("architectures") != Native.architecture:
-            check_architecture(config, Native.architecture)
+        expected = subject.format.architecture  # S34 reports the models of other families
+        if expected is not None and config.get("architectures") != expected:
+            check_architecture(config, expected)
         found = resolve_auto(config)
         check_packing(config)
         if found is None or _has_own_embedding(config):
             return None
-        stated = {**config, **nested}
+        stated = {**config, **nested, **prefixed_keys(config)}
         depth = _optional("num_target_layers", stated)
         block = _optional("block_size", stated)
         mask, taps = _mask(stated), _taps(stated, depth, found, subject)
@@ -141,6 +147,8 @@ class SglangEngine(ServingEngine):
             raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
         softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
         _check_model(found, subject)
+        if subject.format.family == "dspark":
+            check_markov(config, nested, mask, found)
         check_shapes(found, len(taps), subject)
         return EngineReading(
             windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
@@ -158,8 +166,12 @@ class SglangEngine(ServingEngine):
             final_logit_softcapping=softcap if softcap > 0 else None,
         )
 
+    def served_layout(self, subject: Subject) -> bool | None:
+        """The layout of DSpark, which it reads at the top level only."""
+        return bool(subject.config.get("sample_from_anchor", True)) if subject.format.samples_from_anchor else None
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor."""
+        """The command of the server. --speculative-num-draft-tokens counts the anchor beside the draft tokens."""
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
         options = {
@@ -168,7 +180,7 @@ class SglangEngine(ServingEngine):
             "--speculative-algorithm": pair.method.upper(),
             "--speculative-draft-model-path": draft,
             "--speculative-draft-model-revision": revision,
-            "--speculative-num-draft-tokens": pair.method == "dflash" and pair.num_draft_tokens + 1,
+            "--speculative-num-draft-tokens": pair.method in BLOCK_METHODS and pair.num_draft_tokens + 1,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",
@@ -239,12 +251,11 @@ def _has_own_embedding(config: Mapping[str, Any]) -> bool:
     source=CODE,
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
-    """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
-    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
-    if asked is not None and block is not None and asked != block - 1:
-        yield Problem(
-            subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
-        )
+    """The number of draft tokens is the one of training on SGLang. --speculative-num-draft-tokens is one more."""
+    asked, block, trained = subject.plan.num_speculative_tokens, subject.stated.block_size, subject.num_trained_drafts
+    if asked is not None and block is not None and trained is not None and asked != trained:
+        rows = block + asked - trained
+        yield Problem(subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {rows}")
 
 
 @check_sglang(
@@ -269,7 +280,10 @@ def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """A draft for SGLang proposes over the target's whole vocabulary."""
-    yield from reduced_vocabulary(subject)
+    for problem in reduced_vocabulary(subject):
+        effect = "SGLang stops at the Markov head, which has a row per token of the reduced vocabulary"
+        has_head = subject.stated.value("markov_rank") not in (None, 0)
+        yield replace(problem, effect=effect, outcome="stops") if has_head else problem
 
 
 @check_sglang(
@@ -309,9 +323,9 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale and logit_scale are 1 or absent, because SGLang does not apply them.
 
-    SGLang applies the other two scales, output_multiplier and final_logit_softcapping.
+    SGLang applies the other two scales, output_multiplier and final_logit_softcapping, except to DSpark drafts.
     """
-    yield from stated_scales(subject, IGNORED_SCALES)
+    yield from stated_scales(subject, SCALES if subject.format.samples_from_anchor else IGNORED_SCALES)
 
 
 @check_sglang(

@@ -35,9 +35,9 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, Format, Json, named_architectures, refuse_scales
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
+from dflash_cli.formats.fields import AUX_KEY, LOGIT_SCALE, ZLAB_SCALES
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
@@ -47,7 +47,7 @@ from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
+from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import as_object, is_int, is_number
@@ -66,6 +66,12 @@ to every layer (vllm-project/vllm#47745). Earlier releases read one flag, dflash
 """
 READS_IS_CAUSAL: Release = (0, 28)
 """The first release that reads is_causal, which it prefers to dflash_config.causal, and encoder names of tensors."""
+READS_ANCHOR: Release = (0, 27)
+"""The first release that reads sample_from_anchor of DSpark drafts. Before, speculators drafts are always fill-in, and
+native drafts state dspark_bonus_anchor.
+"""
+READS_DSPARK_NAME: Release = (0, 29)
+"""The first release that serves a DSparkDraftModel of model_type qwen3; the name also stands for a part of a target."""
 READS_SCHEDULE: Release = (0, 28)
 """The first release that reads num_speculative_tokens_per_batch_size, a list of ranges (vllm-project/vllm#45953)."""
 READS_ROPE_STYLE: Release = (0, 29)
@@ -86,6 +92,7 @@ class VllmEngine(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native, SpeculatorsFormat)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2", "dspark"})
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
@@ -137,6 +144,9 @@ class VllmEngine(ServingEngine):
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """A speculators config names its kind; vLLM replaces its architectures."""
         kind = config.get("speculators_model_type")
+        if kind is None and "DSparkDraftModel" in named_architectures(config):
+            is_known = config.get("model_type") == "qwen3" and self.release >= READS_DSPARK_NAME
+            return is_known and not asks_for_latent_attention(config)
         if not isinstance(kind, str) or dialect.name in self.kinds:
             return super().serves_kind(dialect, config)
         first = self.speculators_types.get(kind)
@@ -149,12 +159,15 @@ class VllmEngine(ServingEngine):
         config, nested = subject.config, subject.config.get("dflash_config", {}) or {}
         if not isinstance(nested, dict) or config.get("dflash_config", {}) is None:
             raise EngineStops("dflash_config", f"found {config['dflash_config']!r}, expected an object")
-        check_architecture(config, Native.architecture)
+        if subject.format.architecture is not None:  # S34 reports the models of other families
+            check_architecture(config, subject.format.architecture)
         found = resolve_auto(config)
         if found is None:
             return None
         aux, mask = _captured(config, nested, subject), _mask(config, nested)
         _check_model(config, found, nested)
+        if subject.format.family == "dspark":
+            _check_markov(config, subject)
         width = found.get("target_hidden_size") or found["hidden_size"]
         check_shapes(found, len(aux), subject, target_hidden_size=width)
         check_captured([layer - 1 for layer in aux], width, subject)
@@ -182,12 +195,26 @@ class VllmEngine(ServingEngine):
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """The value of dflash_config.causal after vLLM has read the config. `update_dflash` writes it."""
+        """The value of dflash_config.causal after vLLM has read the config.
+
+        `update_dflash` writes it, `update_dspark` does not: sliding layers of such a file are causal.
+        """
+        if subject.format.samples_from_anchor and isinstance(subject.format, SpeculatorsFormat):
+            return None
         is_speculators = isinstance(subject.format, SpeculatorsFormat)
         nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:
             return nested is True
         return subject.config.get(NON_CAUSAL_FLAG) is False if is_speculators else nested
+
+    def served_layout(self, subject: Subject) -> bool | None:
+        """The layout of DSpark. A native key counts at the top level only."""
+        if not subject.format.samples_from_anchor:
+            return None
+        if self.release < READS_ANCHOR:
+            is_native = isinstance(subject.format, Native)
+            return is_native and not subject.config.get("dspark_bonus_anchor", False)
+        return bool(subject.config.get("sample_from_anchor", isinstance(subject.format, Native)))
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
@@ -216,7 +243,8 @@ def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Sub
     """The layers that vLLM captures, counted from 1, in the order of the file."""
     key, taps = AUX_KEY, config.get(AUX_KEY)
     if not taps:
-        key, taps = "target_layer_ids", nested.get("target_layer_ids") or config.get("target_layer_ids")
+        stated = (item.value for item in subject.stated.statements("target_layer_ids"))
+        key, taps = "target_layer_ids", next((value for value in stated if value), None)
     offset = 0 if key == AUX_KEY else 1
     if not isinstance(taps, list) or not taps or not all(is_number(tap) and tap == int(tap) for tap in taps):
         raise EngineStops(key, f"found {taps!r}, expected a list of integers")
@@ -258,7 +286,7 @@ def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mappi
     if found["rope_parameters"]["rope_type"] == "longrope":
         raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
     check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
-    if nested.get("sample_from_anchor"):
+    if nested.get("sample_from_anchor") and Native.architecture in named_architectures(config):
         raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
     if found["hidden_act"] != "silu":
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
@@ -268,6 +296,21 @@ def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mappi
     for key in ("max_position_embeddings", "vocab_size"):
         if found[key] < (1 if key == "max_position_embeddings" else 0):
             raise EngineStops(key, f"found {found[key]}")
+
+
+def _check_markov(config: Mapping[str, Any], subject: Subject) -> None:
+    """Require what vLLM builds the heads of a DSpark draft from. Source: 0.33.0 qwen3_dspark.py."""
+    rank, head_type = config.get("markov_rank"), subject.stated.value("markov_head_type")
+    if not is_int(rank) or rank < 0:
+        raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected an integer")
+    if rank and head_type not in (None, "vanilla"):
+        raise EngineStops("markov_head_type", f"found {head_type!r}, and vLLM has the vanilla head only")
+    reads_token = config.get("confidence_head_with_markov", False)
+    if config.get("enable_confidence_head") and subject.tensors is not None:
+        width = subject.tensors.get(f"{CONFIDENCE}.weight")
+        expected = config["hidden_size"] + (rank if reads_token else 0)
+        if width is not None and tuple(width.shape) != (1, expected):
+            raise EngineStops("confidence_head_with_markov", f"the weight has the shape {list(width.shape)}")
 
 
 @check_vllm(
@@ -316,7 +359,7 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     vLLM looks for eagle- and eagle3 first.
     """
     name = subject.served_name.lower()
-    if not isinstance(subject.format, Native):
+    if not isinstance(subject.format, Native) or subject.format.serve_method != "dflash":
         return
     if "dflash" not in name:
         yield Problem(CONFIG_FILE, "the draft's name does not contain dflash")
@@ -337,18 +380,15 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     A larger number drafts more tokens than in training. A smaller number shortens the block, and in a non-causal block
     every row depends on the number of rows after it.
     """
-    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
-    if asked is None or block is None or asked == block - 1:
+    asked, block, trained = subject.plan.num_speculative_tokens, subject.stated.block_size, subject.num_trained_drafts
+    if asked is None or block is None or trained is None or asked == trained:
         return
-    location = subject.expected_at("block_size")
-    if asked > block - 1:
-        yield Problem(location, f"{block}, which drafts {block - 1}, but {asked} are asked for")
+    location, message = subject.expected_at("block_size"), f"{block}, which drafts {trained}, but {asked} are asked for"
+    if asked > trained:
+        yield Problem(location, message)
     else:
         effect = "vLLM shortens the block to match, which the draft was not trained for"
-        yield Problem(
-            location, f"{block}, which drafts {block - 1}, but {asked} are asked for", effect, severity="warning",
-            outcome="serves",
-        )  # fmt: skip
+        yield Problem(location, message, effect, severity="warning", outcome="serves")
 
 
 @check_vllm(
@@ -391,9 +431,10 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """Scales are absent or change nothing, because vLLM's DFlash model ignores all of them but logit_scale.
 
+    Its DFlash 2 model applies all of them but logit_scale.
     Without its embedding scale a draft proposes noise. Without a multiplier or a soft cap, only sampled drafts change.
     """
-    yield from stated_scales(subject, ZLAB_SCALES)
+    yield from stated_scales(subject, (LOGIT_SCALE,) if subject.format.family == "dflash2" else ZLAB_SCALES)
 
 
 @check_vllm(

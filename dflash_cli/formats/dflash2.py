@@ -41,6 +41,7 @@ class DFlash2(FamilyFormat):
     family: ClassVar[str] = FAMILY
     written_as: ClassVar[str] = ARCHITECTURE
     family_fields: ClassVar[tuple[str, ...]] = FIELDS
+    is_trained_non_causal: ClassVar[bool] = True
     family_marks: ClassVar[Relative] = Marks()
     plain_names: ClassVar[frozenset[str]] = frozenset(
         {ARCHITECTURE, "Qwen3DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashDraftModel"}

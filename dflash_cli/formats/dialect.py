@@ -75,6 +75,7 @@ class Format(ABC):
     written_as          the entry of `architectures` that `write_config` writes
     family_fields       the settings that only its family has; `read_family` and `write_family` handle them
     projectors          the values of projector_type that name its own head
+    is_trained_non_causal   whether published drafts of its family are trained without causality in windows too
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
     keys                field -> the dotted keys that state it; readers prefer the first
@@ -116,6 +117,7 @@ class Format(ABC):
     written_as: ClassVar[str] = "DFlashDraftModel"
     family_fields: ClassVar[tuple[str, ...]] = ()
     projectors: ClassVar[frozenset[str]] = frozenset()
+    is_trained_non_causal: ClassVar[bool] = False
 
     keys: ClassVar[Keys] = {}
     added: ClassVar[Mapping[str, str]] = {}

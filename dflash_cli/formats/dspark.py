@@ -7,7 +7,7 @@ config without either key has an unknown layout, because readers differ:
     SGLang                       anchor-first; it reads only the top level
     vLLM, speculators file       fill-in
     speculators' own class       anchor-first; it always writes the key
-    llama.cpp                    fill-in, as its authors say
+    llama.cpp, speculators file  fill-in, by its pull request 26275
 
 `block_size` counts rows, as in `DraftConfig`: an anchor-first block of N rows drafts N tokens, a fill-in block N - 1.
 speculators counts so in both layouts. For a native file, vLLM and SGLang by default draft `block_size` tokens in both
@@ -59,6 +59,7 @@ class Marks(Relative):
 class DSpark(FamilyFormat):
     """The settings of a DSpark draft."""
 
+    priority: ClassVar[int] = 16
     family: ClassVar[str] = FAMILY
     serve_method: ClassVar[str] = FAMILY
     samples_from_anchor: ClassVar[bool] = True
@@ -96,7 +97,7 @@ class DSpark(FamilyFormat):
             "markov": markov,
             "has_confidence": has_confidence,
             "confidence_reads_token": reads_token if has_confidence else True,
-            "sample_from_anchor": True if layout is None else layout,
+            "sample_from_anchor": self.kind is None if layout is None else layout,
         }
 
     def write_family(self, config: DraftConfig) -> Json:
@@ -164,8 +165,13 @@ class DSparkSpeculators(DSpark, SpeculatorsFormat):
         return {key: value for key, value in super().write_family(config).items() if key not in (BONUS, TOP_K)}
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write the number of candidates among the decoder's keys, the only place in which vLLM finds it."""
+        """Write the number of candidates and the causality among the decoder's keys too, where vLLM finds them.
+
+        vLLM does not read sliding_window_non_causal of a DSpark draft, and takes sliding layers for causal.
+        """
         written = super().write_config(config, carried)
+        if config.is_causal is not None:
+            written["transformer_layer_config"]["is_causal"] = config.is_causal
         if config.markov is not None and config.markov.top_k is not None:
             written["transformer_layer_config"][TOP_K] = config.markov.top_k
         return written

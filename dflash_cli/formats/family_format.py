@@ -1,7 +1,7 @@
 """The part that the dialects of a draft family other than DFlash share: how their checkpoints are recognised.
 
 A family is one file in this package. It has a class with the family's settings, and one class per dialect, which
-inherits these settings and the dialect. `Variant` refuses drafts of the family whose layers are not DFlash's.
+inherits these settings and the dialect. `Variant` refuses drafts of the family with other layers.
 """
 
 from collections.abc import Mapping

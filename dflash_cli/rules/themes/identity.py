@@ -77,7 +77,7 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
     C01 recognises Domino and DSpark by their projectors. dflash does not know drafts with any other projector.
     """
     value = subject.stated.value("projector_type")
-    if value not in PLAIN_PROJECTORS:
+    if value not in (*PLAIN_PROJECTORS, *subject.format.projectors):
         yield Problem(subject.at("projector_type"), f"found {value!r}, which is not a DFlash projector")
 
 

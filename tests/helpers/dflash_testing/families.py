@@ -79,6 +79,11 @@ def own_shapes(config: Json, shape: Shape = SMALL) -> Shapes:
     return found
 
 
+def is_of_family(config: Json) -> bool:
+    """Whether a config has settings of DFlash 2 or DSpark."""
+    return bool({"selector_rank", "markov_rank"} & {**config.get("dflash_config", {}), **config}.keys())
+
+
 def arrays(config: Json, shape: Shape = SMALL) -> Arrays:
     """Values of all tensors of a draft."""
     reduced = support.reduced_arrays(shape, support.target_arrays(shape)) if shape.draft_vocab < shape.vocab else {}

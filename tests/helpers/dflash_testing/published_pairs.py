@@ -19,6 +19,7 @@ from dflash_testing.checkpoints import (
     speculators_config,
     write_config,
 )
+from dflash_testing.families import is_of_family, own_shapes
 from dflash_testing.paths import ROOT
 
 TABLE = ROOT / "tests" / "data" / "pairs.jsonl"
@@ -61,6 +62,11 @@ class PublishedPair:
         """Whether the draft's config can be read. Relatives of DFlash and drafts without a block size cannot."""
         return not {"C01", "C03"} & self.errors.keys()
 
+    @property
+    def has_unknown_layout(self) -> bool:
+        """Whether the draft's config does not state which rows of a block predict a token."""
+        return "C50" in self.warnings
+
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write the draft and the target to directories with their published names."""
         target = folder / "target" / self.of.rpartition("/")[2]
@@ -75,8 +81,12 @@ class PublishedPair:
         tensors = {name: ("BF16", size) for name, size in body_shapes(shape).items()}
         if shape.draft_vocab != shape.vocab:
             tensors |= _reduced(shape)
+        draft_config = self._draft_config(shape, changes, config)
+        if is_of_family(draft_config):
+            own = own_shapes(draft_config, shape)
+            tensors |= {name: ("F32" if "confidence" in name else "BF16", size) for name, size in own.items()}
         tensors |= {name: ("BF16", tuple(size)) for name, size in self.tensors.items()}
-        write_headers(draft, self._draft_config(shape, changes, config), tensors)
+        write_headers(draft, draft_config, tensors)
         return draft, target
 
     def _target_config(self) -> Json:
@@ -129,6 +139,8 @@ class PublishedPair:
             config["transformer_layer_config"] |= changes | self.body
             verifier = {"name_or_path": self.of, "architectures": target["architectures"]}
             config["speculators_config"] = {**config["speculators_config"], "verifier": verifier}
+            if config.get("sample_from_anchor"):
+                config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = shape.block
         else:
             config = native_config(shape, **{**changes, **given})
             config["dflash_config"] |= self.nested

@@ -1,6 +1,6 @@
 """Every case of this folder."""
 
-from dflash_testing.rule_cases import attention, config, engines, pair, tensors, vocabulary, weights
+from dflash_testing.rule_cases import attention, config, engines, families, pair, tensors, vocabulary, weights
 from dflash_testing.rule_cases.base import Case
 
 CASES: list[Case] = [
@@ -10,5 +10,6 @@ CASES: list[Case] = [
     *vocabulary.CASES,
     *pair.CASES,
     *engines.CASES,
+    *families.CASES,
     *weights.CASES,
 ]
