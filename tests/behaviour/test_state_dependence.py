@@ -13,10 +13,10 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
-from dflash_testing.paths import DATA
+from dflash_testing.paths import ROOT
 from dflash_testing.state_faults import FAULTS, planted
 
-PAIR = DATA / "pairs" / "hybrid"
+PAIR = ROOT / "tests" / "data" / "pairs" / "hybrid"
 NEW_TOKENS = 96
 Texts = list[tuple[int, ...]]
 
