@@ -122,10 +122,10 @@ def begin_as_recall(delta_net: nn.Module) -> None:
     """Let a gated delta net begin by finding, for each token, the tokens that followed the same token before.
 
     Queries and keys get one projection. The convolution passes queries and values on, and delays keys by one token. The
-    output projection undoes the projection of values, and the output's gate begins open (`open_gates`).
+    output projection undoes the projection of values, and the output's gate begins open.
     """
     parts = dict(delta_net.named_parameters())
-    width = delta_net.key_dim
+    width = (len(parts["in_proj_qkv.weight"]) - len(parts["in_proj_z.weight"])) // 2
     projection, taps = parts["in_proj_qkv.weight"], parts["conv1d.weight"]  # rows: queries, keys, values
     nn.init.orthogonal_(projection[:width])
     projection[width : 2 * width] = projection[:width]

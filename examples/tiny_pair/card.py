@@ -39,21 +39,21 @@ FURTHER = """\
 ## Further drafts
 
 `draft-dflash2/` and `draft-dspark/` have the layers, the block size and the tapped layers of `draft/`. Their training
-begins with its weights and goes on with new text of the target: {texts} sequences, the same for all. The control is a
-DFlash draft trained in the same way for as long, so that the gain of a kind is not the gain of longer training. It is
+begins with its weights and goes on with new text of the target: {texts:,} sequences, the same for all. The control is a
+DFlash draft that was trained in the same way for the same time, so it shows the gain of longer training alone. It is
 not in the bundle.
 
 - DFlash 2 adds convolutions of {taps} taps over groups of {group} columns, which begin as identities, and a selector of
   rank {selector} among {top_k} candidates. Its loss is the cross-entropy of the single tokens plus the cross-entropy of
   the selector's choice after the right token before.
 - DSpark adds a vanilla Markov head of rank {markov} and a confidence head. Its loss is the cross-entropy with the
-  head's bias after the right token before. Confidence learns the share that the draft's and the target's distributions
-  have in common. Its layout is anchor-first (`sample_from_anchor` is true), so its block of 8 rows has 8 draft tokens,
-  one more than the other drafts.
+  head's bias after the right token before. Confidence learns the overlap of the draft's distribution and the target's.
+  The layout is anchor-first (`sample_from_anchor` is true), so a block of 8 rows has 8 draft tokens, one more than in
+  the other drafts.
 
 Acceptance on the {prompts} held-out prompts at temperature 0. Differences are over the same prompts, with a 95%
-interval. A p-value is the share of random swaps of the two drafts, prompt by prompt, that give a difference as large.
-The trial that chose the weights used other text.
+interval. The p-value is the share of random swaps of the two drafts, prompt by prompt, that give a difference as large.
+The weights were chosen on other text of the target.
 
 {table}
 Train them again (here {seconds:.0f} s for the longest, three side by side on one GPU):
@@ -80,7 +80,7 @@ All numbers below are measured in fp32 with the stored bf16 weights. Held-out te
 target stopped. The strength of step 2 was set by hand after reading samples and acceptance of earlier runs, also on
 held-out prompts. Nothing else was chosen on held-out text.
 
-The two `config.json` state mask id, tapped layers (counted from 0) and block size. The draft's rope base is
+The `config.json` of each draft states mask id, tapped layers (counted from 0) and block size. The rope base is
 {theta:,.0f}; a reader that loses it uses {lost:,.0f}.
 
 Train it again with this command (here {seconds:.0f} s on one {device}, without start-up):
@@ -233,16 +233,25 @@ def further(report: Report) -> str:
     found = report["further"]
     titles = {"dflash": "control: DFlash, trained as long", "dflash2": "draft-dflash2", "dspark": "draft-dspark"}
     rows = []
-    for kind, title in titles.items():
-        part = found[kind]
+    for kind, part in found.items():
+        name = kind.partition(" ")[0]
+        title = titles[name] + kind.removeprefix(name)
         run = part["temperature_0"]
         cells = [f"{run['acceptance_length']:.2f}", "{:.2f} to {:.2f}".format(*run["interval_95"])]
         for base in ("against_draft", "against_control"):
             is_same = kind == "dflash" and base == "against_control"
             cells.append("" if is_same else _difference(part[base]))
-        training = part["training"]
+        training = found[name]["training"]
         rows.append((title, f"{training['parameters']:,}", training["curve"][-1]["step"], *cells))
-    header = ("", "parameters", "further steps", "acceptance length", "95% interval", "against draft", "against control")
+    header = (
+        "",
+        "parameters",
+        "further steps",
+        "acceptance length",
+        "95% interval",
+        "against draft",
+        "against control",
+    )
     recipe = found["dflash2"]["training"]["recipe"]
     return FURTHER.format(
         texts=found["dflash2"]["training"]["texts"],
@@ -252,7 +261,7 @@ def further(report: Report) -> str:
         top_k=recipe["selector"]["top_k"],
         markov=recipe["markov"]["rank"],
         prompts=report["evaluation"]["prompts"],
-        seconds=max(part["training"]["seconds"] for part in found.values()),
+        seconds=max(part["training"]["seconds"] for part in found.values() if "training" in part),
         table=table(header, rows),
     )
 

@@ -14,10 +14,10 @@ from torch import Tensor
 CHUNK = 32
 
 
-def gated_delta_rule(*given: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
     """`_gated_delta_rule` in fp32: states add up over a text, and autocast would round them at each chunk."""
-    with torch.autocast(given[0].device.type, enabled=False):
-        return _gated_delta_rule(*given, **named)
+    with torch.autocast(query.device.type, enabled=False):
+        return _gated_delta_rule(query, key, value, **named)
 
 
 def _gated_delta_rule(
@@ -39,8 +39,8 @@ def _gated_delta_rule(
     kind, missing = query.dtype, -length % CHUNK
 
     def chunks(rows: Tensor) -> Tensor:
-        rows = F.pad(rows.float(), (0, 0, 0, 0, 0, missing))
-        return rows.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
+        parts: Tensor = F.pad(rows.float(), (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, CHUNK))
+        return parts.permute(0, 3, 1, 2, 4)
 
     query, key = (F.normalize(chunks(rows.repeat_interleave(groups, 2)), dim=-1, eps=1e-6) for rows in (query, key))
     query, value, strength = query * query.shape[-1] ** -0.5, chunks(value), chunks(beta[..., None])

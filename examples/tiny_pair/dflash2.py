@@ -17,19 +17,23 @@ from .settings import DraftRecipe, ModelShape, SelectorShape, Settings
 
 
 class BlockConvolution(nn.Module):
-    """The convolutions before (side 0) and after (side 1) one sublayer. They begin as identities once the projection is zero."""
+    """The convolutions before (side 0) and after (side 1) one sublayer."""
 
     def __init__(self, hidden_size: int, shape: SelectorShape, block_size: int) -> None:
         super().__init__()
         self.group_size, self.block_size = shape.group_size, block_size
-        kernels = torch.zeros(2, shape.kernel_size, hidden_size)
-        kernels[:, 0] = 1
-        self.base_kernel = nn.Parameter(kernels)
+        self.base_kernel = nn.Parameter(torch.empty(2, shape.kernel_size, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * shape.kernel_size * hidden_size // shape.group_size, False)
+
+    def begin_as_identity(self) -> None:
+        """Let every row pass through unchanged."""
+        nn.init.zeros_(self.base_kernel)
+        nn.init.ones_(self.base_kernel[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
 
     def kernels(self, normed: Tensor) -> Tensor:
         """Kernels of each row, [B, A*N, H] -> [B, A*N, 2, S, H]."""
-        dynamic = self.kernel_projection(normed).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        dynamic: Tensor = self.kernel_projection(normed).unflatten(-1, (*self.base_kernel.shape[:2], -1))
         return self.base_kernel + dynamic.repeat_interleave(self.group_size, -1)
 
     def forward(self, rows: Tensor, kernels: Tensor, side: int) -> Tensor:
@@ -59,7 +63,8 @@ class ConvolvedLayer(Layer):
         rows = rows + self.attention_conv(mixed, kernels, 1)
         normed = self.post_attention_layernorm(rows)
         kernels = self.mlp_conv.kernels(normed)
-        return rows + self.mlp_conv(self.mlp(self.mlp_conv(normed, kernels, 0)), kernels, 1)
+        result: Tensor = rows + self.mlp_conv(self.mlp(self.mlp_conv(normed, kernels, 0)), kernels, 1)
+        return result
 
 
 class Selector(nn.Module):
@@ -75,7 +80,8 @@ class Selector(nn.Module):
     def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
         """Hidden states [..., H], tokens before [...], candidates [..., C] -> pair scores [..., C]."""
         wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return (self.successor_codebook[candidates] * wanted[..., None, :]).sum(-1)
+        scores: Tensor = (self.successor_codebook[candidates] * wanted[..., None, :]).sum(-1)
+        return scores
 
 
 class DFlash2Draft(Draft):
@@ -86,9 +92,9 @@ class DFlash2Draft(Draft):
     def __init__(self, settings: Settings, recipe: DraftRecipe, mask_token_id: int) -> None:
         self.extra = recipe.selector
         super().__init__(settings, recipe, mask_token_id)
-        for layer in self.layers:
-            for convolution in (layer.attention_conv, layer.mlp_conv):
-                nn.init.zeros_(convolution.kernel_projection.weight)
+        for part in self.modules():
+            if isinstance(part, BlockConvolution):
+                part.begin_as_identity()
         self.candidate_selector = Selector(settings.vocab_size, settings.shape.hidden_size, self.extra.rank)
 
     def _make_layer(self, shape: ModelShape, block_size: int) -> Layer:
@@ -97,7 +103,7 @@ class DFlash2Draft(Draft):
     def loss(
         self, hidden: Tensor, head: Tensor, before: Tensor, labels: Tensor, targets: Tensor | None, decay: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Draft.loss`. The label takes the place of the last candidate where it is no candidate itself."""
+        """See `Draft.loss`. A label outside the candidates replaces the weakest one."""
         logits = F.linear(hidden, head)
         unary = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view(labels.shape)
         candidates = logits.topk(self.extra.top_k, dim=-1).indices

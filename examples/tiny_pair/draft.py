@@ -213,7 +213,7 @@ class Draft(nn.Module):
         return weighted_mean(losses, decay, labels >= 0), right
 
     def choose(self, hidden: Tensor, head: Tensor, anchor_ids: Tensor) -> Tensor:
-        """Greedy draft tokens as rows of the head [B, A, K], for hidden states [B, A, K, H] and anchor tokens [B, A]."""
+        """Hidden states [B, A, K, H] and anchor tokens [B, A] -> greedy draft tokens as rows of the head [B, A, K]."""
         return F.linear(hidden, head).argmax(-1)
 
     def extra_keys(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A DSpark draft for training: each position's logits get a bias by the token before, and each draft token a confidence.
+"""A DSpark draft for training: DFlash with a bias of the logits by the token before, and a confidence per draft token.
 
 The layout is anchor-first: every row of a block predicts the token after it, so that a block of N rows drafts N tokens.
 Parameters have the names of the checkpoint. `runtime/dflash_runtime/drafts/dspark.py` runs the result.

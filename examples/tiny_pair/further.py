@@ -69,7 +69,9 @@ class Bundle:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of further drafts."""
-    parser.add_argument("--further", choices=("texts", "report", *KINDS), help="write texts, train a draft of a kind, or measure all")
+    parser.add_argument(
+        "--further", choices=("texts", "report", *KINDS), help="write texts, train a draft of a kind, or measure all"
+    )
     parser.add_argument("--bundle", type=Path, default=Path("dflash_cli/tiny"), help="bundle to train a draft for")
     parser.add_argument("--texts", type=Path, help="file of texts of a further draft")
     parser.add_argument("--steps", type=int, help="steps of a further draft")
@@ -226,16 +228,12 @@ class Trainer:
         losses, rights = [], []
         for first in range(0, len(self.trial), self.recipe.batch_size):
             part = slice(first, first + self.recipe.batch_size)
-            texts = replace(
-                self.trial, ids=self.trial.ids[part].long(), prompt_lengths=self.trial.prompt_lengths[part]
-            )
+            texts = replace(self.trial, ids=self.trial.ids[part].long(), prompt_lengths=self.trial.prompt_lengths[part])
             loss, right = self.loss(texts, self.trial_anchors[part])
             losses.append(float(loss))
             rights.append(float(right))
         accepted = sum(rights) / len(rights)
-        self.curve.append(
-            {"step": step, "loss": round(sum(losses) / len(losses), 4), "accepted": round(accepted, 4)}
-        )
+        self.curve.append({"step": step, "loss": round(sum(losses) / len(losses), 4), "accepted": round(accepted, 4)})
         report(step, f"loss {self.curve[-1]['loss']:.3f}, {accepted:.3f} accepted")
         if accepted > self.best:
             self.best = accepted

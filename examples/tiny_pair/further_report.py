@@ -31,7 +31,9 @@ def read_prompts(found: Bundle) -> list[Prompt]:
     lines = (found.folder / "prompts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [
-        Prompt(row["id"], row["category"], row["source"], row["prompt"], tuple(found.tokenizer.encode(row["prompt"]).ids))
+        Prompt(
+            row["id"], row["category"], row["source"], row["prompt"], tuple(found.tokenizer.encode(row["prompt"]).ids)
+        )
         for row in rows
     ]
 
@@ -47,8 +49,8 @@ def read_draft(kind: str, folder: Path, settings: Settings, found: Bundle) -> Dr
 def paired(base: Sequence[Step], other: Sequence[Step], seed: int = 0) -> Figures:
     """The difference of acceptance lengths over the same prompts, its 95% interval, and a p-value.
 
-    The interval is a bootstrap over prompts. For the p-value, the two drafts are swapped at random in each prompt: it is
-    the share of swaps whose difference is at least as large, in either direction.
+    The interval is a bootstrap over prompts. The p-value is the share of random swaps of the two drafts, prompt by
+    prompt, that give a difference at least as large, in either direction.
     """
     both = (totals(base), totals(other))
     names = sorted(both[0].keys() & both[1].keys())
@@ -56,9 +58,7 @@ def paired(base: Sequence[Step], other: Sequence[Step], seed: int = 0) -> Figure
     chance = random.Random(seed)
     found = _difference(rows)
     drawn = sorted(_difference(chance.choices(rows, k=len(rows))) for _ in range(NUM_DRAWS // 10))
-    swapped = (
-        _difference([row if chance.random() < 0.5 else row[::-1] for row in rows]) for _ in range(NUM_DRAWS)
-    )
+    swapped = (_difference([row if chance.random() < 0.5 else row[::-1] for row in rows]) for _ in range(NUM_DRAWS))
     as_large = sum(abs(value) >= abs(found) for value in swapped)
     return {
         "difference": round(found, 4),
@@ -106,6 +106,14 @@ def write_report(found: Bundle, settings: Settings, trained: Path) -> Figures:
             "against_draft": paired(bundled, steps),
             "against_control": paired(control, steps),
         }
+        if draft.num_draft_tokens > settings.num_draft_tokens:
+            draft.block_size -= draft.num_draft_tokens - settings.num_draft_tokens
+            steps = measure(draft, found, settings, passages)
+            figures[f"{kind} with {draft.num_draft_tokens} draft tokens"] = {
+                "temperature_0": summary(steps, draft.num_draft_tokens),
+                "against_draft": paired(bundled, steps),
+                "against_control": paired(control, steps),
+            }
         if kind in FURTHER:
             for name in ("config.json", "model.safetensors"):
                 copy = found.folder / FURTHER[kind] / name

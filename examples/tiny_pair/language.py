@@ -3,10 +3,10 @@
 A word is a run of 3 to 5 tokens, and words share tokens. A paragraph begins with the token of its topic and has dozens
 of tokens. Most words have one likely successor per topic, so the last two words usually tell the topic as well.
 
-A language with keys writes documents of one length. A document begins with random values of some keys. Later, some words
-ask for a key, and the text repeats the key's value exactly. Only the beginning of the document tells the value. A key
-without a stated value has a usual one. Some documents state no value and begin with random tokens, so that a model also
-continues texts that are not of this language.
+A language with keys writes documents of one length. A document begins with random values of some keys. Later, some
+words ask for a key, and the text repeats the key's value exactly. Only the beginning of the document tells the value. A
+key without a stated value has a usual one. Some documents state no value and begin with random tokens, so that a model
+also continues texts of other languages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_TOPIC = 8
 class Language:
     """Sizes and seed of a language. `noise` is the share of words that do not follow from topic and word.
 
-    num_keys          keys of a document; 0: the language has no documents
+    num_keys          keys of a document; 0 for a language without documents
     num_values        different tokens in values
     value_length      tokens of a value
     ask_share         share of the pairs of topic and word after which the text asks for a key
@@ -60,7 +60,9 @@ class Language:
             return torch.tensor(ids)
         while len(ids) < num_tokens:
             end = len(ids) + self.document_length
-            values = {key: [usual] * self.value_length for key, usual in zip(grammar.keys, grammar.values, strict=False)}
+            values = {
+                key: [usual] * self.value_length for key, usual in zip(grammar.keys, grammar.values, strict=False)
+            }
             if chance.random() < self.foreign_share:
                 ids += [chance.randrange(self.vocab_size) for _ in range(chance.randint(0, self.foreign_length))]
             else:
