@@ -1,7 +1,7 @@
 """The text of the hybrid pair depends on the state of its target, so tests on the pair notice a forgotten state.
 
 Only states carry the values that its documents repeat (`examples/tiny_pair/language.py`). Each fault is planted between
-the steps of a request. `tests/data/pairs/hybrid/report.json` has the counts over 32 prompts.
+the steps of a request.
 """
 
 import json
@@ -28,28 +28,25 @@ def llm() -> Iterator[LLM]:
         yield found
 
 
-def texts(llm: LLM, num_prompts: int, fault: str | None) -> Texts:
+def texts(llm: LLM, num_prompts: int, num_tokens: int, fault: str | None) -> Texts:
     lines = (PAIR / "prompts.jsonl").read_text().splitlines()[:num_prompts]
     prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
     with planted(fault):
-        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
     return [output.token_ids for output in outputs]
 
 
-def num_changed(llm: LLM, num_prompts: int, fault: str) -> int:
-    """Prompts whose greedy text changes under a fault."""
-    pairs = zip(texts(llm, num_prompts, None), texts(llm, num_prompts, fault), strict=True)
+def num_changed(llm: LLM, num_prompts: int, num_tokens: int, fault: str) -> int:
+    """The number of prompts with another greedy text under a fault."""
+    pairs = zip(texts(llm, num_prompts, num_tokens, None), texts(llm, num_prompts, num_tokens, fault), strict=True)
     return sum(right != wrong for right, wrong in pairs)
 
 
 def test_a_forgotten_state_changes_the_text(llm: LLM) -> None:
-    assert num_changed(llm, 4, "zeroed") >= 3
+    assert num_changed(llm, 3, 32, "zeroed") >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_state_change_the_text(fault: str, llm: LLM) -> None:
-    stated = json.loads((PAIR / "report.json").read_text())["texts_changed_by_state_faults"]
-    assert stated["prompts"] == 32
-    assert num_changed(llm, 32, fault) == stated[fault]
-    assert fault != "zeroed" or stated[fault] >= 24
+    assert num_changed(llm, 32, NEW_TOKENS, fault) >= 24
