@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from dflash_cli.diagnosis.readings import ReadingResult
+from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.rules.rule import Finding
 from dflash_runtime.documents import INLINE

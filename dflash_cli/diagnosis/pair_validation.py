@@ -6,7 +6,8 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.reading_results import ReadingSearch
+from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, run_settings

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_cli.acceptance.intervals.statistics import StepCounts
+from dflash_cli.diagnosis.further_training import Trainable, halves, training_gain
 from dflash_cli.diagnosis.run_settings import Score
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.loading import LoadedPair
@@ -65,12 +66,30 @@ class ReadingScreen:
         if losses.shape[1] < self._num_drafts:  # a shorter block says nothing about its last tokens
             missing = self._num_drafts - losses.shape[1]
             losses = functional.pad(losses, (0, missing), value=math.log(pair.limits.vocab_size))
-        weights = torch.exp(-torch.arange(losses.shape[1], device=losses.device) / LOSS_DECAY)
         return Score(
             accepted=1 + float(accepted.float().mean()),
             expected=1 + float(chances.cumprod(dim=1).sum(dim=1).mean()),
-            loss=float((losses * weights).sum(dim=1).mean() / weights.sum()),
+            loss=float(mean_loss(losses)),
         )
+
+    def training_gain(self, draft: Trainable, max_anchors: int) -> float:
+        """The share of the loss that a step of training saves (`further_training`), at some anchors.
+
+        Raises:
+            torch.OutOfMemoryError: memory does not hold the gradients.
+        """
+        parts, num_drafts = halves(self._anchors, max_anchors), draft.config.num_draft_tokens
+        if not all(parts):
+            return 0.0
+        # A copy, because tensors of inference mode cannot be saved for gradients.
+        features = self._texts.features(draft.config.target_layer_ids).clone()
+
+        def loss(weights: Weights, half: int) -> Tensor:
+            built = draft.build(weights)
+            losses = self._texts.pages.losses(built, features, parts[half], num_drafts)
+            return mean_loss(losses[:, : self._num_drafts])
+
+        return training_gain(draft.weights, loss)
 
     def walk(self, pair: LoadedPair, *, is_whole: bool = False) -> StepCounts:
         """(tokens, steps) of each text, for steps with room for a whole block. Whole blocks count if `is_whole`."""
@@ -104,3 +123,9 @@ class ReadingScreen:
         cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))
         self._last = (weights, made_from, cache)
         return cache
+
+
+def mean_loss(losses: Tensor) -> Tensor:
+    """The mean of losses [R, K], with less weight on later positions, as in training."""
+    weights = torch.exp(-torch.arange(losses.shape[1], device=losses.device) / LOSS_DECAY)
+    return (losses * weights).sum(dim=1).mean() / weights.sum()

@@ -7,12 +7,14 @@ Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import Draft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
@@ -83,16 +85,33 @@ class TextPages:
         """The draft's blocks at each anchor, and its probabilities. The text must go on for the whole block."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         with as_current(self._placement.device):
-            rows = draft_places(draft, draft.config.vocab_size)
-            texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
-            for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
-                chances = logits.float().log_softmax(dim=-1)
-                wanted = text if rows is None else rows[text]
-                losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-                losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
-                ids = self._ids(draft, logits)
-                found.append((ids, chances.amax(dim=-1).exp(), losses.masked_fill(wanted < 0, MOST_LOSS)))
+            for logits, chances, losses in self._judged(draft, cache, anchors, num_drafts):
+                found.append((self._ids(draft, logits), chances.amax(dim=-1).exp(), losses))
         return Foretold(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def losses(self, draft: Draft, features: Tensor, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+        """The losses of `foretell`, [R, K], with gradients for the draft's weights. The draft has reference kernels."""
+        pages = copy(self)
+        pages._placement = replace(self._placement, kernels=REFERENCE)
+        with as_current(self._placement.device):
+            cache = KVCache(draft.config, self._num_pages, self._page_size, self._placement)
+            cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)
+            draft.write_context(features, self._positions, cache, self._slots)
+            cache.layers = list(zip(cache.keys, cache.values, strict=True))
+            return torch.cat([losses for _, _, losses in pages._judged(draft, cache, anchors, num_drafts)])
+
+    def _judged(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Logits and log-probabilities of blocks, [R, K, V'], and the losses of the text's tokens, [R, K]."""
+        rows = draft_places(draft, draft.config.vocab_size)
+        texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
+        for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
+            chances = logits.float().log_softmax(dim=-1)
+            wanted = text if rows is None else rows[text]
+            losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+            losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
+            yield logits, chances, losses.masked_fill(wanted < 0, MOST_LOSS)
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
         """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""

@@ -12,8 +12,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
-from dflash_cli.diagnosis.readings import (
-    MIN_TEST_PROMPTS,
+from dflash_cli.diagnosis.reading_results import (
     ReadingResult,
     ReadingSearch,
     combine,
@@ -21,6 +20,7 @@ from dflash_cli.diagnosis.readings import (
     confirm,
     find_best,
 )
+from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, SearchBudget

@@ -17,8 +17,9 @@ from dflash_cli.diagnosis import alternatives, readings
 from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.pair_validation import validate_running
+from dflash_cli.diagnosis.reading_results import ReadingSearch
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
-from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.subject import ValidationPlan
