@@ -63,7 +63,7 @@ def directory(family: str, role: Role) -> Path:
 
 def shorten() -> None:
     """A smaller search than a user's: fewer anchors, new prompts and rare ids."""
-    readings.VERY_FEW_ANCHORS, readings.FEW_ANCHORS, readings.MANY_ANCHORS = 10, 32, 128
+    readings.VERY_FEW_ANCHORS, readings.FEW_ANCHORS, readings.MANY_ANCHORS = 12, 32, 128
     readings.MIN_TEST_PROMPTS, readings.NUM_RARE_IDS, readings.MAX_ON_TOP = 20, 24, 12
 
 

@@ -62,6 +62,11 @@ def training_gain(weights: Weights, loss: Loss) -> float:
     return max(saved) / before if before else 0.0
 
 
+def pulls(weights: Weights, loss: Loss) -> Weights:
+    """Each value times its gradient. The sum over a part tells how the loss changes if the part is scaled."""
+    return {name: item * weights[name] for name, item in _gradients(weights, lambda changed: loss(changed, 0)).items()}
+
+
 def _gradients(weights: Weights, loss: Callable[[Weights], Tensor]) -> dict[str, Tensor]:
     names = [name for name, item in weights.items() if item.is_floating_point() and name not in FROZEN]
     # A tensor of inference mode has no gradient; its copy has one.

@@ -21,8 +21,8 @@ perfect."""
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
 
-TRAINABLE = 0.05
-"""Share of the loss that one step of training may save under the right reading.
+TRAINABLE, MIN_SAVED = 0.04, 0.03
+"""Share of the loss, and nats, that one step of training may save under the right reading.
 
 Sound drafts of the three families save up to 0.01, drafts that lost half of their accepted tokens 0.06 to 0.5. Texts
 unlike the training data also leave something to learn, so such a draft may get no cause.
@@ -95,7 +95,9 @@ class ReadingCase:
         gain = self.train(self.best.alternative)
         if gain is None:
             return "memory does not suffice to check whether a step of training would gain more"
-        return f"a step of training on top of it saves another {gain:.0%} of the loss" if gain > TRAINABLE else None
+        if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
+            return None
+        return f"a step of training on top of it saves another {gain:.0%} of the loss"
 
 
 def falls_short(best: ReadingResult, expected: ExpectedFigure | None) -> str | None:

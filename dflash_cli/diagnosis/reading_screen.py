@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_cli.acceptance.intervals.statistics import StepCounts
-from dflash_cli.diagnosis.further_training import Trainable, halves, training_gain
+from dflash_cli.diagnosis.further_training import Loss, Trainable, halves, pulls, training_gain
 from dflash_cli.diagnosis.run_settings import Score
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.loading import LoadedPair
@@ -78,18 +78,26 @@ class ReadingScreen:
         Raises:
             torch.OutOfMemoryError: memory does not hold the gradients.
         """
+        return training_gain(draft.weights, self._training_loss(draft, max_anchors))
+
+    def pulls(self, draft: Trainable, max_anchors: int) -> Weights:
+        """Each value of the weights times its gradient, at some anchors (`further_training.pulls`).
+
+        Raises:
+            torch.OutOfMemoryError: memory does not hold the gradients.
+        """
+        return pulls(draft.weights, self._training_loss(draft, max_anchors))
+
+    def _training_loss(self, draft: Trainable, max_anchors: int) -> Loss:
         parts, num_drafts = halves(self._anchors, max_anchors), draft.config.num_draft_tokens
-        if not all(parts):
-            return 0.0
         # A copy, because tensors of inference mode cannot be saved for gradients.
         features = self._texts.features(draft.config.target_layer_ids).clone()
 
         def loss(weights: Weights, half: int) -> Tensor:
-            built = draft.build(weights)
-            losses = self._texts.pages.losses(built, features, parts[half], num_drafts)
+            losses = self._texts.pages.losses(draft.build(weights), features, parts[half], num_drafts)
             return mean_loss(losses[:, : self._num_drafts])
 
-        return training_gain(draft.weights, loss)
+        return loss
 
     def walk(self, pair: LoadedPair, *, is_whole: bool = False) -> StepCounts:
         """(tokens, steps) of each text, for steps with room for a whole block. Whole blocks count if `is_whole`."""

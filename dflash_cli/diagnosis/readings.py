@@ -15,9 +15,9 @@ number of readings.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import StepCounts, pooled_acceptance_len
@@ -42,6 +42,8 @@ from dflash_cli.diagnosis.reading_results import (
     find_best,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
+from dflash_cli.diagnosis.weight_looks import most_pulled
+from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UsageError
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
     from dflash_cli.diagnosis.reading_screen import ReadingScreen
 
+T = TypeVar("T")
+
 MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
 
@@ -58,7 +62,7 @@ MAX_RUN = 4
 """The most readings whose steps are counted after the screen."""
 
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
-MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
+MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
 
 MAX_ON_TOP = 24
@@ -66,6 +70,12 @@ MAX_ON_TOP = 24
 
 MAX_SUSPECTS = 6
 """Parts of single layers, and parts of all layers, that are read in other ways. The draft misses them least."""
+
+MAX_PULLED = 5
+"""Parts of single layers, and parts of all layers, that are also read in other scales."""
+
+MAX_HARMFUL = 6
+"""Parts that a draft may be better without."""
 
 NUM_RARE_IDS = 96
 
@@ -238,8 +248,17 @@ class Searcher:
         least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
         suspects = {("fc", None), *(spot for item in least for spot in item.alternative.touches)}
         own = self._own_score(VERY_FEW_ANCHORS).loss
-        harmful = [item.alternative for item in found[:MAX_GUESSES] if item.score.loss < own]
-        return [*harmful, *(item for item in guesses if item.touches & suspects)]
+        harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
+        pulled = self._pulled()
+        return [
+            *harmful,
+            *(item for item in guesses if item.touches & (suspects | pulled if item.is_scale else suspects)),
+        ]
+
+    def _pulled(self) -> frozenset[Spot]:
+        """Parts of all layers, and parts of single layers, whose scale changes the loss most."""
+        found = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
+        return most_pulled(found, self._own.config, MAX_PULLED) if found is not None else frozenset()
 
     def _is_below(self, own_len: float) -> bool:
         return self._expected is not None and own_len - 1 < ENOUGH_OF_EXPECTED * (self._expected.value - 1)
@@ -306,12 +325,7 @@ class Searcher:
         ).doubt()
 
     def _training_gain(self, reading: AlternativeReading) -> float | None:
-        import torch
-
-        try:
-            return self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS)
-        except torch.OutOfMemoryError:
-            return None
+        return _if_memory_suffices(lambda: self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS))
 
     def _new_texts(
         self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
@@ -339,6 +353,15 @@ class Searcher:
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
         found = confirm(best.alternative, base, other, self._budget)
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
+
+
+def _if_memory_suffices(compute: Callable[[], T]) -> T | None:
+    import torch
+
+    try:
+        return compute()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:

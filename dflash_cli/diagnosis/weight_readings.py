@@ -6,7 +6,7 @@ A family yields each reading for all layers together, and as guesses for single 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
@@ -27,6 +27,9 @@ from dflash_runtime.config import DraftConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+Where = int | tuple[int, ...] | None
+"""One layer, several layers, or all layers (None)."""
+
 MOST_LAYERS_ALONE = 8
 """In drafts with more layers, single layers are not tried."""
 
@@ -38,6 +41,8 @@ QUERY, KEY, VALUE = QKV
 IN_LAYERS = (*rewrites.STACKED, "self_attn.o_proj", "mlp.down_proj", *HEAD_NORMS, *LAYER_NORMS)
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
+EQUAL_SCALES = ((VALUE, OUT), (UP, DOWN), HEAD_NORMS)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightReading:
@@ -46,6 +51,7 @@ class WeightReading:
     touches      the parts that it changes, each in one layer, or in all layers (None)
     is_guess     it is one of many, to be tried only if a probe makes one of its parts suspect
     is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
+    is_scale     it multiplies a part by a factor
     halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
     """
 
@@ -55,6 +61,7 @@ class WeightReading:
     touches: frozenset[Spot]
     is_guess: bool = False
     is_neutral: bool = False
+    is_scale: bool = False
     halves: tuple[Rewrite, ...] = ()
 
 
@@ -76,6 +83,13 @@ class WeightSpace:
         """None for all layers together, then every single layer."""
         count = self.config.num_layers
         return (None, *(range(count) if 1 < count <= MOST_LAYERS_ALONE else ()))
+
+    @property
+    def groups(self) -> "tuple[Where, ...]":
+        """The same, and all layers with a window, and all layers without one."""
+        windows = self.config.windows
+        kinds = [tuple(at for at, width in enumerate(windows) if (width is None) == is_full) for is_full in (0, 1)]
+        return (*self.layers, *(kind for kind in kinds if 1 < len(kind) < len(windows)))
 
 
 def weight_readings(space: WeightSpace) -> Iterator[WeightReading]:
@@ -102,16 +116,19 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
         yield WeightReading(name, rewrite, cause, _spots(("fc",), None), is_neutral=True)
 
 
-def _spots(parts: Iterable[str], *layers: int | None) -> frozenset[Spot]:
+def _spots(parts: Iterable[str], where: Where) -> frozenset[Spot]:
+    layers = where if isinstance(where, tuple) else (where,)
     return frozenset((part, None if part in ENDS else layer) for part in parts for layer in layers)
 
 
-def _named(name: str, layer: int | None) -> str:
-    return name if layer is None else f"{name} in layer {layer}"
+def _named(name: str, where: Where) -> str:
+    if where is None:
+        return name
+    return f"{name} in layer {where}" if isinstance(where, int) else f"{name} in layers {', '.join(map(str, where))}"
 
 
-def _only(layer: int | None) -> tuple[int, ...] | None:
-    return None if layer is None else (layer,)
+def _only(where: Where) -> tuple[int, ...] | None:
+    return (where,) if isinstance(where, int) else where
 
 
 def _short(part: str) -> str:
@@ -186,6 +203,11 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
         "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
         **{_short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
     }  # fmt: skip
+    for shift, way in ((1, "earlier"), (-1, "later")) if count > 2 else ():
+        for name, parts in groups.items():
+            rewrite = rewrites.roll_layers(parts, shift)
+            title, cause = f"{name} of each layer moved one layer {way}", f"{name} of all layers belong to other layers"
+            yield WeightReading(title, rewrite, cause, _spots(parts, order), len(parts) == 1)
     pairs = combinations(order, 2) if count <= MOST_LAYERS_ALONE else pairwise(order)
     for first, second in pairs:
         for name, parts in groups.items():
@@ -199,14 +221,16 @@ def _rope_layouts(space: WeightSpace) -> Iterator[WeightReading]:
     if size % 2:
         return
     cause = "the rows of q_proj and k_proj are in another layout of rope"
-    for layer in space.layers:
+    counts = [size, *(count for count in (size // 2, size // 4) if count >= 4 and count % 2 == 0)]
+    for where, num_rotated in product(space.groups, counts):
+        rows = "" if num_rotated == size else f" of the first {num_rotated} dimensions"
         for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
             for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
-                rewrite = rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms, layers=_only(layer))
-                spots = _spots((QUERY, KEY), layer)
-                yield WeightReading(
-                    _named(f"rope over {layout}{suffix}", layer), rewrite, cause, spots, layer is not None
+                rewrite = rewrites.pair_dimensions(
+                    to_halves=to_halves, with_norms=with_norms, layers=_only(where), num_rotated=num_rotated
                 )
+                title = _named(f"rope over {layout}{rows}{suffix}", where)
+                yield WeightReading(title, rewrite, cause, _spots((QUERY, KEY), where), where is not None)
 
 
 def _fused(space: WeightSpace) -> Iterator[WeightReading]:
@@ -267,6 +291,40 @@ def _given(order: tuple[int, ...], _: int) -> "Tensor":
     return torch.tensor(order)
 
 
+def _paired_in(num_heads: int, num_rows: int) -> dict[str, Order]:
+    """The two layouts of rope, for the wrong number of heads."""
+    if num_rows % (2 * num_heads):
+        return {}
+    return {
+        f"in pairs of {num_heads} heads": rewrites.in_parts(rewrites.transposed(2), num_heads),
+        f"from pairs of {num_heads} heads": rewrites.in_parts(rewrites.untransposed(2), num_heads),
+    }
+
+
+def _orders_of_parts(count: int) -> dict[str, Order]:
+    """Every order of four equal parts, and exchanges of two of eight neighbouring parts."""
+    orders = {order: 4 for order in sorted(permutations(range(4)))[1:]} if count % 4 == 0 else {}
+    if count % 8 == 0:
+        orders |= {tuple(item ^ (item // 2 == pair) for item in range(8)): 8 for pair in range(4)}
+        orders[tuple(item ^ 1 for item in range(8))] = 8
+    return {
+        f"with {parts} parts in the order {list(order)}": rewrites.of_heads(partial(_given, order), count // parts)
+        for order, parts in orders.items()
+    }
+
+
+def _blocks_of_taps(hidden_size: int, taps: int) -> dict[str, Order]:
+    """The features of the taps by blocks of columns: a block of each tap, then the next block of each tap."""
+    found: dict[str, Order] = {}
+    for size in sorted(
+        {hidden_size // parts for parts in (2, 4, 8, 16) if hidden_size % parts == 0} | {8, 16, 32, 64, 128}
+    ):
+        if size < hidden_size and hidden_size % size == 0:
+            found[f"interleaved over taps by {size}"] = rewrites.of_heads(rewrites.transposed(taps), size)
+            found[f"from taps interleaved by {size}"] = rewrites.of_heads(rewrites.untransposed(taps), size)
+    return found
+
+
 def _axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, Order]]]:
     """Each axis of matrices with the parts that it may have been reordered in, and its orders."""
     size, heads, keys = config.head_dim, config.num_heads, config.num_kv_heads
@@ -284,6 +342,8 @@ def _axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, 
     yield "dimensions of heads", {QUERY: 0, KEY: 0}, inside
     yield "dimensions of heads", {QUERY: 0}, inside
     yield "dimensions of heads", {KEY: 0}, inside
+    yield "dimensions of heads", {KEY: 0}, _paired_in(heads, keys * size)
+    yield "dimensions of heads", {QUERY: 0}, _paired_in(keys, heads * size)
     yield "dimensions of heads", {VALUE: 0}, inside
     yield "dimensions of heads", {OUT: 1}, inside
     inner, hidden = _orders(config.intermediate_size), _orders(config.hidden_size)
@@ -293,12 +353,14 @@ def _axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, 
         yield "input channels", {part: 1}, hidden
     for part in (OUT, DOWN, "fc"):
         yield "output channels", {part: 0}, hidden
+    yield "output channels", {"fc": 0}, _orders_of_parts(config.hidden_size)
     taps = config.num_taps
     if config.hidden_size % taps == 0 or taps > 1:
         yield "features", {"fc": 1}, {
             **{f"{name} within each tap": rewrites.in_parts(order, taps) for name, order in hidden.items()},
             "interleaved over taps": rewrites.transposed(taps),
             "from interleaved taps": rewrites.untransposed(taps),
+            **_blocks_of_taps(config.hidden_size, taps),
             "with halves exchanged": rewrites.exchange_halves,
             "in reverse": rewrites.reverse,
         }  # fmt: skip
@@ -310,13 +372,35 @@ def _reordered(space: WeightSpace) -> Iterator[WeightReading]:
     """Rows or columns in another regular order."""
     for axis, parts, orders in _axes(space.config):
         where = " and ".join(_short(part) for part in parts)
-        for layer in space.layers if not set(parts) & set(ENDS) else (None,):
+        for layer in space.groups if not set(parts) & set(ENDS) else (None,):
             for name, order in orders.items():
                 changes = {part: rewrites.along(dim, order) for part, dim in parts.items()}
                 rewrite = rewrites.change_parts(changes, _only(layer))
                 title = _named(f"{axis} of {where} {name}", layer)
                 cause = f"the {axis} of {where} are in another order"
                 yield WeightReading(title, rewrite, cause, _spots(parts, layer), True)
+
+
+def _dealt(space: WeightSpace) -> Iterator[WeightReading]:
+    """Every matrix put together from shards in the wrong way: by rows, or as tensor parallelism cuts it."""
+    by_rows = dict.fromkeys(MATRICES, 0)
+    in_layers = {part: dim for part, dim in by_rows.items() if part not in ENDS}
+    parallel = {part: int(part in {OUT, DOWN}) for part in in_layers}
+    sizes = {OUT: space.config.num_heads * space.config.head_dim, DOWN: space.config.intermediate_size}
+    for name, parts in (("all matrices", by_rows), ("matrices of layers", in_layers), ("parallel matrices", parallel)):
+        for count, (way, deal) in product(SHARDS, (("dealt to", rewrites.transposed), ("from", rewrites.untransposed))):
+            if any(
+                (sizes.get(part, 0) if dim else _num_rows(space.config, part)) % count for part, dim in parts.items()
+            ):
+                continue
+            rewrite = rewrites.change_parts({part: rewrites.along(dim, deal(count)) for part, dim in parts.items()})
+            cause = "the rows of all matrices are in another order, as if shards took them in turn"
+            yield WeightReading(f"rows of {name} {way} {count} shards in turn", rewrite, cause, frozenset())
+
+
+def _num_rows(config: DraftConfig, part: str) -> int:
+    own = {QUERY: config.num_heads * config.head_dim, GATE: config.intermediate_size, UP: config.intermediate_size}
+    return own.get(part, config.num_kv_heads * config.head_dim if part in {KEY, VALUE} else config.hidden_size)
 
 
 def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
@@ -341,14 +425,32 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
             factors: set[float] = {*FACTORS, space.config.head_dim**-0.5, space.config.head_dim**0.5}
             factors = factors if part in NORMS else {-1.0}
             if space.weights and layer is not None:
-                factors |= set(scale_beside_siblings(space.weights, space.config, part, layer))
+                beside = scale_beside_siblings(space.weights, space.config, part, layer)
+                factors |= set(beside)
+                yield from (_scaled_elsewhere(space, part, layer, 1 / factor) for factor in beside)
             if part in MATRICES and (layer is None or part in {VALUE, OUT, DOWN, UP}):
                 factors |= {0.125, 0.25, 0.5, 2.0, 4.0, 8.0} if part not in {QUERY, KEY, "fc"} else set()
             for factor in sorted(factors):
                 rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, _only(layer))
-                cause = f"the values of {_short(part)} are {'negated' if factor == -1 else 'scaled'}"
+                cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
                 title = _named(f"{_short(part)} times {factor:.3g}", layer)
-                yield WeightReading(title, rewrite, cause, _spots((part,), layer), True)
+                yield WeightReading(title, rewrite, cause, _spots((part,), layer), True, is_scale=True)
+
+
+def _names_of_equals(part: str) -> str:
+    """A part and the part whose scale has the same effect: no run can tell them apart."""
+    return next((" or ".join(map(_short, pair)) for pair in EQUAL_SCALES if part in pair), _short(part))
+
+
+def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) -> WeightReading:
+    """A part times a factor in every other layer. Few layers do not tell which of them were scaled."""
+    others = tuple(at for at in range(space.config.num_layers) if at != layer)
+    rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, others)
+    title, cause = (
+        _named(f"{_short(part)} times {factor:.3g}", others),
+        f"the values of {_names_of_equals(part)} are scaled",
+    )
+    return WeightReading(title, rewrite, cause, _spots((part,), others))
 
 
 def _biases(space: WeightSpace) -> Iterator[WeightReading]:
@@ -357,5 +459,5 @@ def _biases(space: WeightSpace) -> Iterator[WeightReading]:
 
 
 FAMILIES = (
-    _norm_offsets, _exchanges, _layer_parts, _rope_layouts, _fused, _reordered, _by_column, _scales, _biases,
+    _norm_offsets, _exchanges, _layer_parts, _rope_layouts, _fused, _reordered, _dealt, _by_column, _scales, _biases,
 )  # fmt: skip
