@@ -57,7 +57,7 @@ def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) 
     whole: dict[Spot, float] = {}
     for part in PARTS:
         found = [float(item.float().sum()) for item in _values(pulls, config, part, None)]
-        whole[part, None] = abs(sum(found))
+        whole[part, None] = sum(map(abs, found))
         single |= {} if part in ENDS else {(part, layer): abs(value) for layer, value in enumerate(found)}
     return frozenset(spot for spots in (whole, single) for spot in sorted(spots, key=lambda at: -spots[at])[:count])
 
