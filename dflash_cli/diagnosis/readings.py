@@ -74,6 +74,9 @@ MAX_SUSPECTS = 6
 MAX_PULLED = 5
 """Parts of single layers, and parts of all layers, that are also read in other scales."""
 
+EXPECTED_SHARE = 0.25
+"""Share of the readings of single parts that are expected to be tried."""
+
 MAX_HARMFUL = 6
 """Parts that a draft may be better without."""
 
@@ -155,15 +158,16 @@ class Searcher:
         readings = alternative_readings(self._space)
         self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
         self._tried: Counter[str] = Counter()
+        self._num_scored, self._num_probed, self._num_planned = 0, 0, self._plan()
 
     def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
         """The whole search on given prompts, or on made ones."""
-        runner, budget, total = self._runner, self._budget, len(self._readings) + 1
+        runner, budget = self._runner, self._budget
         is_given = prompts is not None
         if prompts is None:
-            self._observe("making prompts", 0, total)
+            self._observe("making prompts", 0, self._num_planned)
             prompts = runner.make_prompts(range(budget.num_prompts))
-        self._observe("config as it is", 0, total)
+        self._observe("config as it is", 0, self._num_planned)
         outputs, left_out = _answered(runner.run(runner.build(self._own), prompts))
         self._screen = runner.screen(outputs, self._taps())
         base = self._screen.walk(runner.build(self._own))
@@ -204,7 +208,18 @@ class Searcher:
     def _taps(self) -> set[int]:
         return {tap for item in (self._own, *self._readings) for tap in item.config.target_layer_ids}
 
+    def _plan(self, num_suspected: int | None = None) -> int:
+        """How many scores the search takes. Until suspect parts are known, a share of their readings is expected."""
+        tried = [item for item in self._readings if not (item.is_guess and item.factor == "weights")]
+        num_guesses = len(self._readings) - len(tried)
+        if num_guesses and num_suspected is None:
+            num_suspected = len(neutral_readings(self._space)) + round(EXPECTED_SHARE * num_guesses)
+        factors = {item.factor for item in self._readings if item.is_guess}
+        return len(tried) + (num_suspected or 0) + len(factors) * MAX_GUESSES + MAX_SCREENED_AGAIN + MAX_ON_TOP
+
     def _score(self, reading: AlternativeReading, num_anchors: int) -> Score:
+        self._num_scored += 1
+        self._observe(reading.name, min(self._num_scored, self._num_planned), self._num_planned)
         return self._screen.score(self._runner.build(reading), num_anchors)
 
     def _own_score(self, num_anchors: int) -> Score:
@@ -224,6 +239,7 @@ class Searcher:
             if factor == "weights":
                 length = max(own_len, found[0].score.accepted if found else 1.0)
                 guesses = self._suspected(guesses, length)
+                self._num_planned = self._plan(self._num_probed + len(guesses))
             best = self._best(guesses, VERY_FEW_ANCHORS)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
         found.sort(key=by_loss)
@@ -233,7 +249,6 @@ class Searcher:
     def _best(self, readings: Sequence[AlternativeReading], num_anchors: int) -> list[ReadingResult]:
         found = []
         for reading in readings:
-            self._observe(reading.name, sum(self._tried.values()), len(self._readings))
             found.append(self._estimate(reading, num_anchors))
             self._tried[reading.factor] += 1
         return sorted(found, key=by_loss)
@@ -242,7 +257,9 @@ class Searcher:
         """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
         if length - 1 > ENOUGH_SHARE * (self._own.config.block_size - 1) and not self._is_below(length):
             return []
-        found = self._best(neutral_readings(self._space), VERY_FEW_ANCHORS)
+        probes = neutral_readings(self._space)
+        self._num_probed = len(probes)
+        found = self._best(probes, VERY_FEW_ANCHORS)
         whole = [item for item in found if None in {layer for _, layer in item.alternative.touches}]
         single = [item for item in found if not any(item is one for one in whole)]
         least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
@@ -339,7 +356,7 @@ class Searcher:
         new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
         if len(new) < MIN_UNITS:
             return None
-        self._observe(f"{best.name}, tested on {len(new)} new prompts", len(self._readings), len(self._readings) + 1)
+        self._observe(f"{best.name}, tested on {len(new)} new prompts", self._num_planned, self._num_planned)
         written = [
             output
             for output in self._runner.run(self._runner.build(best), [list(prompt) for prompt in new])
