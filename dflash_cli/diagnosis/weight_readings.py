@@ -316,10 +316,8 @@ def _orders_of_parts(count: int) -> dict[str, Order]:
 def _blocks_of_taps(hidden_size: int, taps: int) -> dict[str, Order]:
     """The features of the taps by blocks of columns: a block of each tap, then the next block of each tap."""
     found: dict[str, Order] = {}
-    for size in sorted(
-        {hidden_size // parts for parts in (2, 4, 8, 16) if hidden_size % parts == 0} | {8, 16, 32, 64, 128}
-    ):
-        if size < hidden_size and hidden_size % size == 0:
+    for size in sorted({2, 4, 8, 16, 32, 64, 128, *(hidden_size // parts for parts in (2, 4, 8, 16))}):
+        if 1 < size < hidden_size and hidden_size % size == 0:
             found[f"interleaved over taps by {size}"] = rewrites.of_heads(rewrites.transposed(taps), size)
             found[f"from taps interleaved by {size}"] = rewrites.of_heads(rewrites.untransposed(taps), size)
     return found
@@ -387,15 +385,29 @@ def _dealt(space: WeightSpace) -> Iterator[WeightReading]:
     in_layers = {part: dim for part, dim in by_rows.items() if part not in ENDS}
     parallel = {part: int(part in {OUT, DOWN}) for part in in_layers}
     sizes = {OUT: space.config.num_heads * space.config.head_dim, DOWN: space.config.intermediate_size}
-    for name, parts in (("all matrices", by_rows), ("matrices of layers", in_layers), ("parallel matrices", parallel)):
-        for count, (way, deal) in product(SHARDS, (("dealt to", rewrites.transposed), ("from", rewrites.untransposed))):
-            if any(
-                (sizes.get(part, 0) if dim else _num_rows(space.config, part)) % count for part, dim in parts.items()
-            ):
-                continue
-            rewrite = rewrites.change_parts({part: rewrites.along(dim, deal(count)) for part, dim in parts.items()})
-            cause = "the rows of all matrices are in another order, as if shards took them in turn"
-            yield WeightReading(f"rows of {name} {way} {count} shards in turn", rewrite, cause, frozenset())
+    ways = (("dealt to", rewrites.transposed), ("from", rewrites.untransposed))
+    for (name, parts), count, (way, deal) in product(_sets(in_layers, parallel, by_rows), SHARDS, ways):
+        lengths = [sizes[part] if dim else _num_rows(space.config, part) for part, dim in parts.items()]
+        if any(length % count for length in lengths):
+            continue
+        for layer in space.layers if not set(parts) & set(ENDS) else (None,):
+            changes = {part: rewrites.along(dim, deal(count)) for part, dim in parts.items()}
+            title = _named(f"rows of {name} {way} {count} shards in turn", layer)
+            cause = "the rows of several matrices are in another order, as if shards took them in turn"
+            rewrite = rewrites.change_parts(changes, _only(layer))
+            yield WeightReading(title, rewrite, cause, _spots(parts, layer), layer is not None)
+
+
+def _sets(
+    in_layers: dict[str, int], parallel: dict[str, int], by_rows: dict[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Sets of matrices with the dimension of their rows."""
+    yield "all matrices", by_rows
+    yield "matrices of layers", in_layers
+    yield "parallel matrices", parallel
+    for name, chosen in (("attention", (*QKV, OUT)), ("the MLP", (GATE, UP, DOWN))):
+        yield f"matrices of {name}", {part: in_layers[part] for part in chosen}
+        yield f"parallel matrices of {name}", {part: parallel[part] for part in chosen}
 
 
 def _num_rows(config: DraftConfig, part: str) -> int:
@@ -411,9 +423,18 @@ def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
             cause = f"the values of {_short(part)} are stored by columns, as those of its transpose"
             title = _named(f"{_short(part)} read by columns", layer)
             yield WeightReading(title, rewrite, cause, _spots((part,), layer), layer is not None)
-    rewrite = rewrites.change_parts(dict.fromkeys(MATRICES, rewrites.by_column))
-    cause = "the values of all matrices are stored by columns"
-    yield WeightReading("all matrices read by columns", rewrite, cause, frozenset())
+    groups = {
+        "all matrices": MATRICES, "matrices of layers": MATRICES[:-1], "matrices of attention": (*QKV, OUT),
+        "matrices of the MLP": (GATE, UP, DOWN),
+    }  # fmt: skip
+    for name, parts in groups.items():
+        for layer in space.layers if "fc" not in parts else (None,):
+            rewrite = rewrites.change_parts(dict.fromkeys(parts, rewrites.by_column), _only(layer))
+            title, cause = (
+                _named(f"{name} read by columns", layer),
+                "the values of several matrices are stored by columns",
+            )
+            yield WeightReading(title, rewrite, cause, _spots(parts, layer), layer is not None)
 
 
 def _scales(space: WeightSpace) -> Iterator[WeightReading]:
