@@ -42,7 +42,7 @@ from dflash_cli.diagnosis.reading_results import (
     find_best,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
-from dflash_cli.diagnosis.weight_looks import most_pulled
+from dflash_cli.diagnosis.suspect_parts import most_pulled, suspect_spots
 from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -68,8 +68,8 @@ MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
 MAX_ON_TOP = 24
 """Readings that are tried on top of the best one."""
 
-MAX_SUSPECTS = 6
-"""Parts of single layers, and parts of all layers, that are read in other ways. The draft misses them least."""
+MAX_SUSPECTS = 4
+"""Norms, and matrices, of single layers and of all layers, that are read in other ways (`suspect_spots`)."""
 
 MAX_PULLED = 5
 """Parts of single layers, and parts of all layers, that are also read in other scales."""
@@ -260,10 +260,7 @@ class Searcher:
         probes = neutral_readings(self._space)
         self._num_probed = len(probes)
         found = self._best(probes, VERY_FEW_ANCHORS)
-        whole = [item for item in found if None in {layer for _, layer in item.alternative.touches}]
-        single = [item for item in found if not any(item is one for one in whole)]
-        least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
-        suspects = {("fc", None), *(spot for item in least for spot in item.alternative.touches)}
+        suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
         harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
         pulled = self._pulled()

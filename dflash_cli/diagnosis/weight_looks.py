@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dflash_cli.diagnosis.weight_rewrites import ENDS, PARTS, Spot, part_of
+from dflash_cli.diagnosis.weight_rewrites import ENDS, part_of
 from dflash_runtime.config import DraftConfig
 
 if TYPE_CHECKING:
@@ -49,17 +49,6 @@ def scale_beside_siblings(
         return ()
     factor = usual / own
     return factor, 2.0 ** math.floor(math.log2(factor)), 2.0 ** math.ceil(math.log2(factor))
-
-
-def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
-    """The parts of all layers, and of single layers, whose scale changes the loss most. `pulls` sum to that change."""
-    single: dict[Spot, float] = {}
-    whole: dict[Spot, float] = {}
-    for part in PARTS:
-        found = [float(item.float().sum()) for item in _values(pulls, config, part, None)]
-        whole[part, None] = sum(map(abs, found))
-        single |= {} if part in ENDS else {(part, layer): abs(value) for layer, value in enumerate(found)}
-    return frozenset(spot for spots in (whole, single) for spot in sorted(spots, key=lambda at: -spots[at])[:count])
 
 
 def _values(weights: "Mapping[str, Tensor]", config: DraftConfig, part: str, layer: int | None) -> "list[Tensor]":
