@@ -25,6 +25,13 @@ LOSS_DECAY = 4.0
 """Positions over which the weight of a drafted token falls to 1/e. Source: arXiv 2602.06036."""
 
 
+WITHOUT_CONTEXT = (
+    ".o_proj.weight", ".gate_up_proj.weight", ".down_proj.weight", ".post_attention_layernorm.weight",
+    ".input_layernorm.weight", ".q_norm.weight",
+)  # fmt: skip
+"""Ends of the names of tensors that a draft's context KV does not depend on."""
+
+
 class KnownTexts:
     """Prompts with the target's greedy continuations, and the target's outputs of some layers over them."""
 
@@ -47,7 +54,7 @@ class ReadingScreen:
 
     def __init__(self, texts: KnownTexts, num_drafts: int) -> None:
         self._texts, self._num_drafts = texts, num_drafts
-        self._last: tuple[Weights | None, tuple[object, ...], KVCache] | None = None
+        self._last: tuple[tuple[object, ...], list[Tensor], KVCache] | None = None
         self._anchors = [
             (index, position)
             for index, (start, end) in enumerate(texts.spans)
@@ -124,13 +131,18 @@ class ReadingScreen:
     def _context(self, pair: LoadedPair) -> KVCache:
         """The draft's context KV of all texts under this reading, reused from the last reading if it is the same."""
         assert pair.draft is not None
-        config, weights = pair.draft.config, pair.draft_weights
-        made_from = (config.target_layer_ids, config.rope, config.rms_norm_eps)
-        if self._last is not None and self._last[0] is weights and self._last[1] == made_from:
+        config, weights = pair.draft.config, pair.draft_weights or {}
+        settings = (config.target_layer_ids, config.rope, config.rms_norm_eps)
+        read = [tensor for name, tensor in weights.items() if not name.endswith(WITHOUT_CONTEXT)]
+        if self._last is not None and self._last[0] == settings and _are_same(self._last[1], read):
             return self._last[2]
         cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))
-        self._last = (weights, made_from, cache)
+        self._last = (settings, read, cache)
         return cache
+
+
+def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
 def mean_loss(losses: Tensor) -> Tensor:
