@@ -227,11 +227,8 @@ def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
 def test_a_size_beside_other_layers_is_no_cause_without_a_reading() -> None:
     """With three layers, one layer may have been scaled, or the other two."""
     low = ReadingSearch(16, 1000, 1.1, (), 60)
-    found = [
-        finding("N36", "model.safetensors:layers.2.self_attn.v_proj.weight"),
-        finding("R06", "x", severity="error"),
-    ]
-    found[1] = replace(found[1], level="run")
+    size = finding("N36", "model.safetensors:layers.2.self_attn.v_proj.weight")
+    found = [size, replace(finding("R06", "config.json", severity="error"), level="run")]
     assert diagnose_report(report_of_search(low, *found), draft="d", target="t").has_cause is False
     assert diagnose_report(report_of_search(low, replace(size, id="N38"), found[1]), draft="d", target="t").has_cause
 
