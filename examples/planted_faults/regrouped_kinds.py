@@ -51,7 +51,10 @@ def first_dimensions(change: Callable[[int], Tensor]) -> Any:
 
     def of(item: Tensor, config: Config, strength: Strength) -> Tensor:
         count = config["head_dim"] // (2 if strength == "mild" else 4)
-        return inside(lambda size: torch.cat((change(count), torch.arange(count, size))))(item, config, strength)
+        reordered: Tensor = inside(lambda size: torch.cat((change(count), torch.arange(count, size))))(
+            item, config, strength
+        )
+        return reordered
 
     def plant(config: Config, tensors: Tensors, strength: Strength) -> None:
         for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
