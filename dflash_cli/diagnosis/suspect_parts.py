@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+FEATURES: frozenset[Spot] = frozenset({("fc", None)})
+
+
 def suspect_spots(left_out: Sequence[ReadingResult], count: int) -> frozenset[Spot]:
     """The parts that a draft misses least: norms, and matrices, of all layers and of single layers, `count` of each.
 
@@ -21,10 +24,12 @@ def suspect_spots(left_out: Sequence[ReadingResult], count: int) -> frozenset[Sp
     ranked: dict[tuple[bool, bool], list[frozenset[Spot]]] = defaultdict(list)
     for item in left_out:
         spots = item.alternative.touches
+        if spots == FEATURES:
+            continue
         ranked[all(part in NORMS for part, _ in spots), any(layer is None for _, layer in spots)].append(spots)
     found = {spot for group in ranked.values() for spots in group[:count] for spot in spots}
     beside = {(part, layer) for norm, layer in found if norm in HEAD_NORMS for part in QKV[:2]}
-    return frozenset({("fc", None), *found, *beside})
+    return FEATURES | found | beside
 
 
 def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:

@@ -235,10 +235,11 @@ def test_a_size_beside_other_layers_is_no_cause_without_a_reading() -> None:
 
 def test_suspect_norms_do_not_displace_matrices() -> None:
     norms = [("self_attn.q_norm", 1), ("input_layernorm", 2), ("post_attention_layernorm", 0)]
-    spots = [*norms, ("self_attn.o_proj", 0), ("mlp.down_proj", 1)]
+    spots = [("fc", None), *norms, ("self_attn.o_proj", 0), ("mlp.down_proj", 1), ("self_attn.v_proj", None)]
     left_out = [result(3.0, 3.0, 0.0, "weights", touches=frozenset({spot})) for spot in spots]
     found = suspect_spots(left_out, 1)
-    assert found == {("fc", None), norms[0], ("self_attn.q_proj", 1), ("self_attn.k_proj", 1), spots[3]}
+    beside = {("self_attn.q_proj", 1), ("self_attn.k_proj", 1)}
+    assert found == {("fc", None), norms[0], *beside, ("self_attn.o_proj", 0), ("self_attn.v_proj", None)}
 
 
 def test_two_readings_change_a_draft_together_unless_they_change_the_same_setting() -> None:
