@@ -1,22 +1,25 @@
 """Plant kinds of faults in drafts of three families, diagnose each draft, and record the cause that is named.
 
     python examples/plant_kinds.py --out kinds.jsonl --markdown docs/measurements/planted-kinds.md
-    python examples/plant_kinds.py --out other.jsonl --faults FILE.py      # another set, with the same interface
+    python examples/plant_kinds.py --out other.jsonl --faults FILE.py --jobs 15 --markdown other.md    # another set
 
 A cell is a kind, a strength and a family. Every finished cell is a line of the JSON Lines file, so an interrupted run
-continues with the next cell. A draft is diagnosed without an expected figure; if it lost more than a tenth of its
-accepted tokens and no cause is named, also with the figure of the sound draft.
+continues with the next cell. Each kind comes once in one family before any comes again. A draft is diagnosed without
+an expected figure; if it lost more than a tenth of its accepted tokens, also with the figure of the sound draft.
 """
 
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.pair_validation import validate_running
+from dflash_cli.diagnosis.reading_doubts import falls_short
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, RunSettings, SearchBudget
@@ -45,6 +49,9 @@ from dflash_runtime.documents import copy_fields
 from dflash_runtime.errors import DFlashError
 
 PAIRS = Path(__file__).parent.parent / "tests" / "data" / "pairs"
+Cell = tuple[str, str, str]
+"""Family, kind and strength."""
+
 BUDGET = SearchBudget(num_prompts=8, max_new_tokens=40, lead_len=24, num_resamples=1000)
 SOUND = "as it is"
 COSTS = 0.1
@@ -54,9 +61,17 @@ def directory(family: str, role: Role) -> Path:
     return fetch_directory(TINY, role) if family == "bundled" else PAIRS / family / role.value
 
 
+def own_prompts(family: str) -> list[list[int]]:
+    """The prompts of a pair whose language asks for values that its prompts state; none for other pairs."""
+    if family != "hybrid":
+        return []
+    lines = (PAIRS / family / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt_token_ids"] for line in lines]
+
+
 def shorten() -> None:
     """A smaller search than a user's: fewer anchors, new prompts and rare ids."""
-    readings.VERY_FEW_ANCHORS, readings.FEW_ANCHORS, readings.MANY_ANCHORS = 10, 32, 128
+    readings.VERY_FEW_ANCHORS, readings.FEW_ANCHORS, readings.MANY_ANCHORS = 12, 32, 128
     readings.MIN_TEST_PROMPTS, readings.NUM_RARE_IDS, readings.MAX_ON_TOP = 20, 24, 12
 
 
@@ -69,13 +84,18 @@ def plant(fault: Any, family: str, strength: str, path: Path) -> None:
     tensors = {name: item.float() for name, item in stored.items()}
     fault.plant(config, tensors, strength)
     (path / "config.json").write_text(json.dumps(config))
-    kept = {name: item.to(torch.bfloat16).contiguous().clone() for name, item in tensors.items()}
+    kept = {name: _narrow(item).contiguous().clone() for name, item in tensors.items()}
     save_file(kept, path / "model.safetensors")
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype of a published draft; integers stay."""
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def diagnose(draft: Path, family: str) -> tuple[RunReport, dict[str, Any]]:
     """The report without an expected figure, and the part of a row about it."""
-    SharedRunner.sound = open_draft(directory(family, Role.DRAFT))
+    SharedRunner.sound, SharedRunner.given = open_draft(directory(family, Role.DRAFT)), own_prompts(family)
     target = directory(family, Role.TARGET)
     settings = RunSettings(
         EngineConfig(device="cpu", max_num_requests=32), BUDGET, lambda *_: None, make_runner=SharedRunner
@@ -88,10 +108,12 @@ def diagnose(draft: Path, family: str) -> tuple[RunReport, dict[str, Any]]:
 def with_figure(report: RunReport, draft: Path, family: str, expected: float) -> dict[str, Any]:
     """The part of a row with the figure of the sound draft.
 
-    A figure adds doubts and findings, but no reading: the search is the same.
+    A figure adds a doubt and findings, but no reading: the search is the same.
     """
     assert report.search is not None
-    search = replace(report.search, expected=ExpectedFigure(expected, "the sound draft"))
+    figure = ExpectedFigure(expected, "the sound draft")
+    tried = [replace(item, doubt=item.doubt or falls_short(item, figure)) for item in report.search.readings]
+    search = replace(report.search, expected=figure, readings=tuple(tried))
     plan = ValidationPlan(draft=draft, target=directory(family, Role.TARGET), level="weights")
     subject = copy_fields(RunSubject, open_subject(plan), search=search)
     kept = [item for item in report.findings if item.level != "run"]
@@ -133,7 +155,7 @@ def examine(fault: Any, family: str, strength: str, sound: float | None) -> dict
             row["length"] = report.search.acceptance_len
             if sound is not None:
                 row["loss"] = 1 - (row["length"] - 1) / (sound - 1)
-                if row["loss"] > COSTS and not row["plain"]["has_cause"]:
+                if row["loss"] > COSTS:
                     row["expected"] = with_figure(report, draft, family, sound)
     row["seconds"] = round(time.monotonic() - begin, 1)
     return row
@@ -160,56 +182,126 @@ def load_faults(path: Path | None) -> list[Any]:
     return list(module.FAULTS)
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+def key_of(row: dict[str, Any]) -> Cell:
     return row["family"], row["name"], row["strength"]
 
 
-def sound_length(family: str, rows: list[dict[str, Any]], out: Path) -> float:
-    """The acceptance length of the family's draft without a fault; its row is written first."""
-    for row in rows:
-        if key_of(row) == (family, SOUND, ""):
-            return float(row["length"])
+def sound_row(family: str) -> dict[str, Any]:
+    """The row of the family's draft without a fault."""
 
     class Nothing:
         name = SOUND
         plant = staticmethod(lambda *_: None)
 
-    first = examine(Nothing, family, "", None)
-    assert first is not None
-    rows.append(first)
-    with out.open("a") as state:
-        state.write(json.dumps(first) + "\n")
-    return float(first["length"])
+    row = examine(Nothing, family, "", None)
+    assert row is not None
+    return row
+
+
+def prepare(faults: Path | None, lengths: dict[str, float]) -> None:
+    """What a process does once: load the faults, and use one thread."""
+    torch.set_num_threads(1)
+    shorten()
+    _process.update(faults={fault.name: fault for fault in load_faults(faults)}, lengths=lengths)
+
+
+_process: dict[str, Any] = {}
+
+
+class TooLong(BaseException):
+    """A cell exceeded its time limit. No handler of exceptions catches it."""
+
+
+def run_cell(cell: Cell, limit_s: int) -> dict[str, Any]:
+    """The row of a cell, in a prepared process. A cell that exceeds the limit has `too_long` instead of a diagnosis."""
+    family, name, strength = cell
+    key = {"family": family, "name": name, "strength": strength}
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit_s)
+    try:
+        if name == SOUND:
+            return sound_row(family)
+        row = examine(_process["faults"][name], family, strength, _process["lengths"].get(family))
+        return row or {**key, "not_applicable": True}
+    except TooLong:
+        return {**key, "too_long": limit_s, "length": None, "loss": None}
+    except Exception as error:
+        return {**key, "failed": repr(error)[:200], "length": None, "loss": None}
+    finally:
+        signal.alarm(0)
+
+
+def run_cells(cells: list[Cell], given: argparse.Namespace, lengths: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Rows of cells as they finish. Each of `--jobs` processes keeps the families that it has loaded."""
+    begin = time.monotonic()
+    if given.jobs == 1:
+        prepare(given.faults, lengths)
+        for cell in cells:
+            if time.monotonic() - begin > given.budget:
+                return
+            yield run_cell(cell, given.limit)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, context, prepare, (given.faults, lengths)) as pool:
+        waiting, running = list(reversed(cells)), set()
+        while waiting or running:
+            # Only cells that can start at once are handed over, so that the budget ends the run.
+            while waiting and len(running) < given.jobs and time.monotonic() - begin <= given.budget:
+                running.add(pool.submit(run_cell, waiting.pop(), given.limit))
+            if not running:
+                return
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                yield future.result()
 
 
 def main() -> None:
+    given = read_arguments()
+    faults = load_faults(given.faults)
+    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    done = {key_of(row) for row in rows}
+    families = given.families.split(",")
+
+    def run(wanted: list[Cell]) -> None:
+        lengths = {row["family"]: row["length"] for row in rows if row["name"] == SOUND}
+        for row in run_cells([cell for cell in wanted if cell not in done], given, lengths):
+            rows.append(row)
+            done.add(key_of(row))
+            with given.out.open("a") as state:
+                state.write(json.dumps(row) + "\n")
+            print(f"{len(rows)} {' / '.join(key_of(row))}: {row.get('seconds', 0)} s", file=sys.stderr, flush=True)
+
+    run([(family, SOUND, "") for family in families])
+    run([
+        (family, fault.name, strength)
+        for fault, family, strength in cells(faults, given.every)
+        if family in families and re.search(given.only, fault.name)
+    ])  # fmt: skip
+    page = render(rows, faults, json.loads(given.judged.read_text()) if given.judged is not None else None)
+    if given.markdown is not None:
+        given.markdown.write_text(page)
+    print(page.partition("## Every cell")[0])
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file for state and result")
     parser.add_argument("--faults", type=Path, help="a file with FAULTS instead of the kinds")
     parser.add_argument("--families", default=",".join(FAMILIES), help="run only cells of these families")
     parser.add_argument("--only", default="", help="run only kinds with names that match this regular expression")
     parser.add_argument("--every", action="store_true", help="every family for each kind, not one family in turn")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which the run ends")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread and about 1.5 GB")
+    parser.add_argument("--limit", type=int, default=400, help="seconds after which a cell is recorded as too long")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell starts")
     parser.add_argument("--markdown", type=Path, help="file for the page with all cells")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    shorten()
-    begin = time.monotonic()
-    faults = load_faults(given.faults)
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    done = {key_of(row) for row in rows}
-    for fault, family, strength in cells(faults, given.every):
-        skipped = family not in given.families.split(",") or not re.search(given.only, fault.name)
-        if skipped or (family, fault.name, strength) in done or time.monotonic() - begin > given.budget:
-            continue
-        row = examine(fault, family, strength, sound_length(family, rows, given.out))
-        if row is None:
-            row = {"family": family, "name": fault.name, "strength": strength, "not_applicable": True}
-        rows.append(row)
-        with given.out.open("a") as state:
-            state.write(json.dumps(row) + "\n")
-    if given.markdown is not None:
-        given.markdown.write_text(render(rows, faults))
+    parser.add_argument(
+        "--judged", type=Path, help='JSON object with judgements by hand: {"family/name/strength": "right"}'
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,11 @@ readings of the checkpoints. Everything is written as checkpoints that other too
 
     python examples/train_tiny_pair.py --output tiny            # minutes on one GPU, many hours on a CPU
     python examples/train_tiny_pair.py --output tiny --quick    # about a minute on a CPU; learns nothing useful
+
+Further drafts for the bundled target learn from one file of its texts, from the weights of the bundled draft:
+
+    python examples/train_tiny_pair.py --further texts --texts texts.pt
+    python examples/train_tiny_pair.py --further dflash2 --texts texts.pt --steps 4000 --output draft-dflash2
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from tiny_pair import bundle, card
+from tiny_pair import bundle, card, further
 from tiny_pair.data import Corpus, Prompt, copied_share, cut_prompts, load_corpus, telling_lines
 from tiny_pair.draft import Draft, Head, TextSet, train_draft
 from tiny_pair.evaluate import Figures, Judge, Passage, repetition, summary, write_passages
@@ -89,8 +94,11 @@ def main() -> None:
     settings = quick_settings(arguments.seed) if arguments.quick else Settings(seed=arguments.seed)
     settings = scaled(settings, arguments.scale)
     device = torch.device(arguments.device)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(settings.seed)
+    if arguments.further:
+        further.main(arguments, settings)
+        return
+    arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
@@ -101,11 +109,12 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the bundle")
+    parser.add_argument("--output", type=Path, help="folder for the bundle or the draft", default=Path("tiny"))
     parser.add_argument("--quick", action="store_true", help="a smoke run of about a minute on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="factor for every number of steps (default: 1)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    further.add_arguments(parser)
     return parser.parse_args()
 
 

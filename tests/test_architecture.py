@@ -184,7 +184,7 @@ def test_a_module_shares_its_stem_with_nothing_in_its_package(folder: str) -> No
 FREE_OF_DIALECTS = ("rules", "diagnosis", "engines")
 """Folders of `dflash_cli` that see a draft through its `Format` alone. An engine's own files name what it reads."""
 
-OTHER_MEANINGS = {"diagnosis/readings.py": {"native"}}
+OTHER_MEANINGS = {"diagnosis/reading_results.py": {"native"}}
 """File -> words that name a dialect elsewhere and the target runtime in this file."""
 
 

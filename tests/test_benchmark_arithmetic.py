@@ -118,6 +118,10 @@ def test_a_disturbed_round_does_not_count() -> None:
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matrix products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "matrix products"),
         ("_combine_kernel", "attention"),
+        ("_markov_walk_kernel", "matrix products"),
+        ("_top_tokens_kernel", "argmax and sampling"),
+        ("_candidate_walk_kernel", "argmax and sampling"),
+        ("_conv_add_norm_kernel", "norms, rotation, activation, KV store"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<ArgMaxOps>>", "argmax and sampling"),
         ("_qk_norm_rope_kernel", "norms, rotation, activation, KV store"),
         ("void at::native::elementwise_kernel<128, 2>", "bookkeeping"),
@@ -127,7 +131,7 @@ def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
     assert accounting.kind_of(name) == kind
 
 
-SPEED_LOGS = ("decode-steps", "products", "attention", "prefill", "mixed-load", "other-times")
+SPEED_LOGS = ("decode-steps", "products", "attention", "prefill", "mixed-load", "other-times", "draft-kinds")
 DATE = r"\b20\d\d-\d\d-\d\d\b"
 
 
@@ -144,7 +148,7 @@ def test_every_table_of_speed_says_how_it_was_measured(topic: str) -> None:
     assert texts
     for before in texts:
         is_host = before.startswith("Host\n")  # without a device
-        assert re.search(r"^\d+ cores of " if is_host else "H200", before, re.M)
+        assert re.search(r"^\d+ cores of " if is_host else r"H[12]00", before, re.M)
         assert re.search(r"Python \d" if is_host else r"torch \d", before)
         assert "```sh" in before
         assert bool(re.search(rf"; {DATE}\.", before)) == (topic != "performance"), before

@@ -26,7 +26,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from timing import accounting, engine_arms, plan, report
+from timing import accounting, draft_kinds, engine_arms, pairs, plan, report
 from timing.floors import Rates
 from timing.pairs import BLOCK, SHAPES
 from timing.step_kinds import SeenStep, StepKinds
@@ -211,6 +211,44 @@ def test_step_times_are_written_as_json_lines(
         ("plain", 3, 16),
     ]
     assert capsys.readouterr().out.splitlines()[-len(steps) - 1].split()[:3] == ["arm", "batch", "context"]
+
+
+def test_drafts_of_every_kind_are_timed_in_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(draft_kinds, "ROUNDS", 3)
+    given = ("--arms", "drafts", "--drafts", ",".join(draft_kinds.KINDS), "--blocks", "4", "--batches", "2")
+    code, rows = run(
+        step_time,
+        monkeypatch,
+        tmp_path / "rows.jsonl",
+        *given,
+        "--context",
+        "24",
+        "--steps",
+        "6",
+        "--acceptance",
+        "2.5",
+    )
+    assert code == 0
+    drafts = [row for row in rows if row["kind"] == "draft"]
+    assert [row["arm"] for row in drafts] == list(draft_kinds.KINDS)
+    assert len({row["acceptance_achieved"] for row in drafts}) == 1  # forced from one table
+    for row in drafts:
+        assert len(row["rounds"]) == len(row["ratios"]) == 3
+        times = zip(row["rounds"], drafts[0]["rounds"], strict=True)
+        assert row["ratios"] == pytest.approx([mine / first for mine, first in times])
+        assert row["least_ms"] <= row["ms"] <= row["most_ms"]
+    assert set(drafts[0]["ratios"]) == {1.0}
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[: len(drafts) + 1]] == ["draft", *draft_kinds.KINDS]
+
+
+def test_each_kind_drafts_as_many_tokens() -> None:
+    base = pairs.model_configs(SHAPES["small"])[1]
+    configs = [draft_kinds.kind_config(base, kind, 8) for kind in draft_kinds.KINDS]
+    assert {config.num_draft_tokens for config in configs} == {7}
+    assert [config.block_size for config in configs] == [7 if config.sample_from_anchor else 8 for config in configs]
 
 
 def test_an_arm_that_fails_leaves_the_others(

@@ -9,6 +9,8 @@ from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
+from dflash_cli.acceptance.draft_confidence import TITLE as CONFIDENCE_TITLE
+from dflash_cli.acceptance.draft_confidence import DraftConfidence
 from dflash_cli.acceptance.exact_match import ExactMatch
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import (
@@ -55,6 +57,11 @@ class Evaluation(Shown):
     conditions: Annotated[tuple[ConditionResult, ...], NOT_REQUIRED, "empty without conditions"] = ()
     exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "for answers with a reference number"] = ()
     rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "tokens rejected most often"] = ()
+    draft_confidence: Annotated[
+        DraftConfidence | None,
+        NOT_REQUIRED,
+        "the draft's confidence beside its acceptance; null for a draft without a confidence head",
+    ] = None
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
@@ -161,6 +168,8 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
         found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
+    if evaluation.draft_confidence is not None:
+        found[CONFIDENCE_TITLE] = evaluation.draft_confidence.table
     if evaluation.disaggregation is not None:
         found[TITLE] = evaluation.disaggregation.table
     if is_full and evaluation.rejected_tokens:

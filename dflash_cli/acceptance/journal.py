@@ -61,6 +61,7 @@ class JournalRow(AnswerRow):
             committed_lengths=self.committed_lengths,
             verify_widths=self.verify_widths,
             rejected_ids=self.rejected_ids,
+            draft_confidences=self.draft_confidences,
             num_loaded=self.num_loaded,
         )
         return Answer(row, self.turn, output, self.text)

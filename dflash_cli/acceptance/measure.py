@@ -10,6 +10,7 @@ from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.condition_results import compare_conditions
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
+from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.acceptance.exact_match import score
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
@@ -92,6 +93,7 @@ def measure(
         prompts=request.source,
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
+        draft_confidence=find_confidence([answer.output for answer in answers], session.num_draft_tokens),
         measured=EvaluationRun.of(
             session.describe(),
             num_prompts=len({row.prompt_index for row in request.rows}),

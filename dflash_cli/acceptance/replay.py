@@ -19,13 +19,14 @@ from torch import Tensor
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.borrowed_ends import borrow_ends
 from dflash_cli.acceptance.conversation_counts import distinct_prompts
+from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
 from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends, identify
-from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
+from dflash_cli.checkpoints.opening import NO_OVERRIDES, DraftCheckpoint, Overrides
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
@@ -35,6 +36,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.results import read_confidences
 from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.documents import fields_of
@@ -42,7 +44,7 @@ from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import resolve_num_drafts
-from dflash_runtime.scheduling.request import DraftStep, RequestOutput
+from dflash_runtime.scheduling.request import DraftStep, RequestOutput, confidences_of
 
 GROUP_BYTES = 1 << 30
 """Limit of hidden states and context KV held in memory at one time."""
@@ -65,7 +67,7 @@ class ReplayRequest:
     head_from: TargetSource | None = None
     config: EngineConfig
     every: int = 1
-    causality: Causality | None = None
+    overrides: Overrides = NO_OVERRIDES
     confidence: float = 0.95
     num_resamples: int = 10_000
     journal: Path | None = None
@@ -94,6 +96,7 @@ class Replayed:
             committed_lengths=tuple(step.num_committed for step in steps),
             rejected_ids=tuple(step.rejected_id for step in steps),
             drafts=tuple(steps),
+            draft_confidences=confidences_of(steps),
         )
 
 
@@ -216,9 +219,10 @@ class _TextGroup:
             return
         replay = self._replay
         replay.num_blocks += len(anchors)
-        proposed = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
+        proposed, confidences = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
         accepted = self._pages.count_right(anchors, proposed).tolist()
-        for anchor, draft_ids, num_accepted in zip(anchors, proposed.tolist(), accepted, strict=True):
+        predicted = [()] * len(anchors) if confidences is None else read_confidences(confidences)
+        for anchor, draft_ids, num_accepted, own in zip(anchors, proposed.tolist(), accepted, predicted, strict=True):
             text, position = self._texts[anchor[0]], anchor[1]
             left = text.prompt_len + text.answer_len - 1 - position
             self._steps[anchor] = DraftStep(
@@ -226,6 +230,7 @@ class _TextGroup:
                 draft_ids=tuple(draft_ids),
                 num_accepted=num_accepted,
                 num_committed=min(num_accepted + 1, left),
+                confidences=own,
             )
 
 
@@ -252,6 +257,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         anchors=Anchors.of(_summarise(sampled, ready)) if request.every else None,
         settings=settings,
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
+        draft_confidence=find_confidence([answer.output for answer in answers], ready.num_drafts),
         prompts=request.dump.prompts or PromptSource(name=request.dump.path.name, num_available=len(rows)),
         measured=ReplayRun(
             **fields_of(RunFacts.here(device_name(ready.placement.device))),
@@ -332,7 +338,7 @@ def _settings(ready: Replay) -> dict[str, object]:
         "dtype": placement.dtype_name,
         "device": placement.device.type,
         "kernels": placement.kernels.name,
-        "causality": request.causality,
+        **request.overrides.settings,
         **{name: request.dump.settings[name] for name in TEXT_SETTINGS if name in request.dump.settings},
     }
 

@@ -14,7 +14,7 @@ from dflash_runtime.notices import Notice
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
     from dflash_cli.acceptance.replay import ReplayRequest
-    from dflash_cli.checkpoints.opening import Causality
+    from dflash_cli.checkpoints.opening import Overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def open_replay(
     options: ReplayOptions,
     config: EngineConfig,
     *,
-    causality: "Causality | None" = None,
+    overrides: "Overrides | None" = None,
     threads: int | None = None,
 ) -> "ReplayRequest":
     """Open the draft, the target and the dump that the options name, without weights and hidden states.
@@ -89,12 +89,13 @@ def open_replay(
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
-    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.checkpoints.opening import NO_OVERRIDES, open_draft, open_target
     from dflash_cli.generation.threads import use_threads
 
     assert options.dump is not None
     dump = open_dump(options.dump, options.dump_layer_ids or None)
-    opened = open_draft(fetch_directory(draft or TINY, Role.DRAFT), causality=causality)
+    overrides = overrides or NO_OVERRIDES
+    opened = open_draft(fetch_directory(draft or TINY, Role.DRAFT), overrides=overrides)
     opened.check_runnable()
     for text in opened.parsed.notes:
         console.note(text)
@@ -114,7 +115,7 @@ def open_replay(
         head_from=target,
         config=config,
         every=options.every,
-        causality=causality,
+        overrides=overrides,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
-from dflash_cli.checkpoints.description import Description
+from dflash_cli.checkpoints.description import Description, KindFacts
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
@@ -107,8 +107,10 @@ def compare(first: Description, second: Description, *, with_values: bool = True
     )
 
 
-def _compared_fields(config: DraftConfig | TargetFacts) -> dict[str, Any]:
+def _compared_fields(config: DraftConfig | TargetFacts | KindFacts) -> dict[str, Any]:
     """The fields of a config that equal configs must share."""
+    if isinstance(config, KindFacts):
+        return {"kind": config.kind, **config.sizes}
     values = asdict(config)
     return {item.name: values[item.name] for item in fields(config) if item.compare}
 

@@ -9,31 +9,56 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
+from dflash_cli.formats.fields import look_up
+from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.layout import NOT_OWNED
 from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import finite
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFacts:
+    """A draft of another kind than DFlash.
+
+    kind        the name of the kind
+    head        the part that DFlash lacks, in words
+    served_by   who serves it, in words
+    sizes       name of a size -> its value
+    settings    dotted key -> its value: stated, or the value that readers take
+    """
+
+    kind: str
+    head: str
+    served_by: str
+    sizes: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Description(Shown):
-    """A draft or a target.
+    """A draft or a target. The config of a draft of another kind than DFlash is its `KindFacts`.
 
     owned       tensors that a reader loads
     borrowed    tensors that a reader skips, because it takes them from the target
     metadata    metadata of the headers other than the format
     unserved    config key -> the computation it asks for that DFlash does not have. Such a draft is only described.
     runs_here   how dflash runs a target; None for a draft
+    has_unknown_layout  the config does not state which rows of a block predict a token
     """
 
     path: Path
-    config: DraftConfig | TargetFacts
+    config: DraftConfig | TargetFacts | KindFacts
     checkpoint: Checkpoint
     owned: tuple[str, ...]
     borrowed: tuple[str, ...] = ()
@@ -45,6 +70,7 @@ class Description(Shown):
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, str] = field(default_factory=dict)
     runs_here: RunsHere | None = None
+    has_unknown_layout: bool = False
 
     def summary(self) -> list[str]:
         size = f"{self.num_parameters / 1e6:.1f}M parameters, {self.num_bytes / 1e6:.1f} MB"
@@ -53,7 +79,7 @@ class Description(Shown):
     @property
     def kind(self) -> Literal["draft", "target"]:
         """`draft` or `target`."""
-        return "draft" if isinstance(self.config, DraftConfig) else "target"
+        return "target" if isinstance(self.config, TargetFacts) else "draft"
 
     @property
     def num_parameters(self) -> int:
@@ -108,7 +134,9 @@ def inspect_document(found: Description, *, with_tensors: bool) -> InspectDocume
     """The document of `dflash inspect` of one checkpoint."""
     checkpoint, config = found.checkpoint, asdict(found.config)
     if isinstance(found.config, DraftConfig):
-        config = {"num_draft_tokens": found.config.num_draft_tokens, **config}
+        number = None if found.has_unknown_layout else found.config.num_draft_tokens
+        anchor = None if found.has_unknown_layout else found.config.sample_from_anchor
+        config = {"num_draft_tokens": number, **config, "sample_from_anchor": anchor}
     return InspectDocument(
         path=str(found.path),
         role=found.kind,
@@ -137,7 +165,10 @@ def describe(location: "Location") -> Description:
     """
     checkpoint = open_checkpoint(location)
     detection = find_dialect(checkpoint.config, _tensor_names(checkpoint))
-    return _describe_target(checkpoint) if detection is None else _describe_draft(checkpoint, detection)
+    if detection is None:
+        return _describe_target(checkpoint)
+    is_other = isinstance(detection.format, Kind)
+    return _describe_kind(checkpoint, detection) if is_other else _describe_draft(checkpoint, detection)
 
 
 def _tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
@@ -190,6 +221,39 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
         notes=draft.parsed.notes,
         unserved=draft.parsed.unserved,
+        has_unknown_layout=draft.parsed.has_unknown_layout,
+    )
+
+
+def _describe_kind(checkpoint: Checkpoint, detection: Detection) -> Description:
+    """Describe a draft of another kind as the table of its kind reads it. Faults are left to `dflash validate`."""
+    assert isinstance(detection.format, Kind)
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    reading = KindReading(detection.format, checkpoint.config, shapes)
+    skipped = [name for name in shapes if NOT_OWNED.match(name) and name not in reading.expected]
+    num_faults = sum(1 for found in (reading.wrong, reading.unknown) for _ in found)
+    if reading.is_listed:
+        num_faults += len(reading.missing) + len(reading.unexpected) + len(reading.misshapen)
+    found = f"; {num_faults} {'key or tensor does' if num_faults == 1 else 'keys or tensors do'} not fit its kind"
+    text = f"dflash does not run {detection.format.title} drafts: {detection.format.difference}"
+    return Description(
+        path=checkpoint.path,
+        config=KindFacts(
+            kind=detection.format.name,
+            head=reading.head,
+            served_by=served_in_words(detection.format, checkpoint.config),
+            sizes={size: value for size, value in reading.values.items() if value is not None},
+            settings=reading.settings,
+        ),
+        checkpoint=checkpoint,
+        owned=tuple(name for name in shapes if name not in skipped),
+        borrowed=tuple(skipped),
+        dialect=detection.format.name,
+        title=detection.format.title,
+        evidence=detection.evidence,
+        carried={fault.key: look_up(checkpoint.config, fault.key) for fault in reading.unknown},
+        metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
+        notes=(Notice(f"{text}{found if num_faults else ''}", id="kind-not-run"),),
     )
 
 

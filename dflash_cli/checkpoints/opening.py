@@ -14,11 +14,30 @@ from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, r
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig, TargetFacts
-from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, naming_file
+from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, naming_file
 from dflash_runtime.notices import Notice
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """Attention inside a block, instead of the config's. `layer-types`: sliding layers are causal, full layers are not."""
+
+Layout = Literal["anchor-first", "fill-in"]
+"""The rows of a DSpark block that predict a token: every row the token after it, or each mask its own token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Readings of a draft that the user states instead of its config; None leaves the config's."""
+
+    causality: Causality | None = None
+    layout: Layout | None = None
+
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """The overrides as settings of a result. The layout is absent unless it was given."""
+        return {"causality": self.causality, **({} if self.layout is None else {"layout": self.layout})}
+
+
+NO_OVERRIDES = Overrides()
 
 SCALED_EMBEDDINGS = ("gemma", "muse", "minicpm", "granite")
 """Prefixes of the model types of targets that multiply or normalise their embedding."""
@@ -64,9 +83,11 @@ class DraftCheckpoint:
         """Refuse a draft that the runtime cannot load, or would compute differently than its config says.
 
         Raises:
-            UnsupportedError: the weights are quantised, or a style flag asks for other norms or another rope.
+            UnsupportedError: the weights are quantised, a style flag asks for other norms or another rope, or the
+                layout of a block is not known.
         """
         refuse_packed(self.checkpoint.path, self.quantization)
+        self.refuse_unknown_layout()
         for key, value in STYLE_FLAGS.items():
             if any(item.value == value for item in self.stated.statements(key)):
                 raise UnsupportedError(
@@ -77,6 +98,23 @@ class DraftCheckpoint:
                     found=value,
                     hint="dflash validate --engine says which engines do",
                 )
+
+    def refuse_unknown_layout(self) -> None:
+        """Refuse a draft whose config does not state the layout of a block.
+
+        Raises:
+            UnsupportedError: the layout is not known.
+        """
+        if self.parsed.has_unknown_layout:
+            raise UnsupportedError(
+                "sample_from_anchor is missing, so the layout of a block is not known, and engines differ",
+                id="layout-not-stated",
+                path=self.checkpoint.config_path,
+                field="sample_from_anchor",
+                expected="true (anchor-first) or false (fill-in)",
+                hint="--layout anchor-first (N rows draft N tokens) or --layout fill-in (N rows draft N - 1); "
+                "the trainer of the draft knows which",
+            )
 
     def select_tensors(self) -> TensorSelection:
         """The tensors that a reader loads, and the tensors that it skips.
@@ -94,31 +132,35 @@ class DraftCheckpoint:
         )
 
 
-def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
-    """Read a draft of any known dialect. Reads JSON and headers only. `causality` overrules the config.
+def open_draft(path: str | Path | Checkpoint, *, overrides: Overrides = NO_OVERRIDES) -> DraftCheckpoint:
+    """Read a draft of any known dialect. Reads JSON and headers only. `overrides` overrule the config.
 
     Raises:
         CheckpointNotFound, CheckpointError: the draft is absent or malformed.
         UnknownFormat: no dialect recognises the draft.
         UnsupportedError: the config has an unserved setting.
+        UsageError: an override that the draft's family does not have.
     """
     stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    draft = read_draft(stored, detect(stored), causality=causality)
+    draft = read_draft(stored, detect(stored), overrides=overrides)
     with naming_file(stored.config_path):
         refuse_unserved(draft.parsed.unserved)
     return draft
 
 
-def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
+def read_draft(stored: Checkpoint, detection: Detection, *, overrides: Overrides = NO_OVERRIDES) -> DraftCheckpoint:
     """Read a draft of a known dialect. A draft with an unserved setting may only be described.
 
     Raises:
         CheckpointError, UnsupportedError: the dialect cannot read the config.
+        UsageError: an override that the draft's family does not have.
     """
     with naming_file(stored.config_path):
         parsed = detection.format.read_config(stored.config, stored.config_path)
-    if causality is not None:
-        parsed = override_causality(parsed, causality)
+    if overrides.causality is not None:
+        parsed = override_causality(parsed, overrides.causality)
+    if overrides.layout is not None:
+        parsed = _override_layout(parsed, overrides.layout, detection.format)
     quantization = find_quantization(stored)
     checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else parsed.config)
     return DraftCheckpoint(checkpoint, detection, parsed, quantization)
@@ -144,6 +186,25 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
         config=replace(config, causal=causal),
         notes=(*(item for item in parsed.notes if not item.id.startswith("causality")), note),
         has_doubtful_causality=False,
+    )
+
+
+def _override_layout(parsed: ParsedConfig, layout: Layout, dialect: Format) -> ParsedConfig:
+    """The parsed config with another layout of a block than the config states."""
+    if not dialect.samples_from_anchor:
+        raise UsageError(
+            f"--layout {layout}: only DSpark drafts have two layouts, and this is {dialect.title}",
+            id="layout-of-other-family",
+            field="--layout",
+            found=layout,
+            hint="leave out --layout",
+        )
+    note = Notice(f"blocks are read as {layout}, as --layout says", id="layout-given")
+    return replace(
+        parsed,
+        config=replace(parsed.config, sample_from_anchor=layout == "anchor-first"),
+        notes=(*parsed.notes, note),
+        has_unknown_layout=False,
     )
 
 

@@ -2,6 +2,8 @@
 
 tiny            the bundled target or the bundled draft, depending on the role
 tiny:reduced    the bundled draft with a reduced output vocabulary
+tiny:dflash2    the bundled DFlash 2 draft
+tiny:dspark     the bundled DSpark draft
 """
 
 import os
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
+BUNDLED_DRAFTS = {
+    TINY: "draft",
+    TINY_REDUCED: "draft-reduced",
+    "tiny:dflash2": "draft-dflash2",
+    "tiny:dspark": "draft-dspark",
+}
+"""References of the bundled drafts, and their folders."""
 TINY_TARGET_NAME = "dflash/tiny-python-target"
 """The name of the bundled target in checkpoints."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
@@ -136,12 +145,12 @@ def list_files(location: "Location") -> frozenset[str]:
 
 def is_bundled(reference: str) -> bool:
     """Whether a reference names the bundled pair. A directory of the same name hides the bundled pair."""
-    return reference in (TINY, TINY_REDUCED) and not Path(reference).exists()
+    return reference in BUNDLED_DRAFTS and not Path(reference).exists()
 
 
 def is_hub_id(reference: str) -> bool:
     """Whether a reference names a hub repository."""
-    return reference not in (TINY, TINY_REDUCED) and not _local(reference).exists() and bool(HUB_ID.match(reference))
+    return reference not in BUNDLED_DRAFTS and not _local(reference).exists() and bool(HUB_ID.match(reference))
 
 
 def tiny_directory() -> Path:
@@ -155,14 +164,13 @@ def _local(reference: str) -> Path:
 
 
 def _bundled(reference: str, role: Role) -> Path | None:
-    if reference == TINY:
-        return tiny_directory() / ("target" if role is Role.TARGET else "draft")
-    if reference == TINY_REDUCED:
-        if role is Role.TARGET:
-            text = f"{TINY_REDUCED} names a draft; its target is {TINY}"
-            raise UsageError(text, id="draft-as-target", field="--target", found=TINY_REDUCED, expected=TINY)
-        return tiny_directory() / "draft-reduced"
-    return None
+    if reference == TINY and role is Role.TARGET:
+        return tiny_directory() / "target"
+    folder = BUNDLED_DRAFTS.get(reference)
+    if folder is not None and role is Role.TARGET:
+        text = f"{reference} names a draft; its target is {TINY}"
+        raise UsageError(text, id="draft-as-target", field="--target", found=reference, expected=TINY)
+    return None if folder is None else tiny_directory() / folder
 
 
 def _download(reference: str, *, is_local: bool = False) -> Path:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_cli.checkpoints.comparison import Difference
-from dflash_cli.checkpoints.description import Description, describe_layers
+from dflash_cli.checkpoints.description import Description, KindFacts, describe_layers
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
 from dflash_cli.formats.fields import scales_in_use
 from dflash_cli.formats.unserved import unserved_in_words
@@ -28,13 +28,20 @@ FIELD_NAMES = {
 }
 """Field -> its name in words. Other fields are named by their own words."""
 
+DESCRIBED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rms_norm_eps", "max_position_embeddings", "block_size", "layer_ids", "model_type", "layer_types",
+    "attention_bias",
+)  # fmt: skip
+"""The ends of keys of other kinds of drafts that have words of their own, or that every decoder has."""
+
 BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
 """Fields of a target that `layers_in_words` describes."""
 
 
 def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
     """The description of a checkpoint, one labelled line for each aspect."""
-    rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
+    rows = _rows(found)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
     weights = f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
@@ -90,12 +97,41 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
     yield not_compared if difference.num_not_compared else f"{difference.num_equal} tensors are equal"
 
 
-def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
+def _rows(found: Description) -> list[tuple[str, str]]:
+    config = found.config
+    if isinstance(config, KindFacts):
+        return _kind_rows(config)
+    return _draft_rows(config, found) if isinstance(config, DraftConfig) else _target_rows(config)
+
+
+def _kind_rows(config: KindFacts) -> list[tuple[str, str]]:
+    """The head, the sizes and the servers of a draft of another kind."""
+    found = config.sizes
+    taps = found.get("taps")
+    sizes = (
+        f"{found.get('layers', '?')} layers, hidden size {found.get('hidden', '?')}, intermediate size "
+        f"{found.get('inner', '?')}, {found.get('heads', '?')} attention and {found.get('kv_heads', '?')} KV heads of "
+        f"{found.get('head_dim', '?')}"
+    )
+    own = [f"{key} {_value(value)}" for key, value in config.settings.items() if not key.endswith(DESCRIBED)]
+    rows = [
+        ("head", config.head),
+        ("served", config.served_by),
+        ("block", f"{found['block']} tokens" if "block" in found else ""),
+        ("tapped", f"layers {_value(taps)} of the target" if isinstance(taps, list) else ""),
+        ("sizes", sizes),
+        ("vocabulary", f"{found.get('vocab', '?')} ids"),
+        ("settings", ", ".join(own)),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _draft_rows(config: DraftConfig, found: Description) -> list[tuple[str, str]]:
     depth = f" of the target's {config.num_target_layers}" if config.num_target_layers is not None else " of the target"
     taps = ", ".join(map(str, config.target_layer_ids))
     reduced = f"; the draft proposes {config.draft_vocab_size} of them" if config.has_reduced_vocab else ""
     rows = [
-        ("block", f"{config.block_size} tokens: the last committed one and {config.num_draft_tokens} drafted ones"),
+        ("block", _block(config, has_unknown_layout=found.has_unknown_layout)),
         ("tapped", f"layers {taps}{depth} (counted from 0); their outputs feed the draft"),
         ("mask", f"token id {config.mask_token_id}"),
         ("attention", describe_layers(config)),
@@ -103,10 +139,37 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
         ("sizes", f"{_sizes(config)}, {config.num_taps} tapped layers of width {config.feature_size}"),
         ("vocabulary", f"{config.vocab_size} ids{reduced}"),
     ]
+    rows += [(label, text) for label, text in _family_rows(config) if text]
     if config.verifier is not None:
         rows.append(("target", config.verifier.name_or_path))
     scales = ", ".join(f"{key} {value:g}" for key, value in scales_in_use(config).items())
     return [*rows, ("scales", scales)] if scales else rows
+
+
+def _block(config: DraftConfig, *, has_unknown_layout: bool) -> str:
+    """The rows of a block, and the number of tokens that they draft."""
+    size = config.block_size
+    if has_unknown_layout:
+        return f"{size} rows, layout not stated: anchor-first drafts {size} tokens, fill-in {size - 1}; see --layout"
+    if config.sample_from_anchor:
+        return f"{size} rows, anchor-first: each drafts the token after it, {size} in all"
+    return f"{size} tokens: the last committed one and {config.num_draft_tokens} drafted ones"
+
+
+def _family_rows(config: DraftConfig) -> list[tuple[str, str]]:
+    """The parts that only some draft families have."""
+    conv, selector, markov = config.convolution, config.selector, config.markov
+    text = ""
+    if markov is not None:
+        limit = "" if markov.top_k is None else f", among the {markov.top_k} best tokens"
+        text = f"{markov.head_type}, rank {markov.rank}{limit}"
+    reads = " from hidden state and token" if config.confidence_reads_token and markov else " from the hidden state"
+    return [
+        ("convolution", "" if conv is None else f"{conv.kernel_size} taps, groups of {conv.group_size} columns"),
+        ("selector", "" if selector is None else f"rank {selector.rank}, {selector.top_k} candidates per position"),
+        ("Markov head", text),
+        ("confidence", f"predicted{reads}" if config.has_confidence else ""),
+    ]
 
 
 def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:

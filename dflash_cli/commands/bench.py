@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import BlockOptions, CausalityOptions, EngineOptions, PairOptions, PromptOptions
+from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
@@ -30,7 +30,7 @@ ONE_ROUND = "no intervals: one round was timed, and an interval needs two or mor
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(EngineOptions, BlockOptions, PromptOptions, CausalityOptions, PairOptions):
+class BenchRequest(EngineOptions, BlockOptions, PromptOptions, ReadingOptions, PairOptions):
     """Measure how much faster a pair decodes with its draft than without.
 
     The speed-up depends on the text: give prompts of your users with --prompts. Without --prompts or --dataset, the
@@ -117,10 +117,15 @@ def bench(request: BenchRequest) -> Bench:
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     opened = open_pair(
-        request.draft, request.target, config, causality=request.causality, template_options=request.template_options
+        request.draft,
+        request.target,
+        config,
+        overrides=Overrides(request.causality, request.layout),
+        template_options=request.template_options,
     )
     from dflash_cli.tuning.speed import smallest, speed_request
 

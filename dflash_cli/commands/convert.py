@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.conversion.spec import ConversionSpec, Verification
-from dflash_cli.formats.dialect import get_writable, writable_formats
+from dflash_cli.formats.dialect import get_writable, writable_words
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import CausalityOptions, ForceOptions
+from dflash_cli.terminal.options import ForceOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import copy_fields, fields_of
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.logits import LogitComparison
     from dflash_cli.conversion.manifest import Converted, DryRun
     from dflash_cli.conversion.plan import ConversionPlan
+    from dflash_cli.conversion.renaming import RenamingPlan
 
 LEGEND = (
     "kept: same name; moved: other section of the config; renamed: other name; split: rows of a fused tensor; "
@@ -30,11 +32,11 @@ LEGEND = (
 
 
 def _complete_dialect(typed: str) -> list[str]:
-    return [item.name for item in writable_formats() if item.name.startswith(typed)]
+    return [word for word in writable_words() if word.startswith(typed)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionRequest(ForceOptions, CausalityOptions):
+class ConversionRequest(ForceOptions, ReadingOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
 
     conversion.json in the result lists what became of every config key, tensor and file.
@@ -54,7 +56,7 @@ class ConversionRequest(ForceOptions, CausalityOptions):
         str,
         Option(
             metavar="DIALECT", group=ESSENTIALS, complete=_complete_dialect,
-            help=lambda: f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named "
+            help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
             "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
         ),
     ]  # fmt: skip
@@ -101,13 +103,32 @@ class ConversionRequest(ForceOptions, CausalityOptions):
         get_writable(self.to)
 
 
-def _plan(request: ConversionRequest) -> "ConversionPlan":
+def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> ConversionSpec:
+    """The specification of a conversion that changes only names.
+
+    Raises:
+        UsageError: an option asks for more.
+    """
+    asked = {"--causality": request.causality is not None, "--normalise-taps": request.normalise_taps}
+    asked["--verify logits"] = request.verify == "logits"
+    for option, is_asked in asked.items():
+        if is_asked:
+            text = f"{option}: only names change in a draft of another kind than DFlash"
+            raise UsageError(text, id="option-of-dflash", field=option.split()[0])
+    return spec
+
+
+def _plan(request: ConversionRequest) -> "ConversionPlan | RenamingPlan":
     """The plan of the conversion, made before anything is written."""
-    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.destination import check_destination, protect_inputs
     from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
+    from dflash_cli.formats.dialect import detect
+    from dflash_cli.formats.draft_kinds.kind import Kind
+    from dflash_runtime.checkpoint.files import Checkpoint
 
     check_destination(request.destination, force=request.force)
     for remain in clear_remains(request.destination, is_dry=request.dry_run):
@@ -123,8 +144,13 @@ def _plan(request: ConversionRequest) -> "ConversionPlan":
         max_shard_bytes=request.max_shard_size,
         argv=("dflash", *sys.argv[1:]),
     )
-    draft = open_draft(fetch_directory(request.source, Role.DRAFT), causality=request.causality)
-    plan = plan_conversion(draft, spec)
+    source = Checkpoint(fetch_directory(request.source, Role.DRAFT))
+    detection = detect(source)
+    if isinstance(detection.format, Kind):
+        plan: ConversionPlan | RenamingPlan = plan_renaming(source, detection, _for_renaming(spec, request))
+    else:
+        overrides = Overrides(request.causality, request.layout)
+        plan = plan_conversion(open_draft(source, overrides=overrides), spec)
     protect_inputs(request.destination, plan)
     for warning in plan.warnings:
         console.warn(warning)
@@ -159,7 +185,7 @@ def command(request: ConversionRequest) -> None:
     console.show(converted, lambda: console.result(str(request.destination)))
 
 
-def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
+def _write(request: ConversionRequest, plan: "ConversionPlan | RenamingPlan") -> "Converted":
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.manifest import Converted
 
@@ -170,13 +196,13 @@ def _write(request: ConversionRequest, plan: "ConversionPlan") -> "Converted":
     return copy_fields(Converted, manifest, destination=str(request.destination))
 
 
-def _dry_run(plan: "ConversionPlan") -> "DryRun":
+def _dry_run(plan: "ConversionPlan | RenamingPlan") -> "DryRun":
     from dflash_cli.conversion.manifest import DryRun
 
     return DryRun(**fields_of(plan.facts))
 
 
-def _show_dry_run(plan: "ConversionPlan") -> None:
+def _show_dry_run(plan: "ConversionPlan | RenamingPlan") -> None:
     if console.is_json():
         console.result_json(_dry_run(plan))
         return
@@ -189,7 +215,7 @@ def _show_dry_run(plan: "ConversionPlan") -> None:
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
 
-def _summary(plan: "ConversionPlan") -> str:
+def _summary(plan: "ConversionPlan | RenamingPlan") -> str:
     keys, tensors = _counts(plan.key_changes), _counts(plan.tensor_changes)
     return (
         f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; config keys {keys}; "

@@ -14,13 +14,13 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     BlockOptions,
-    CausalityOptions,
     ConcurrencyOptions,
     EngineOptions,
     GateOptions,
     IntervalOptions,
     LockOptions,
     PairOptions,
+    ReadingOptions,
     ResumableOptions,
     refuse_beside,
 )
@@ -53,7 +53,7 @@ class EvaluationRequest(
     BlockOptions,
     ResumableOptions,
     ConditionOptions,
-    CausalityOptions,
+    ReadingOptions,
     PairOptions,
 ):
     """Measure the acceptance length of a draft: the average number of tokens per verify step, with an interval.
@@ -157,12 +157,13 @@ def command(request: EvaluationRequest) -> None:
 
 def _replay(request: EvaluationRequest) -> "Evaluation":
     from dflash_cli.acceptance.replay_options import open_replay, run_replay
+    from dflash_cli.checkpoints.opening import Overrides
 
     opened = open_replay(
         request.draft,
         request,
         request.engine_config(num_draft_tokens=request.num_speculative_tokens),
-        causality=request.causality,
+        overrides=Overrides(request.causality, request.layout),
         threads=request.threads,
     )
     return run_replay(
@@ -195,11 +196,12 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.loaded_pair import open_pair
 
     params = request.sampling_params(request.max_new_tokens)
     pair = open_pair(
-        request.draft, request.target, config, params=params, causality=request.causality,
+        request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
     choice = choose_prompts(

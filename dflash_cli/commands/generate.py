@@ -13,13 +13,13 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
     DRAFT_HELP,
-    CausalityOptions,
     ConcurrencyOptions,
     DraftingOptions,
     EngineOptions,
     ForceOptions,
     PairOptions,
     PromptOptions,
+    ReadingOptions,
 )
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
@@ -66,7 +66,7 @@ class GenerationRequest(
     DraftingOptions,
     PromptOptions,
     ForceOptions,
-    CausalityOptions,
+    ReadingOptions,
     PairOptions,
 ):
     """Generate text with a pair: a target and the draft made for it.
@@ -171,6 +171,7 @@ def run(
     )  # fmt: skip
     announce_loading(request.draft, request.target, plain=request.num_speculative_tokens == 0, device=request.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.conditions import make_conditions
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
@@ -182,7 +183,7 @@ def run(
     )
     params = request.sampling_params(request.max_new_tokens)
     opened = open_pair(
-        request.draft, request.target, config, params=params, causality=request.causality,
+        request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
     from dflash_runtime.device.settings import can_adapt

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
-    CausalityOptions,
     EngineOptions,
     IntervalOptions,
     PairOptions,
     PromptOptions,
+    ReadingOptions,
     ResumeOptions,
     SamplingOptions,
 )
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest(
-    IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions, CausalityOptions, PairOptions
+    IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions, ReadingOptions, PairOptions
 ):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
@@ -111,13 +111,14 @@ def tune(request: TuningRequest) -> "Tuning":
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
+    from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     params = request.sampling_params(request.max_new_tokens)
     most = max(request.num_speculative_tokens, default=None)
     opened = open_pair(
         request.draft, request.target, replace(config, num_draft_tokens=most), params=params,
-        causality=request.causality, template_options=request.template_options,
+        overrides=Overrides(request.causality, request.layout), template_options=request.template_options,
     )  # fmt: skip
     from dflash_cli.tuning.speed import smallest
     from dflash_cli.tuning.tuner import TuningPlan

@@ -38,7 +38,7 @@ from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
-    from dflash_cli.diagnosis.readings import ReadingSearch
+    from dflash_cli.diagnosis.reading_results import ReadingSearch
 
 FAILED = 3
 INDENT = "    "

@@ -21,6 +21,7 @@ from dflash_cli.conversion.destination import protect_inputs
 from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.manifest import HashedConfigs, HashedFile, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
+from dflash_cli.conversion.renaming import RenamingPlan
 from dflash_cli.conversion.side_files import CARD, MANIFEST_FILE, provenance
 from dflash_cli.conversion.spec import Verification
 from dflash_cli.conversion.staging import staged
@@ -36,7 +37,7 @@ SLACK_BYTES = 1024 * 1024
 
 
 def convert_draft(
-    plan: ConversionPlan,
+    plan: ConversionPlan | RenamingPlan,
     destination: Path,
     *,
     verification: Verification = "roundtrip",
@@ -60,9 +61,11 @@ def convert_draft(
             _write_plan(plan, stage, progress)
         with _timed(seconds, "verify_s"):
             logits = None
-            if verification != "none":
+            if isinstance(plan, RenamingPlan):
+                plan.verify(stage, progress)
+            elif verification != "none":
                 verify_roundtrip(plan, stage, progress)
-            if verification == "logits":
+            if verification == "logits" and isinstance(plan, ConversionPlan):
                 logits = verify_logits(plan.draft, open_draft(stage), plan.target)
         with _timed(seconds, "hash_s"):
             weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
@@ -76,7 +79,7 @@ def convert_draft(
     return manifest
 
 
-def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
+def _stage(plan: ConversionPlan | RenamingPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
     """The hidden directory for the result, after checking the disk space."""
     side_bytes = [item.stat().st_size for item in plan.side_files]
     weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
@@ -109,7 +112,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
+def _write_plan(plan: ConversionPlan | RenamingPlan, stage: Path, progress: Progress) -> None:
     """Write the weights, the side files and at last the config."""
     total = plan.num_bytes
     for name, tensors in plan.files.items():

@@ -16,7 +16,15 @@ from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files, file
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
-from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
+from dflash_cli.formats.dialect import (
+    Format,
+    Json,
+    get_writable,
+    taps_ascend,
+    word_of,
+    writable_formats,
+    writable_words,
+)
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
@@ -104,7 +112,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         LossyConversion, UnsupportedError: the result would lose a part of the draft.
         UsageError: no such dialect, or the dialect needs the target or its name.
     """
-    result = get_writable(spec.to)
+    result = get_writable(spec.to, draft.config.family)
     selection = draft.select_tensors()
     _refuse_source(draft, result)
     if spec.target is not None:
@@ -183,7 +191,7 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
     """Refuse another draft family, contradictory causality, and quantised weights that the dialect cannot state."""
     path, family = draft.checkpoint.config_path, draft.config.family
     if family != result.family:
-        holding = [item.name for item in writable_formats() if item.family == family]
+        holding = writable_words(family)
         raise LossyConversion(
             f"a draft of the family {family!r}, but {result.title} holds drafts of the family {result.family!r}",
             id="other-family",
@@ -193,6 +201,7 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             expected=result.family,
             hint=f"convert with --to {' or '.join(holding)}" if holding else None,
         )
+    draft.refuse_unknown_layout()
     if draft.parsed.has_doubtful_causality:
         raise UnsupportedError(
             "is_causal and dflash_config.causal contradict each other, but the result can state only one",
@@ -201,8 +210,8 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
         )
-    if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
-        allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
+    if draft.quantization is not None and not result.allows_packed and word_of(draft.format) != word_of(result):
+        allowing = ", ".join(word_of(item) for item in writable_formats(family) if item.allows_packed)
         raise LossyConversion(
             f"quantised weights ({draft.quantization}), but {result.title} lacks keys for their settings",
             id="quantised-weights",

@@ -15,7 +15,7 @@ from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
-from dflash_cli.formats.dialect import COMMON, Format
+from dflash_cli.formats.dialect import COMMON, Format, word_of
 from dflash_cli.formats.fields import with_keys
 from dflash_cli.rules.report import RepairEntry, Report
 from dflash_cli.rules.rule import Finding
@@ -88,6 +88,6 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
 def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
     """The dialect of the copy: the draft's own if the strictest engine serves it, else the dialect of that engine."""
     strictest = max(engines, key=lambda engine: engine.strictness, default=None)
-    if strictest is not None and own.name not in strictest.serves_as_is:
+    if strictest is not None and word_of(own) not in strictest.serves_as_is:
         return strictest.dialect
-    return own.name if own.writable else COMMON
+    return word_of(own) if own.writable else COMMON

@@ -4,16 +4,24 @@ The manifest lists every file that is left out, such as code and pickles.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.manifest import Origin
-from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.dialect import Detection, Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, TensorInfo, refuse_escape
+from dflash_runtime.checkpoint.files import (
+    INDEX_SUFFIX,
+    MASK_FILE,
+    PICKLE_SUFFIXES,
+    Checkpoint,
+    TensorInfo,
+    refuse_escape,
+)
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -31,6 +39,19 @@ TOKENIZER = (
 SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
 
 
+@dataclass(frozen=True, slots=True)
+class KindDraft:
+    """A draft of another kind on disk, under its stored names."""
+
+    checkpoint: Checkpoint
+    detection: Detection
+
+    @property
+    def format(self) -> Format:
+        """The kind of the draft."""
+        return self.detection.format
+
+
 def choose_side_files(
     draft: DraftCheckpoint, result: Format, *, allow_lossy: bool
 ) -> tuple[tuple[Path, ...], list[Notice]]:
@@ -40,7 +61,7 @@ def choose_side_files(
         UnsupportedError: readers of the result would not find the learned mask embedding.
         CheckpointError: the learned mask embedding belongs to another draft.
     """
-    files = tuple(_copied_files(draft))
+    files = tuple(copied_files(draft))
     try:
         mask, warnings = _find_mask(draft, result)
     except UnsupportedError as error:
@@ -52,7 +73,7 @@ def choose_side_files(
     return (files if mask is None else (*files, mask)), warnings
 
 
-def _copied_files(draft: DraftCheckpoint) -> Iterator[Path]:
+def copied_files(draft: DraftCheckpoint | KindDraft) -> Iterator[Path]:
     """The model card, licences, tokenizer files and settings of the source."""
     path = draft.checkpoint.path
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
@@ -113,7 +134,7 @@ def read_mask(file: Path, draft: DraftCheckpoint) -> TensorInfo:
     return tensor
 
 
-def file_changes(draft: DraftCheckpoint, copied: tuple[Path, ...]) -> Iterator[Change]:
+def file_changes(draft: DraftCheckpoint | KindDraft, copied: tuple[Path, ...]) -> Iterator[Change]:
     """The change of every file of the source, other than config, weights and hidden files."""
     for item in copied:
         why = "with a section about this conversion" if item.name == CARD else ""
@@ -125,7 +146,7 @@ def file_changes(draft: DraftCheckpoint, copied: tuple[Path, ...]) -> Iterator[C
             yield Change(item.name, None, "dropped", _why(item))
 
 
-def provenance(draft: DraftCheckpoint, result: Format) -> str:
+def provenance(draft: DraftCheckpoint | KindDraft, result: Format) -> str:
     """The section that a conversion adds to the model card."""
     source = Origin.of(draft.checkpoint.path)
     commit = f" at {source.commit}" if source.commit else ""

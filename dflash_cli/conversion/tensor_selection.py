@@ -7,7 +7,7 @@ from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.side_files import ALLOW_HINT
-from dflash_cli.formats.dialect import Format, writable_formats
+from dflash_cli.formats.dialect import Format, word_of, writable_formats
 from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -124,7 +124,7 @@ def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | No
             path=path,
             field=name,
             found=difference,
-            hint=f"{result.title} cannot hold it; --to {_keepers()} can",
+            hint=f"{result.title} cannot hold it; --to {_keepers(result.family)} can",
         )
     return Change(name, None, "dropped", "equals the target's rows bit for bit")
 
@@ -140,7 +140,7 @@ def _drop_reduced(draft: DraftCheckpoint, result: Format, *, allow_lossy: bool) 
             path=draft.checkpoint.config_path,
             field="draft_vocab_size",
             found=config.draft_vocab_size,
-            hint=f"--to {_keepers()} keeps it; {ALLOW_HINT}",
+            hint=f"--to {_keepers(result.family)} keeps it; {ALLOW_HINT}",
         )
     text = (
         f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
@@ -149,9 +149,9 @@ def _drop_reduced(draft: DraftCheckpoint, result: Format, *, allow_lossy: bool) 
     return Notice(text, id="reduced-head-dropped")
 
 
-def _keepers() -> str:
-    """The dialects that hold a head, as a choice of options."""
-    return " or ".join(item.name for item in writable_formats() if item.keeps_head)
+def _keepers(family: str) -> str:
+    """The dialects of a draft family that hold a head, as a choice of options."""
+    return " or ".join(word_of(item) for item in writable_formats(family) if item.keeps_head)
 
 
 def _drop_embedding(

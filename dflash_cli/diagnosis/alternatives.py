@@ -49,6 +49,7 @@ class AlternativeReading:
     rewrite     changes the tensors; None if only the config changes
     is_guess    it is one of very many readings, and the screen keeps only the best
     is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
+    is_scale    it multiplies a part of the draft by a factor
     touches     the parts of the draft that it changes, with their layers
     halves      the halves of an exchange, as rewrites
     min_len     below this acceptance length, in tokens per step, the reading explains nothing
@@ -62,6 +63,7 @@ class AlternativeReading:
     is_anchor_first: bool = False
     is_guess: bool = False
     is_neutral: bool = False
+    is_scale: bool = False
     touches: frozenset[Spot] = frozenset()
     halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
@@ -250,7 +252,7 @@ def neutral_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
 def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:
     shared = {
         name: getattr(item, name)
-        for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "touches", "halves")
+        for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "is_scale", "touches", "halves")
     }
     return AlternativeReading(factor="weights", config=space.config, **shared)
 

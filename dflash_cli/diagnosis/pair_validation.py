@@ -1,12 +1,14 @@
 """The run level of validation: rules on headers and weights, then runs of the pair under several readings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.reading_results import ReadingSearch
+from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
@@ -76,4 +78,6 @@ def _search(subject: Subject, settings: RunSettings) -> ReadingSearch:
     """The acceptance of the pair under each reading of the draft."""
     assert subject.checkpoint is not None
     assert subject.target_source is not None
-    return search_readings(open_draft(subject.checkpoint), subject.target_source, settings.prompts(), settings=settings)
+    draft = open_draft(subject.checkpoint)
+    assumed = replace(draft, parsed=replace(draft.parsed, has_unknown_layout=False))
+    return search_readings(assumed, subject.target_source, settings.prompts(), settings=settings)

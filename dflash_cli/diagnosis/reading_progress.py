@@ -17,7 +17,8 @@ class ReadingProgress:
             self._meter.__exit__(*error)
 
     def __call__(self, name: str, index: int, total: int) -> None:
-        """The reading called `name` is running; `index` of `total` are done."""
+        """The reading called `name` is running; `index` of `total` scores are done. The total may change."""
         if self._meter is None:
-            self._meter = Meter(total, "configs tried").__enter__()
+            self._meter = Meter(total, "readings scored").__enter__()
+        self._meter.expect(total)
         self._meter.update(index, name)

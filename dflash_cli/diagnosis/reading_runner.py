@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.further_training import Ends, Trainable
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.settings import resolve_limits
-from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.drafts.draft import Draft, build_draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.layers import Attend, Linear, PagedKV
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 
@@ -86,6 +88,20 @@ class ReadingRunner:
         limits = replace(pair.limits, num_draft_tokens=reading.config.num_draft_tokens)
         pair = replace(pair, limits=limits).with_draft(reading.config)
         return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
+
+    def trainable(self, reading: AlternativeReading) -> Trainable:
+        """The draft under a reading, to be built from weights with gradients."""
+        pair, weights = self._pair, self.weights
+        placement, target = replace(pair.placement, kernels=REFERENCE), pair.target
+        ends = Ends(target.embedding, Linear(target.head.weight, target.head.bias), target.embedding_scale)
+
+        def build(weights: "Mapping[str, Tensor]") -> Draft:
+            draft = build_draft(reading.config, weights, ends, placement)
+            return AnchorFirst(draft) if reading.is_anchor_first else draft
+
+        return Trainable(
+            reading.config, weights if reading.rewrite is None else reading.rewrite(weights, reading.config), build
+        )
 
     def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
         """The screen that counts acceptance along these outputs, for readings that tap only these layers."""

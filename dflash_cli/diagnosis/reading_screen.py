@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_cli.acceptance.intervals.statistics import StepCounts
+from dflash_cli.diagnosis.further_training import Loss, Trainable, halves, pulls, training_gain
 from dflash_cli.diagnosis.run_settings import Score
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.loading import LoadedPair
@@ -22,6 +23,13 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 LOSS_DECAY = 4.0
 """Positions over which the weight of a drafted token falls to 1/e. Source: arXiv 2602.06036."""
+
+
+WITHOUT_CONTEXT = (
+    ".o_proj.weight", ".gate_up_proj.weight", ".down_proj.weight", ".post_attention_layernorm.weight",
+    ".input_layernorm.weight", ".q_norm.weight",
+)  # fmt: skip
+"""Ends of the names of tensors that a draft's context KV does not depend on."""
 
 
 class KnownTexts:
@@ -46,7 +54,7 @@ class ReadingScreen:
 
     def __init__(self, texts: KnownTexts, num_drafts: int) -> None:
         self._texts, self._num_drafts = texts, num_drafts
-        self._last: tuple[Weights | None, tuple[object, ...], KVCache] | None = None
+        self._last: tuple[tuple[object, ...], list[Tensor], KVCache] | None = None
         self._anchors = [
             (index, position)
             for index, (start, end) in enumerate(texts.spans)
@@ -65,12 +73,38 @@ class ReadingScreen:
         if losses.shape[1] < self._num_drafts:  # a shorter block says nothing about its last tokens
             missing = self._num_drafts - losses.shape[1]
             losses = functional.pad(losses, (0, missing), value=math.log(pair.limits.vocab_size))
-        weights = torch.exp(-torch.arange(losses.shape[1], device=losses.device) / LOSS_DECAY)
         return Score(
             accepted=1 + float(accepted.float().mean()),
             expected=1 + float(chances.cumprod(dim=1).sum(dim=1).mean()),
-            loss=float((losses * weights).sum(dim=1).mean() / weights.sum()),
+            loss=float(mean_loss(losses)),
         )
+
+    def training_gain(self, draft: Trainable, max_anchors: int) -> float:
+        """The share of the loss that a step of training saves (`further_training`), at some anchors.
+
+        Raises:
+            torch.OutOfMemoryError: memory does not hold the gradients.
+        """
+        return training_gain(draft.weights, self._training_loss(draft, max_anchors))
+
+    def pulls(self, draft: Trainable, max_anchors: int) -> Weights:
+        """Each value of the weights times its gradient, at some anchors (`further_training.pulls`).
+
+        Raises:
+            torch.OutOfMemoryError: memory does not hold the gradients.
+        """
+        return pulls(draft.weights, self._training_loss(draft, max_anchors))
+
+    def _training_loss(self, draft: Trainable, max_anchors: int) -> Loss:
+        parts, num_drafts = halves(self._anchors, max_anchors), draft.config.num_draft_tokens
+        # A copy, because tensors of inference mode cannot be saved for gradients.
+        features = self._texts.features(draft.config.target_layer_ids).clone()
+
+        def loss(weights: Weights, half: int) -> Tensor:
+            losses = self._texts.pages.losses(draft.build(weights), features, parts[half], num_drafts)
+            return mean_loss(losses[:, : self._num_drafts])
+
+        return loss
 
     def walk(self, pair: LoadedPair, *, is_whole: bool = False) -> StepCounts:
         """(tokens, steps) of each text, for steps with room for a whole block. Whole blocks count if `is_whole`."""
@@ -97,10 +131,21 @@ class ReadingScreen:
     def _context(self, pair: LoadedPair) -> KVCache:
         """The draft's context KV of all texts under this reading, reused from the last reading if it is the same."""
         assert pair.draft is not None
-        config, weights = pair.draft.config, pair.draft_weights
-        made_from = (config.target_layer_ids, config.rope, config.rms_norm_eps)
-        if self._last is not None and self._last[0] is weights and self._last[1] == made_from:
+        config, weights = pair.draft.config, pair.draft_weights or {}
+        settings = (config.target_layer_ids, config.rope, config.rms_norm_eps)
+        read = [tensor for name, tensor in weights.items() if not name.endswith(WITHOUT_CONTEXT)]
+        if self._last is not None and self._last[0] == settings and _are_same(self._last[1], read):
             return self._last[2]
         cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))
-        self._last = (weights, made_from, cache)
+        self._last = (settings, read, cache)
         return cache
+
+
+def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+
+
+def mean_loss(losses: Tensor) -> Tensor:
+    """The mean of losses [R, K], with less weight on later positions, as in training."""
+    weights = torch.exp(-torch.arange(losses.shape[1], device=losses.device) / LOSS_DECAY)
+    return (losses * weights).sum(dim=1).mean() / weights.sum()

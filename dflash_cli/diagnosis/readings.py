@@ -15,17 +15,12 @@ number of readings.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
-from dflash_cli.acceptance.intervals.statistics import (
-    Interval,
-    StepCounts,
-    paired_interval,
-    pooled_acceptance_len,
-)
+from dflash_cli.acceptance.intervals.statistics import StepCounts, pooled_acceptance_len
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import (
     AlternativeReading,
@@ -35,17 +30,30 @@ from dflash_cli.diagnosis.alternatives import (
     neutral_readings,
 )
 from dflash_cli.diagnosis.mask_candidates import find_specials
-from dflash_cli.diagnosis.run_settings import ExpectedFigure, RunSettings, Score, SearchBudget
-from dflash_cli.diagnosis.weight_rewrites import together
+from dflash_cli.diagnosis.reading_doubts import ReadingCase
+from dflash_cli.diagnosis.reading_results import (
+    ENOUGH_OF_EXPECTED,
+    SAME_LOSS,
+    ReadingResult,
+    ReadingSearch,
+    by_loss,
+    compare,
+    confirm,
+    find_best,
+)
+from dflash_cli.diagnosis.run_settings import RunSettings, Score
+from dflash_cli.diagnosis.suspect_parts import most_pulled, suspect_spots
+from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
     from dflash_cli.diagnosis.reading_screen import ReadingScreen
+
+T = TypeVar("T")
 
 MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
@@ -54,14 +62,23 @@ MAX_RUN = 4
 """The most readings whose steps are counted after the screen."""
 
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
-MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
+MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
 
 MAX_ON_TOP = 24
 """Readings that are tried on top of the best one."""
 
-MAX_SUSPECTS = 6
-"""Parts of single layers, and parts of all layers, that are read in other ways. The draft misses them least."""
+MAX_SUSPECTS = 4
+"""Norms, and matrices, of single layers and of all layers, that are read in other ways (`suspect_spots`)."""
+
+MAX_PULLED = 5
+"""Parts of single layers, and parts of all layers, that are also read in other scales."""
+
+EXPECTED_SHARE = 0.25
+"""Share of the readings of single parts that are expected to be tried."""
+
+MAX_HARMFUL = 6
+"""Parts that a draft may be better without."""
 
 NUM_RARE_IDS = 96
 
@@ -81,142 +98,10 @@ In the bundled pairs, with 48 tokens per prompt, a gain that matters is 0.14 tok
 a standard deviation of 0.27. With 32 prompts the test finds four of five such gains.
 """
 
-MIN_GAIN = 0.1
-"""The gain in tokens per step from which a reading explains a draft."""
-
-MIN_GAIN_SHARE = 0.1
-"""The gain as a share of the tokens accepted per step under the config's own reading."""
-
-MIN_SHARE = 0.07
-"""Share of the drafted tokens below which a reading explains nothing: drafts that are read wrongly accept up to 6%."""
-
-LEFT_OUT_SHARE = 0.5
-"""The same for a draft without one of its parts. That the part is damaged is sure only if the rest does well."""
-
-RESTORED = 0.85
-"""Share of the expected draft tokens from which a draft counts as restored."""
-
-ENOUGH_OF_EXPECTED = 0.9
-"""Share of the expected draft tokens below which acceptance is short of the expected figure."""
-
-FURTHER = 0.1
-"""Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
-perfect."""
-
-MARGIN, RATIO = 0.15, 1.2
-"""Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
-
 ORDERED, SLIGHT = ("rope", "window"), 0.02
 """Settings with many similar values, and the share of the gain by which short texts cannot tell such values apart."""
 
 MAX_EQUAL = 3
-SAME_LOSS = 1e-4
-"""Nats. Two readings with the same loss are one reading in other words."""
-
-SIGNIFICANCE = 0.05
-
-
-UNSCORED = Score(1.0, 1.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingResult:
-    """Acceptance under another reading, and its difference from the config's own reading on the same prompts.
-
-    If the steps were not counted, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
-    was tested on new prompts has an interval, and its lengths are from these prompts.
-    """
-
-    alternative: Annotated[AlternativeReading, HIDDEN]
-    acceptance_len: float
-    difference: float
-    interval: Annotated[Interval | None, "of the difference, on new prompts"] = None
-    num_prompts: int = 0
-    score: Annotated[Score, HIDDEN] = UNSCORED
-    is_longer: Annotated[bool, HIDDEN] = False
-    equal: Annotated[tuple[str, ...], "readings that cannot be told from this one"] = ()
-    doubt: Annotated[str | None, "why the reading improves acceptance and does not explain it"] = None
-
-    @property
-    @computed_key
-    def factor(self) -> str:
-        return self.alternative.factor
-
-    @property
-    @computed_key
-    def reading(self) -> str:
-        return self.alternative.name
-
-    @property
-    @computed_key
-    def is_estimate(self) -> bool:
-        return not self.num_prompts
-
-    @property
-    def own_len(self) -> float:
-        """The acceptance length of the config's own reading on the same prompts."""
-        return self.acceptance_len - self.difference
-
-    @property
-    def matters(self) -> bool:
-        """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
-        share = LEFT_OUT_SHARE if self.alternative.is_neutral else MIN_SHARE
-        floor = max(self.alternative.min_len, 1 + share * self.alternative.config.num_draft_tokens)
-        is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
-        return self.acceptance_len >= floor and is_large
-
-    @property
-    @computed_key
-    def improves(self) -> bool:
-        """Whether the reading matters, and surely gains on new prompts."""
-        return self.matters and self.interval is not None and self.interval.low > 0
-
-    @property
-    @computed_key
-    def explains(self) -> bool:
-        """Whether the reading explains low acceptance: it improves acceptance, and nothing speaks against it."""
-        return self.improves and self.doubt is None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingSearch:
-    """The config's own reading and its alternatives on the same prompts. `readings` lists counted readings first.
-
-    own_expected_len   the acceptance length that the draft's own probabilities foretell, along the same texts
-    num_readings       all readings that were tried, including poor guesses, which `readings` omits
-    tried              the factors of the readings, with the number of each
-    expected           the figure that the user expects
-    left_out           the prompts that failed, with the reasons
-    warnings           the warnings of the pair
-    """
-
-    num_prompts: int
-    num_tokens: int
-    acceptance_len: Annotated[float, "with the config as it is"]
-    readings: tuple[ReadingResult, ...]
-    num_readings: int = 0
-    own_expected_len: float | None = None
-    tried: Mapping[str, int] = field(default_factory=dict)
-    expected: ExpectedFigure | None = None
-    left_out: tuple[str, ...] = ()
-    target_runtime: str = "native"
-    target_quantization: Annotated[str | None, "how the target's weights are packed"] = None
-    warnings: Annotated[tuple[str, ...], HIDDEN] = ()
-
-    @property
-    def explanation(self) -> ReadingResult | None:
-        """The reading that explains the draft, if one does."""
-        return next((item for item in self.readings if item.explains), None)
-
-    @property
-    def improvement(self) -> ReadingResult | None:
-        """The reading that surely improves acceptance and does not explain it, if there is one."""
-        return next((item for item in self.readings if item.improves and not item.explains), None)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether acceptance is short of the expected figure."""
-        return self.expected is not None and self.acceptance_len - 1 < ENOUGH_OF_EXPECTED * (self.expected.value - 1)
 
 
 def search_readings(
@@ -273,15 +158,16 @@ class Searcher:
         readings = alternative_readings(self._space)
         self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
         self._tried: Counter[str] = Counter()
+        self._num_scored, self._num_probed, self._num_planned = 0, 0, self._plan()
 
     def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
         """The whole search on given prompts, or on made ones."""
-        runner, budget, total = self._runner, self._budget, len(self._readings) + 1
+        runner, budget = self._runner, self._budget
         is_given = prompts is not None
         if prompts is None:
-            self._observe("making prompts", 0, total)
+            self._observe("making prompts", 0, self._num_planned)
             prompts = runner.make_prompts(range(budget.num_prompts))
-        self._observe("config as it is", 0, total)
+        self._observe("config as it is", 0, self._num_planned)
         outputs, left_out = _answered(runner.run(runner.build(self._own), prompts))
         self._screen = runner.screen(outputs, self._taps())
         base = self._screen.walk(runner.build(self._own))
@@ -322,7 +208,18 @@ class Searcher:
     def _taps(self) -> set[int]:
         return {tap for item in (self._own, *self._readings) for tap in item.config.target_layer_ids}
 
+    def _plan(self, num_suspected: int | None = None) -> int:
+        """How many scores the search takes. Until suspect parts are known, a share of their readings is expected."""
+        tried = [item for item in self._readings if not (item.is_guess and item.factor == "weights")]
+        num_guesses = len(self._readings) - len(tried)
+        if num_guesses and num_suspected is None:
+            num_suspected = len(neutral_readings(self._space)) + round(EXPECTED_SHARE * num_guesses)
+        factors = {item.factor for item in self._readings if item.is_guess}
+        return len(tried) + (num_suspected or 0) + len(factors) * MAX_GUESSES + MAX_SCREENED_AGAIN + MAX_ON_TOP
+
     def _score(self, reading: AlternativeReading, num_anchors: int) -> Score:
+        self._num_scored += 1
+        self._observe(reading.name, min(self._num_scored, self._num_planned), self._num_planned)
         return self._screen.score(self._runner.build(reading), num_anchors)
 
     def _own_score(self, num_anchors: int) -> Score:
@@ -342,32 +239,40 @@ class Searcher:
             if factor == "weights":
                 length = max(own_len, found[0].score.accepted if found else 1.0)
                 guesses = self._suspected(guesses, length)
+                self._num_planned = self._plan(self._num_probed + len(guesses))
             best = self._best(guesses, VERY_FEW_ANCHORS)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
-        found.sort(key=_by_loss)
+        found.sort(key=by_loss)
         again = [self._estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
-        return [*sorted(again, key=_by_loss), *found[len(again) :]]
+        return [*sorted(again, key=by_loss), *found[len(again) :]]
 
     def _best(self, readings: Sequence[AlternativeReading], num_anchors: int) -> list[ReadingResult]:
         found = []
         for reading in readings:
-            self._observe(reading.name, sum(self._tried.values()), len(self._readings))
             found.append(self._estimate(reading, num_anchors))
             self._tried[reading.factor] += 1
-        return sorted(found, key=_by_loss)
+        return sorted(found, key=by_loss)
 
     def _suspected(self, guesses: Sequence[AlternativeReading], length: float) -> list[AlternativeReading]:
         """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
         if length - 1 > ENOUGH_SHARE * (self._own.config.block_size - 1) and not self._is_below(length):
             return []
-        found = self._best(neutral_readings(self._space), VERY_FEW_ANCHORS)
-        whole = [item for item in found if None in {layer for _, layer in item.alternative.touches}]
-        single = [item for item in found if not any(item is one for one in whole)]
-        least = (*whole[:MAX_SUSPECTS], *single[:MAX_SUSPECTS])
-        suspects = {("fc", None), *(spot for item in least for spot in item.alternative.touches)}
+        probes = neutral_readings(self._space)
+        self._num_probed = len(probes)
+        found = self._best(probes, VERY_FEW_ANCHORS)
+        suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
-        harmful = [item.alternative for item in found[:MAX_GUESSES] if item.score.loss < own]
-        return [*harmful, *(item for item in guesses if item.touches & suspects)]
+        harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
+        pulled = self._pulled()
+        return [
+            *harmful,
+            *(item for item in guesses if item.touches & (suspects | pulled if item.is_scale else suspects)),
+        ]
+
+    def _pulled(self) -> frozenset[Spot]:
+        """Parts of all layers, and parts of single layers, whose scale changes the loss most."""
+        found = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
+        return most_pulled(found, self._own.config, MAX_PULLED) if found is not None else frozenset()
 
     def _is_below(self, own_len: float) -> bool:
         return self._expected is not None and own_len - 1 < ENOUGH_OF_EXPECTED * (self._expected.value - 1)
@@ -413,7 +318,7 @@ class Searcher:
         ]  # fmt: skip
         if not longer:
             return None
-        return self._counted(min(longer, key=_by_loss), self._screen.walk(self._runner.build(self._own)))
+        return self._counted(min(longer, key=by_loss), self._screen.walk(self._runner.build(self._own)))
 
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
@@ -421,34 +326,20 @@ class Searcher:
 
     def _doubt(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> str | None:
         """Why the best reading may not be right; None without a reason."""
-        if self._expected is not None and best.acceptance_len - 1 < RESTORED * (self._expected.value - 1):
-            return f"it does not restore the expected {self._expected.value:.2f} tokens per step"
-        if best.score.accepted - 1 < RESTORED * (best.score.expected - 1):
-            return f"the draft's own probabilities still expect {best.score.expected:.2f} tokens per step"
-        rival = next((item for item in screened if self._rivals(item, best, own)), None)
-        if rival is not None:
-            return f"{rival.reading} gains as much"
-        for half in best.alternative.halves:
-            if self._score(replace(best.alternative, rewrite=half), MANY_ANCHORS).loss <= RATIO * best.score.loss:
-                return "one half of the exchange gains as much"
-        touched = (
-            best.alternative.touches
-        )  # another exchange of the same kind, in other layers, is tried on top as well
-        others = [item for item in screened if not (_is_alike(item, best) and item.alternative.touches == touched)]
-        before = self._estimate(best.alternative, FEW_ANCHORS).score.loss
-        most = min((1 - FURTHER) * before, before - FURTHER * (self._own_score(FEW_ANCHORS).loss - before))
-        for item in others[:MAX_ON_TOP]:
-            combined = combine(best.alternative, item.alternative, self._own)
-            if combined is not None and self._score(combined, FEW_ANCHORS).loss < most:
-                return f"{item.reading} on top of it gains more"
-        return None
+        return ReadingCase(
+            best,
+            self._own,
+            own,
+            self._own_score(FEW_ANCHORS),
+            screened,
+            MAX_ON_TOP,
+            lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
+            self._training_gain,
+            self._expected,
+        ).doubt()
 
-    def _rivals(self, item: ReadingResult, best: ReadingResult, own: Score) -> bool:
-        """Whether another cause lowers the loss about as much as the best reading."""
-        more = item.score.loss - best.score.loss
-        if _is_alike(item, best) or abs(more) < SAME_LOSS:
-            return False
-        return more < MARGIN * (own.loss - best.score.loss) and item.score.loss < RATIO * best.score.loss
+    def _training_gain(self, reading: AlternativeReading) -> float | None:
+        return _if_memory_suffices(lambda: self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS))
 
     def _new_texts(
         self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
@@ -462,7 +353,7 @@ class Searcher:
         new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
         if len(new) < MIN_UNITS:
             return None
-        self._observe(f"{best.name}, tested on {len(new)} new prompts", len(self._readings), len(self._readings) + 1)
+        self._observe(f"{best.name}, tested on {len(new)} new prompts", self._num_planned, self._num_planned)
         written = [
             output
             for output in self._runner.run(self._runner.build(best), [list(prompt) for prompt in new])
@@ -478,45 +369,13 @@ class Searcher:
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
 
 
-def _by_loss(item: ReadingResult) -> float:
-    return item.score.loss
+def _if_memory_suffices(compute: Callable[[], T]) -> T | None:
+    import torch
 
-
-def _by_loss_and_gain(item: ReadingResult) -> tuple[float, float]:
-    return item.score.loss, -item.difference
-
-
-def _is_alike(item: ReadingResult, best: ReadingResult) -> bool:
-    """Whether two readings tell the same cause: the same setting, or the same parts of the draft."""
-    one, other = item.alternative, best.alternative
-    if one.factor != other.factor:
-        return False
-    if one.factor != "weights" or one.cause == other.cause:
-        return True
-    # A part that harms in one layer also harms in all layers together.
-    return (
-        one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}
-    )
-
-
-def combine(
-    first: AlternativeReading, second: AlternativeReading, own: AlternativeReading
-) -> AlternativeReading | None:
-    """Both readings together; None if they change the same setting."""
-    changed = {
-        item.name: getattr(second.config, item.name)
-        for item in fields(own.config)
-        if getattr(second.config, item.name) != getattr(own.config, item.name)
-    }
-    if any(getattr(first.config, name) != getattr(own.config, name) for name in changed):
+    try:
+        return compute()
+    except torch.OutOfMemoryError:
         return None
-    rewrites = [item.rewrite for item in (first, second) if item.rewrite is not None]
-    return replace(
-        first,
-        config=replace(first.config, **changed),
-        rewrite=together(*rewrites) if rewrites else None,
-        is_anchor_first=first.is_anchor_first or second.is_anchor_first,
-    )
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
@@ -536,25 +395,3 @@ def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tu
             expected=f"at least {MIN_PROMPTS}",
         )
     return answered, tuple(failed)
-
-
-def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
-    """The result of a reading, over the prompts with steps under both readings."""
-    shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
-    own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
-    accepted = pooled_acceptance_len(alternative)
-    return ReadingResult(reading, accepted, accepted - pooled_acceptance_len(own), num_prompts=len(shared))
-
-
-def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
-    """The reading to test: the lowest loss among the readings that matter, None if no reading matters."""
-    return min((item for item in results if item.matters), key=_by_loss_and_gain, default=None)
-
-
-def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
-    """The result of the chosen reading with an interval. The prompts must differ from the prompts that chose it."""
-    found = compare(reading, base, other)
-    interval = paired_interval(
-        base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
-    )
-    return replace(found, interval=interval)

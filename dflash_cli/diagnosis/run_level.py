@@ -14,7 +14,7 @@ from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 
 if TYPE_CHECKING:
-    from dflash_cli.diagnosis.readings import ReadingSearch
+    from dflash_cli.diagnosis.reading_results import ReadingSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

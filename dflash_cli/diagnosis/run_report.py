@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dflash_cli.diagnosis.readings import ReadingSearch
+from dflash_cli.diagnosis.reading_results import ReadingSearch
 from dflash_cli.rules.report import Report, ValidateDocument
 from dflash_runtime.documents import INLINE
 

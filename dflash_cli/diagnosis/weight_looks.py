@@ -39,7 +39,7 @@ def _pooled(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequenc
 def scale_beside_siblings(
     weights: "Mapping[str, Tensor]", config: DraftConfig, part: str, layer: int
 ) -> tuple[float, ...]:
-    """The factor that brings a part to the size of the same part in other layers, and the nearest power of two."""
+    """The factor that brings a part to the size of the same part in other layers, and the powers of two beside it."""
     import math
 
     sizes = [float(item.float().square().mean().sqrt()) for item in _values(weights, config, part, None)]
@@ -48,7 +48,7 @@ def scale_beside_siblings(
     if own == 0 or usual == 0 or 1 / UNLIKE < own / usual < UNLIKE:
         return ()
     factor = usual / own
-    return factor, 2.0 ** round(math.log2(factor))
+    return factor, 2.0 ** math.floor(math.log2(factor)), 2.0 ** math.ceil(math.log2(factor))
 
 
 def _values(weights: "Mapping[str, Tensor]", config: DraftConfig, part: str, layer: int | None) -> "list[Tensor]":

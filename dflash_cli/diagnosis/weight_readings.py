@@ -6,11 +6,12 @@ A family yields each reading for all layers together, and as guesses for single 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one, scale_beside_siblings
+from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, SHARDS, UP, VALUE, axes
 from dflash_cli.diagnosis.weight_rewrites import (
     ENDS,
     HEAD_NORMS,
@@ -18,7 +19,6 @@ from dflash_cli.diagnosis.weight_rewrites import (
     MATRICES,
     NORMS,
     QKV,
-    Order,
     Rewrite,
     Spot,
 )
@@ -27,16 +27,17 @@ from dflash_runtime.config import DraftConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+Where = int | tuple[int, ...] | None
+"""One layer, several layers, or all layers (None)."""
+
 MOST_LAYERS_ALONE = 8
 """In drafts with more layers, single layers are not tried."""
 
-MOST_SHUFFLED_HEADS = 4
-SHARDS = (2, 4, 8)
 FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
-QUERY, KEY, VALUE = QKV
 IN_LAYERS = (*rewrites.STACKED, "self_attn.o_proj", "mlp.down_proj", *HEAD_NORMS, *LAYER_NORMS)
-OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+
+EQUAL_SCALES = ((VALUE, OUT), (UP, DOWN), HEAD_NORMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class WeightReading:
     touches      the parts that it changes, each in one layer, or in all layers (None)
     is_guess     it is one of many, to be tried only if a probe makes one of its parts suspect
     is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
+    is_scale     it multiplies a part by a factor
     halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
     """
 
@@ -55,6 +57,7 @@ class WeightReading:
     touches: frozenset[Spot]
     is_guess: bool = False
     is_neutral: bool = False
+    is_scale: bool = False
     halves: tuple[Rewrite, ...] = ()
 
 
@@ -76,6 +79,13 @@ class WeightSpace:
         """None for all layers together, then every single layer."""
         count = self.config.num_layers
         return (None, *(range(count) if 1 < count <= MOST_LAYERS_ALONE else ()))
+
+    @property
+    def groups(self) -> "tuple[Where, ...]":
+        """The same, and all layers with a window, and all layers without one."""
+        windows = self.config.windows
+        kinds = [tuple(at for at, width in enumerate(windows) if (width is None) == is_full) for is_full in (0, 1)]
+        return (*self.layers, *(kind for kind in kinds if 1 < len(kind) < len(windows)))
 
 
 def weight_readings(space: WeightSpace) -> Iterator[WeightReading]:
@@ -102,16 +112,19 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
         yield WeightReading(name, rewrite, cause, _spots(("fc",), None), is_neutral=True)
 
 
-def _spots(parts: Iterable[str], *layers: int | None) -> frozenset[Spot]:
+def _spots(parts: Iterable[str], where: Where) -> frozenset[Spot]:
+    layers = where if isinstance(where, tuple) else (where,)
     return frozenset((part, None if part in ENDS else layer) for part in parts for layer in layers)
 
 
-def _named(name: str, layer: int | None) -> str:
-    return name if layer is None else f"{name} in layer {layer}"
+def _named(name: str, where: Where) -> str:
+    if where is None:
+        return name
+    return f"{name} in layer {where}" if isinstance(where, int) else f"{name} in layers {', '.join(map(str, where))}"
 
 
-def _only(layer: int | None) -> tuple[int, ...] | None:
-    return None if layer is None else (layer,)
+def _only(where: Where) -> tuple[int, ...] | None:
+    return (where,) if isinstance(where, int) else where
 
 
 def _short(part: str) -> str:
@@ -186,6 +199,11 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
         "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
         **{_short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
     }  # fmt: skip
+    for shift, way in ((1, "earlier"), (-1, "later")) if count > 2 else ():
+        for name, parts in groups.items():
+            rewrite = rewrites.roll_layers(parts, shift)
+            title, cause = f"{name} of each layer moved one layer {way}", f"{name} of all layers belong to other layers"
+            yield WeightReading(title, rewrite, cause, _spots(parts, order), len(parts) == 1)
     pairs = combinations(order, 2) if count <= MOST_LAYERS_ALONE else pairwise(order)
     for first, second in pairs:
         for name, parts in groups.items():
@@ -199,14 +217,16 @@ def _rope_layouts(space: WeightSpace) -> Iterator[WeightReading]:
     if size % 2:
         return
     cause = "the rows of q_proj and k_proj are in another layout of rope"
-    for layer in space.layers:
+    counts = [size, *(count for count in (size // 2, size // 4) if count >= 4 and count % 2 == 0)]
+    for where, num_rotated in product(space.groups, counts):
+        rows = "" if num_rotated == size else f" of the first {num_rotated} dimensions"
         for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
             for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
-                rewrite = rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms, layers=_only(layer))
-                spots = _spots((QUERY, KEY), layer)
-                yield WeightReading(
-                    _named(f"rope over {layout}{suffix}", layer), rewrite, cause, spots, layer is not None
+                rewrite = rewrites.pair_dimensions(
+                    to_halves=to_halves, with_norms=with_norms, layers=_only(where), num_rotated=num_rotated
                 )
+                title = _named(f"rope over {layout}{rows}{suffix}", where)
+                yield WeightReading(title, rewrite, cause, _spots((QUERY, KEY), where), where is not None)
 
 
 def _fused(space: WeightSpace) -> Iterator[WeightReading]:
@@ -229,94 +249,53 @@ def _fused(space: WeightSpace) -> Iterator[WeightReading]:
         yield WeightReading(name, rewrite, "a fused projection was split at the wrong rows", frozenset())
 
 
-def _orders(count: int) -> dict[str, Order]:
-    """Regular orders of `count` items that are not the order itself."""
-    found: dict[str, Order] = {
-        "in reverse": rewrites.reverse,
-        "shifted by one": partial(rewrites.roll, 1),
-        "shifted back by one": partial(rewrites.roll, -1),
-    }
-    if count % 2 == 0:
-        found["with halves exchanged"] = rewrites.exchange_halves
-    for first in SHARDS:
-        if count % first == 0 and first < count:
-            found[f"interleaved by {first}"] = rewrites.transposed(first)
-            found[f"from {first} interleaved parts"] = rewrites.untransposed(first)
-            if count // first > 1 and first > 2:
-                found[f"with {first} parts in reverse"] = rewrites.of_heads(rewrites.reverse, count // first)
-            if (count // first) % 2 == 0:
-                found[f"with halves of {first} parts exchanged"] = rewrites.in_parts(rewrites.exchange_halves, first)
-    return found
-
-
-def _head_orders(count: int, groups: int) -> dict[str, Order]:
-    """Orders of heads: every order of a few, else regular ones; and heads tiled over groups instead of repeated."""
-    found = _orders(count) if count > 1 else {}
-    if 1 < count <= MOST_SHUFFLED_HEADS:
-        for order in sorted(permutations(range(count)))[1:]:
-            found[f"in the order {list(order)}"] = partial(_given, order)
-    if 1 < groups < count:
-        found["tiled over KV heads"] = rewrites.transposed(groups)
-        found["repeated for KV heads"] = rewrites.untransposed(groups)
-    return found
-
-
-def _given(order: tuple[int, ...], _: int) -> "Tensor":
-    import torch
-
-    return torch.tensor(order)
-
-
-def _axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, Order]]]:
-    """Each axis of matrices with the parts that it may have been reordered in, and its orders."""
-    size, heads, keys = config.head_dim, config.num_heads, config.num_kv_heads
-
-    def whole(count: int, groups: int) -> dict[str, Order]:
-        return {name: rewrites.of_heads(order, size) for name, order in _head_orders(count, groups).items()}
-
-    inside = {name: rewrites.in_heads(order, size) for name, order in _orders(size).items()}
-    yield "query heads", {QUERY: 0, OUT: 1}, whole(heads, keys)
-    yield "query heads", {QUERY: 0}, whole(heads, keys)
-    yield "query heads", {OUT: 1}, whole(heads, keys)
-    yield "KV heads", {KEY: 0, VALUE: 0}, whole(keys, 1)
-    yield "KV heads", {KEY: 0}, whole(keys, 1)
-    yield "KV heads", {VALUE: 0}, whole(keys, 1)
-    yield "dimensions of heads", {QUERY: 0, KEY: 0}, inside
-    yield "dimensions of heads", {QUERY: 0}, inside
-    yield "dimensions of heads", {KEY: 0}, inside
-    yield "dimensions of heads", {VALUE: 0}, inside
-    yield "dimensions of heads", {OUT: 1}, inside
-    inner, hidden = _orders(config.intermediate_size), _orders(config.hidden_size)
-    for parts in ({DOWN: 1}, {GATE: 0}, {UP: 0}, {GATE: 0, UP: 0}):
-        yield "MLP channels", parts, inner
-    for part in (QUERY, KEY, VALUE, GATE, UP):
-        yield "input channels", {part: 1}, hidden
-    for part in (OUT, DOWN, "fc"):
-        yield "output channels", {part: 0}, hidden
-    taps = config.num_taps
-    if config.hidden_size % taps == 0 or taps > 1:
-        yield "features", {"fc": 1}, {
-            **{f"{name} within each tap": rewrites.in_parts(order, taps) for name, order in hidden.items()},
-            "interleaved over taps": rewrites.transposed(taps),
-            "from interleaved taps": rewrites.untransposed(taps),
-            "with halves exchanged": rewrites.exchange_halves,
-            "in reverse": rewrites.reverse,
-        }  # fmt: skip
-    for norm in (*HEAD_NORMS, *LAYER_NORMS, "hidden_norm", "norm"):
-        yield "values", {norm: 0}, {"in reverse": rewrites.reverse, "with halves exchanged": rewrites.exchange_halves}
-
-
 def _reordered(space: WeightSpace) -> Iterator[WeightReading]:
     """Rows or columns in another regular order."""
-    for axis, parts, orders in _axes(space.config):
+    for axis, parts, orders in axes(space.config):
         where = " and ".join(_short(part) for part in parts)
-        for layer in space.layers if not set(parts) & set(ENDS) else (None,):
+        for layer in space.groups if not set(parts) & set(ENDS) else (None,):
             for name, order in orders.items():
                 changes = {part: rewrites.along(dim, order) for part, dim in parts.items()}
                 rewrite = rewrites.change_parts(changes, _only(layer))
                 title = _named(f"{axis} of {where} {name}", layer)
                 cause = f"the {axis} of {where} are in another order"
                 yield WeightReading(title, rewrite, cause, _spots(parts, layer), True)
+
+
+def _dealt(space: WeightSpace) -> Iterator[WeightReading]:
+    """Every matrix put together from shards in the wrong way: by rows, or as tensor parallelism cuts it."""
+    by_rows = dict.fromkeys(MATRICES, 0)
+    in_layers = {part: dim for part, dim in by_rows.items() if part not in ENDS}
+    parallel = {part: int(part in {OUT, DOWN}) for part in in_layers}
+    sizes = {OUT: space.config.num_heads * space.config.head_dim, DOWN: space.config.intermediate_size}
+    ways = (("dealt to", rewrites.transposed), ("from", rewrites.untransposed))
+    for (name, parts), count, (way, deal) in product(_sets(in_layers, parallel, by_rows), SHARDS, ways):
+        lengths = [sizes[part] if dim else _num_rows(space.config, part) for part, dim in parts.items()]
+        if any(length % count for length in lengths):
+            continue
+        for layer in space.layers if not set(parts) & set(ENDS) else (None,):
+            changes = {part: rewrites.along(dim, deal(count)) for part, dim in parts.items()}
+            title = _named(f"rows of {name} {way} {count} shards in turn", layer)
+            cause = "the rows of several matrices are in another order, as if shards took them in turn"
+            rewrite = rewrites.change_parts(changes, _only(layer))
+            yield WeightReading(title, rewrite, cause, _spots(parts, layer), layer is not None)
+
+
+def _sets(
+    in_layers: dict[str, int], parallel: dict[str, int], by_rows: dict[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Sets of matrices with the dimension of their rows."""
+    yield "all matrices", by_rows
+    yield "matrices of layers", in_layers
+    yield "parallel matrices", parallel
+    for name, chosen in (("attention", (*QKV, OUT)), ("the MLP", (GATE, UP, DOWN))):
+        yield f"matrices of {name}", {part: in_layers[part] for part in chosen}
+        yield f"parallel matrices of {name}", {part: parallel[part] for part in chosen}
+
+
+def _num_rows(config: DraftConfig, part: str) -> int:
+    own = {QUERY: config.num_heads * config.head_dim, GATE: config.intermediate_size, UP: config.intermediate_size}
+    return own.get(part, config.num_kv_heads * config.head_dim if part in {KEY, VALUE} else config.hidden_size)
 
 
 def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
@@ -327,9 +306,18 @@ def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
             cause = f"the values of {_short(part)} are stored by columns, as those of its transpose"
             title = _named(f"{_short(part)} read by columns", layer)
             yield WeightReading(title, rewrite, cause, _spots((part,), layer), layer is not None)
-    rewrite = rewrites.change_parts(dict.fromkeys(MATRICES, rewrites.by_column))
-    cause = "the values of all matrices are stored by columns"
-    yield WeightReading("all matrices read by columns", rewrite, cause, frozenset())
+    groups = {
+        "all matrices": MATRICES, "matrices of layers": MATRICES[:-1], "matrices of attention": (*QKV, OUT),
+        "matrices of the MLP": (GATE, UP, DOWN),
+    }  # fmt: skip
+    for name, parts in groups.items():
+        for layer in space.layers if "fc" not in parts else (None,):
+            rewrite = rewrites.change_parts(dict.fromkeys(parts, rewrites.by_column), _only(layer))
+            title, cause = (
+                _named(f"{name} read by columns", layer),
+                "the values of several matrices are stored by columns",
+            )
+            yield WeightReading(title, rewrite, cause, _spots(parts, layer), layer is not None)
 
 
 def _scales(space: WeightSpace) -> Iterator[WeightReading]:
@@ -341,14 +329,32 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
             factors: set[float] = {*FACTORS, space.config.head_dim**-0.5, space.config.head_dim**0.5}
             factors = factors if part in NORMS else {-1.0}
             if space.weights and layer is not None:
-                factors |= set(scale_beside_siblings(space.weights, space.config, part, layer))
+                beside = scale_beside_siblings(space.weights, space.config, part, layer)
+                factors |= set(beside)
+                yield from (_scaled_elsewhere(space, part, layer, 1 / factor) for factor in beside)
             if part in MATRICES and (layer is None or part in {VALUE, OUT, DOWN, UP}):
                 factors |= {0.125, 0.25, 0.5, 2.0, 4.0, 8.0} if part not in {QUERY, KEY, "fc"} else set()
             for factor in sorted(factors):
                 rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, _only(layer))
-                cause = f"the values of {_short(part)} are {'negated' if factor == -1 else 'scaled'}"
+                cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
                 title = _named(f"{_short(part)} times {factor:.3g}", layer)
-                yield WeightReading(title, rewrite, cause, _spots((part,), layer), True)
+                yield WeightReading(title, rewrite, cause, _spots((part,), layer), True, is_scale=True)
+
+
+def _names_of_equals(part: str) -> str:
+    """A part and the part whose scale has the same effect: no run can tell them apart."""
+    return next((" or ".join(map(_short, pair)) for pair in EQUAL_SCALES if part in pair), _short(part))
+
+
+def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) -> WeightReading:
+    """A part times a factor in every other layer. Few layers do not tell which of them were scaled."""
+    others = tuple(at for at in range(space.config.num_layers) if at != layer)
+    rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, others)
+    title, cause = (
+        _named(f"{_short(part)} times {factor:.3g}", others),
+        f"the values of {_names_of_equals(part)} are scaled",
+    )
+    return WeightReading(title, rewrite, cause, _spots((part,), others))
 
 
 def _biases(space: WeightSpace) -> Iterator[WeightReading]:
@@ -357,5 +363,5 @@ def _biases(space: WeightSpace) -> Iterator[WeightReading]:
 
 
 FAMILIES = (
-    _norm_offsets, _exchanges, _layer_parts, _rope_layouts, _fused, _reordered, _by_column, _scales, _biases,
+    _norm_offsets, _exchanges, _layer_parts, _rope_layouts, _fused, _reordered, _dealt, _by_column, _scales, _biases,
 )  # fmt: skip

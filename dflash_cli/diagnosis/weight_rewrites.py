@@ -77,6 +77,17 @@ def exchange(first: Spot, second: Spot, *, is_half: bool = False) -> Rewrite:
     return rewrite
 
 
+def roll_layers(parts: Collection[str], shift: int) -> Rewrite:
+    """Layer i takes these parts of layer i + shift, the last layers of the first ones and so on."""
+
+    def rewrite(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
+        order = range(config.num_layers - 1) if shift > 0 else range(config.num_layers - 2, -1, -1)
+        exchanges = [exchange((part, at), (part, at + 1)) for at in order for part in parts]
+        return together(*exchanges)(weights, config)
+
+    return rewrite
+
+
 def together(*rewrites: Rewrite) -> Rewrite:
     """One rewrite after another."""
 
@@ -206,20 +217,30 @@ def in_heads(order: Order, head_dim: int) -> Order:
     return lambda count: _arange(count).view(-1, head_dim)[:, order(head_dim)].flatten()
 
 
+def first_items(order: Order, num_items: int) -> Order:
+    """The first items in another order, the rest as they are."""
+    import torch
+
+    return lambda count: torch.cat((order(num_items), _arange(count)[num_items:]))
+
+
 def in_parts(order: Order, num_parts: int) -> Order:
     """Equal parts, each in another order."""
     return lambda count: in_heads(order, count // num_parts)(count)
 
 
-def pair_dimensions(*, to_halves: bool, with_norms: bool, layers: Collection[int] | None = None) -> Rewrite:
+def pair_dimensions(
+    *, to_halves: bool, with_norms: bool, layers: Collection[int] | None = None, num_rotated: int | None = None
+) -> Rewrite:
     """Reorder the dimensions of each head between the two layouts of rope, pairs side by side and halves.
 
     With `to_halves`, rows in pairs become rows in halves, which the runtime rotates. Some exporters reorder the
-    projections but not the norms of queries and keys.
+    projections but not the norms of queries and keys. With `num_rotated`, only the first dimensions are reordered.
     """
 
     def rewrite(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
         order = untransposed(2) if to_halves else transposed(2)
+        order = first_items(order, num_rotated or config.head_dim)
         heads = along(0, in_heads(order, config.head_dim))
         changes: dict[str, Change] = {"self_attn.q_proj": heads, "self_attn.k_proj": heads}
         if with_norms:

@@ -1,13 +1,13 @@
 """The values that an engine reads from a native config, and the checks that engines share."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.engines.config_class import CLASSES, EngineStops
+from dflash_cli.engines.config_class import CLASSES, ConfigClass, EngineStops
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
@@ -30,6 +30,8 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "proportional": (),
 }
 """Rope type that engines know -> its parameters that they compute with."""
+ROPE_BY_KIND = frozenset({"gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "olmo3"})
+"""Model types whose config class turns any rope into one for each kind of layer, which no DFlash model reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class EngineReading:
     rope        the rope parameters; empty if they are not known
     taps        the captured layers, counted from 0; -1 is the embedding's output
     block_size  None if the engine does not read the key
+    cut         tensors of which the engine loads only the first rows or columns, because the config gives it less
     """
 
     windows: tuple[int | None, ...]
@@ -55,6 +58,7 @@ class EngineReading:
     logit_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    cut: tuple[str, ...] = ()
 
     def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:
         """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
@@ -85,6 +89,8 @@ def resolve_auto(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise EngineStops("auto_map", "null, expected an object or no such key")
     if not isinstance(model_type, str) or not is_known(model_type):
         raise EngineStops("model_type", f"found {model_type!r}, expected a type that transformers knows")
+    if model_type in ROPE_BY_KIND:
+        raise EngineStops("model_type", f"found {model_type}, whose config class has one rope for each kind of layer")
     return resolve(config, model_type) if model_type in CLASSES else None
 
 
@@ -94,9 +100,18 @@ def resolve(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     Raises:
         EngineStops: the class refuses the config.
     """
+    return resolve_with(CLASSES[model_type], config)
+
+
+def resolve_with(config_class: ConfigClass, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as a class fills it in.
+
+    Raises:
+        EngineStops: the class refuses the config.
+    """
     if asks_for_latent_attention(config):
         raise EngineStops("attention_mode", "latent attention, and the engine lacks a draft model with it")
-    found = CLASSES[model_type].resolve(config)
+    found = config_class.resolve(config)
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype is not None and str(dtype) not in TORCH_TYPES:
         raise EngineStops("dtype", f"found {dtype!r}, expected a type of torch")
@@ -254,8 +269,12 @@ def check_all_tensors(found: Mapping[str, Any], num_taps: int, subject: Subject)
         raise EngineStops(f"{WEIGHTS}:{name}", "missing" if name in missing else "the engine does not know the tensor")
 
 
-def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **more: Any) -> None:
-    """Require tensors of the shapes that the resolved sizes give. Missing tensors stop no engine here.
+def check_shapes(
+    found: Mapping[str, Any], num_taps: int, subject: Subject, *, cut: Collection[str] = (), **more: Any
+) -> None:
+    """Require tensors of the shapes that the resolved sizes give, except tensors that the engine cuts.
+
+    Missing tensors stop no engine here.
 
     Raises:
         EngineStops: a tensor has another shape.
@@ -268,7 +287,7 @@ def check_shapes(found: Mapping[str, Any], num_taps: int, subject: Subject, **mo
     config = stand_in(sizes, num_taps, attention_bias=found["attention_bias"], **more)
     if config is None:
         raise EngineStops(place, "the sizes are not those of a draft")
-    shapes = {name: tuple(info.shape) for name, info in subject.tensors.items()}
+    shapes = {name: tuple(info.shape) for name, info in subject.tensors.items() if name not in cut}
     expected_shapes = {name: shape for name, shape in body_shapes(config).items() if name not in (EMBEDDING, HEAD)}
     _, _, wrong = compare_tensors(expected_shapes, shapes)
     if wrong:

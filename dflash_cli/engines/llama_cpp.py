@@ -32,7 +32,9 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
+from dflash_cli.formats.dspark import DSparkSpeculators
 from dflash_cli.formats.native import Native
+from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
@@ -50,12 +52,12 @@ class LlamaCpp(ServingEngine):
     """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
-    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True
-    models: ClassVar[Mapping[str, Release]] = {"DFlash2DraftModel": ()}
-    """Source: conversion/qwen.py registers it beside DFlashDraftModel (ggml-org/llama.cpp#27342)."""
+    models: ClassVar[Mapping[str, Release]] = {"DFlash2DraftModel": (), "Qwen3DSparkModel": ()}
+    """Source: conversion/qwen.py registers them beside DFlashDraftModel (ggml-org/llama.cpp#27342, #25173)."""
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
         "extra-tensors": "stops",
@@ -113,15 +115,25 @@ class LlamaCpp(ServingEngine):
         top, nested = subject.config.get("is_causal"), as_object(subject.config.get("dflash_config")).get("causal")
         return (top is True or (top is None and nested is True),) * len(subject.stated.layer_types)
 
+    def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """It also converts speculators files of DSpark. Source: ggml-org/llama.cpp#26275."""
+        return isinstance(dialect, DSparkSpeculators) or super().serves_kind(dialect, config)
+
+    def served_layout(self, subject: Subject) -> bool | None:
+        """The layout of a speculators file of DSpark; a missing key means fill-in. Native files are not modelled."""
+        if not isinstance(subject.format, DSparkSpeculators):
+            return None
+        return bool(subject.config.get("sample_from_anchor", False))
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """Two conversions to GGUF, then the server. The converter takes directories, and reads the target's tokenizer.
 
-        --spec-draft-n-max is block_size - 1.
+        --spec-draft-n-max is the number of draft tokens.
         """
         draft, target = _gguf(pair.draft), _gguf(pair.target)
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
-        serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", "draft-dflash"]
+        serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", f"draft-{pair.method}"]
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
@@ -137,12 +149,16 @@ def _count(key: str, value: Any) -> int:
 def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer. The converter writes windows only if three keys together ask for them."""
     count = _count("num_hidden_layers", found.get("num_hidden_layers"))
+    if count > MAX_LAYERS:
+        raise EngineStops("num_hidden_layers", f"found {count}, expected at most {MAX_LAYERS}")
     window, kinds = found.get("sliding_window"), found.get("layer_types")
     if not (found.get("use_sliding_window") and window and kinds):
         return (None,) * count
-    if not isinstance(kinds, list) or len(kinds) != count:
+    if not isinstance(kinds, list):
         raise EngineStops("layer_types", f"found {kinds!r}, expected {count} entries")
-    return tuple(_count("sliding_window", window) if kind == SLIDING else None for kind in kinds)
+    size = _count("sliding_window", window)
+    listed = tuple(size if kind == SLIDING else None for kind in kinds[:count])
+    return listed + (None,) * (count - len(listed))  # src/models/dflash.cpp:86 checks no length; the rest is full
 
 
 @check_llama_cpp("S15", effect="llama.cpp does not know the bias and stops", fix=FIX_VLLM, source=CONVERTER)
@@ -177,7 +193,8 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     """block_size is at the top level, where llama.cpp's converter reads it."""
     is_nested = subject.config.get("block_size") is None and subject.stated.block_size not in (None, 16)
-    if isinstance(subject.format, Native) and is_nested:
+    is_older = subject.format.family == Format.family  # those converters know no other family
+    if isinstance(subject.format, Native) and is_older and is_nested:
         message = f"missing at the top level, {subject.stated.block_size} in dflash_config"
         yield Problem(subject.expected_at("block_size"), message)
 

@@ -8,6 +8,7 @@ from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServeCommand, ServedPair, ServingEngine
 from dflash_cli.formats.dialect import named_architectures
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
@@ -62,8 +63,8 @@ class JudgedPair:
         """
         subject = self.subject
         assert subject.target is not None
-        most = self._most_draft_tokens()
         asked = subject.plan.num_speculative_tokens
+        most = self._most_draft_tokens()
         if asked is not None and asked > most:
             raise UsageError(
                 f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
@@ -73,7 +74,8 @@ class JudgedPair:
                 expected=f"at most {most}",
             )
         limit, named = subject.stated.body.get("max_position_embeddings"), named_architectures(subject.config)
-        flags = (item.serve_flag for item in self.report.findings)
+        kind = subject.format if isinstance(subject.format, Kind) else None
+        flags = {item.serve_flag for item in self.report.findings} | (kind.serve_flags if kind is not None else set())
         return ServedPair(
             draft=subject.served_name,
             target=self.target_name,
@@ -83,6 +85,8 @@ class JudgedPair:
             flags=frozenset(flag for flag in flags if flag is not None),
             method=subject.format.serve_method,
             architecture=named[0] if subject.is_other_kind and named else None,
+            is_chain=kind is not None and kind.is_chain,
+            settings=kind.serve_settings if kind is not None else {},
         )
 
     def _most_draft_tokens(self) -> int:
@@ -96,6 +100,8 @@ class JudgedPair:
         block = subject.stated.block_size
         if subject.parsed is not None:
             return subject.parsed.config.num_draft_tokens
+        if isinstance(subject.format, Kind) and subject.format.is_chain:
+            return self._draft_tokens_of_chain()
         if subject.is_other_kind and block is not None:
             return block if subject.format.samples_from_anchor else block - 1
         if block is None and asked is not None:
@@ -110,6 +116,27 @@ class JudgedPair:
                 hint="add -k with the number of draft tokens in training",
             ) from subject.parse_error
         raise subject.parse_error
+
+    def _draft_tokens_of_chain(self) -> int:
+        """The number of tokens that the user or the config asks a draft for that proposes one after another.
+
+        Raises:
+            UsageError: neither says it.
+        """
+        subject = self.subject
+        asked = subject.plan.num_speculative_tokens
+        if asked is not None:
+            return asked
+        stated = subject.kind_reading.draft_tokens if subject.kind_reading is not None else None
+        if stated is not None:
+            return stated
+        raise UsageError(
+            f"{subject.format.title} drafts propose any number of tokens, and the config does not state one",
+            id="draft-tokens-unknown",
+            path=subject.path,
+            field="--num-speculative-tokens",
+            hint="add -k with the number of draft tokens per step",
+        )
 
 
 def judge_pair(
@@ -173,7 +200,7 @@ def find_serve_commands(
 
 def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
     """The reason why there is no command: the engine does not support the draft, or the draft is faulty; else None."""
-    if verdict.outcome == "unknown" or (verdict.outcome == "serves" and subject.format.name in engine.kinds):
+    if verdict.outcome == "unknown":
         text = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
         return UnsupportedError(text, id="no-serve-command", found=subject.format.name)
     if verdict.outcome != "stops":

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
@@ -55,7 +57,8 @@ class ServedPair:
     """The input of a serve command: names that the engine can load, and the `serve_flag` of each finding.
 
     `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
-    such a setting uses `num_draft_tokens`.
+    such a setting uses `num_draft_tokens`. `is_chain` says that the draft proposes one token after another. `settings`
+    are vLLM's settings of speculative decoding beside method, model and number of tokens.
     """
 
     draft: str
@@ -67,6 +70,8 @@ class ServedPair:
     schedule: tuple[tuple[int, int, int], ...] = ()
     architecture: str | None = None
     method: str = "dflash"
+    is_chain: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def context_limit(self) -> int | None:
@@ -89,8 +94,8 @@ class ServingEngine:
     finds_by_architecture  it finds its model by a name in `architectures`
     takes_other_widths     it serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in its own file reports dialects that it does not read
-    models                 architecture of a draft of another kind -> the first release with a model for it
-    kinds                  names of kinds of drafts of any architecture that it serves with other commands
+    models                 architecture of a draft of another kind or family -> the first release with a model for it
+    read_families          the draft families whose native configs `read_values` judges
     """
 
     name: ClassVar[str]
@@ -105,7 +110,7 @@ class ServingEngine:
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = {}
-    kinds: ClassVar[frozenset[str]] = frozenset()
+    read_families: ClassVar[frozenset[str]] = frozenset({Format.family})
 
     release: Release = ()
 
@@ -137,15 +142,25 @@ class ServingEngine:
 
         None if it does not read the dialect, or if its code is not modelled for such a config.
         """
-        if not isinstance(subject.format, self.reads):
+        if not isinstance(subject.format, self.reads) or subject.format.family not in self.read_families:
             return None
         if str(self) not in subject.known:
             try:
+                self._require_model(subject)
                 subject.known[str(self)] = self.read_values(subject)
             except EngineStops as stops:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
+
+    def _require_model(self, subject: Subject) -> None:
+        """Require a model for drafts of another family than DFlash.
+
+        Raises:
+            EngineStops: the engine has none under the draft's architecture.
+        """
+        if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
+            raise EngineStops("architectures", f"found {named_architectures(subject.config)}, without a model for it")
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """`read_config` for a dialect that the engine reads.
@@ -155,10 +170,18 @@ class ServingEngine:
         """
         return None
 
+    def refuses_kind(self, dialect: Format, config: Mapping[str, Any]) -> str | None:
+        """The reason why this release does not serve a draft of another kind; None if it serves it."""
+        if not isinstance(dialect, Kind):
+            return None if self.serves_kind(dialect, config) else "it has no model for the draft's architecture"
+        if asks_for_latent_attention(config):
+            return "no engine has a draft model with latent attention"
+        return dialect.why_unserved(self.name, self.release, config, KindReading(dialect, config).values)
+
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """Whether this release has a model for a draft of another kind. dflash need not run such a draft."""
-        if dialect.name in self.kinds:
-            return True
+        """Whether this release has a model for a draft of another kind or family. dflash need not run such a draft."""
+        if isinstance(dialect, Kind):
+            return self.refuses_kind(dialect, config) is None
         first = next((self.models[name] for name in named_architectures(config) if name in self.models), None)
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
@@ -180,6 +203,10 @@ class ServingEngine:
 
     def causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """`served_causality` of a config that `read_config` does not judge."""
+        return None
+
+    def served_layout(self, subject: Subject) -> bool | None:
+        """Whether it serves blocks anchor-first; None if it is not known, or if the family has one layout."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:

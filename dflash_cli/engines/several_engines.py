@@ -13,7 +13,7 @@ from dflash_cli.engines.serving_engine import (
     by_engine,
     engines_that_differ,
 )
-from dflash_cli.formats.dialect import COMMON, named_architectures
+from dflash_cli.formats.dialect import COMMON, named_architectures, word_of
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import Subject
@@ -30,8 +30,8 @@ FIX_ROPE_STYLE = (
 NOT_FOUND = "the engine finds no tensor under these names, and leaves the weights at random values"
 IGNORES_FILE = "the engine ignores the file, and uses the mask token's own row"
 TABLES = "code of vLLM 0.33.0, SGLang 0.5.23 and z-lab 0.1.0, run on the configs of tests/golden/engine_verdicts.json"
-MAY_BE_UNSTATED = {"windows": ("layer_types",), "rope": ("rope_scaling", "rope_parameters")}
-"""Field -> decoder keys. If none is stated, the meaning of the config is not known."""
+MAY_BE_UNSTATED = {"windows": (), "rope": ("rope_scaling", "rope_parameters")}
+"""Field -> decoder keys. If none is stated, the meaning of the config is not known. Windows follow from more keys."""
 EVERY = EnginesWhere(lambda engine: True)
 LIKE_THE_REFERENCE = EnginesWhere(lambda engine: engine.follows_reference)
 
@@ -307,14 +307,18 @@ def engine_accepts_the_config(subject: Subject) -> Iterator[Problem]:
 def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
     """The engine reads the windows, taps, mask token, block, rope, epsilon and sinks that the config states.
 
-    S07, S11, S24 and S25 compare the causality.
+    It also loads every row of every tensor. S07, S11, S24 and S25 compare the causality.
     """
     for engine, reading in _readings(subject):
+        if isinstance(reading, EngineReading) and reading.cut:
+            message = f"{engine} loads only the first rows or columns of {len(reading.cut)} tensors"
+            yield Problem(f"{WEIGHTS}:{reading.cut[0]}", message, engines=(engine.name,))
         if not isinstance(reading, EngineReading) or subject.parsed is None:
             continue
         for field, (found, meant) in reading.differences(subject.parsed.config).items():
             keys = MAY_BE_UNSTATED.get(field)
-            is_stated = keys is None or any(map(subject.stated.body.get, keys)) or bool(subject.stated.window_keys)
+            is_read_alike = field == "windows" and (subject.stated.states_kinds or bool(subject.stated.window_keys))
+            is_stated = keys is None or is_read_alike or any(map(subject.stated.body.get, keys))
             yield Problem(
                 subject.at(field),
                 f"{engine} reads {found!r}, the config states {meant!r}" if is_stated else f"{engine} reads {found!r}",
@@ -340,7 +344,7 @@ def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator
     )
     if unable:
         location = subject.location(next(iter(subject.format.signs), "architectures"))
-        message = f"found the {subject.format.name} dialect, expected the {COMMON} one"
+        message = f"found the {word_of(subject.format)} dialect, expected the {COMMON} one"
         yield Problem(location, message, engines=unable)
 
 

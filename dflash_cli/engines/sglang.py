@@ -33,9 +33,11 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
+from dflash_cli.engines.sglang_dspark import check_markov, prefixed_keys
+from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import LOGIT_SCALE, guess_taps
+from dflash_cli.formats.fields import LOGIT_SCALE, SCALES, guess_taps
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
@@ -52,10 +54,15 @@ IGNORED_SCALES = ("input_embedding_scale", LOGIT_SCALE)
 CODE = "SGLang 0.5.23 models/dflash.py"
 FIX_TO_SGLANG = "dflash convert {draft} {out} --to sglang --target {target}"
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
+ALGORITHMS = {"mtp": "NEXTN"}
+"""Way of drafting -> its name in SGLang, unless it is the same in capitals."""
 LEAST_DEPTH = 4
 """The fewest layers from which SGLang guesses the tapped ones."""
 PLAIN_DRAFT = "plain-draft"
 """A serve flag: the target is packed, and the draft must stay plain."""
+
+BLOCK_METHODS = ("dflash", "dspark")
+"""Ways of drafting whose number of draft tokens is an option of the command."""
 
 SERVED = frozenset(
     {
@@ -83,6 +90,7 @@ class SglangEngine(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2", "dspark"})
     has_dialect_rule: ClassVar[bool] = True
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
@@ -91,14 +99,12 @@ class SglangEngine(ServingEngine):
     takes_other_widths: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = dict.fromkeys(
         (
-            "DFlash2BeamDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DSparkDraftModel",
-            "DSparkMiniMaxDraftModel", "Lfm2DSparkDraftModel", "LiLiCorrDraftModel", "LingDSparkModel",
-            "MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "Qwen3DSparkModel",
+            "DFlash2DraftModel", "DSparkDraftModel", "DSparkMiniMaxDraftModel", "Lfm2DSparkDraftModel",
+            "LingDSparkModel", "MiniMaxDFlash2DraftModel", "Qwen3DSparkModel",
         ),
         RELEASES[0],
     )  # fmt: skip
-    """Source: EntryClass of 0.5.23 models/dflash.py, dspark.py, dspark_minimax.py, lfm2_dspark.py and lilicorr.py."""
-    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "mtp"})
+    """Source: EntryClass of 0.5.23 models/dflash.py, dspark.py, dspark_minimax.py and lfm2_dspark.py."""
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "other-prefix": "drops",
         "unsorted-taps": "drops",
@@ -110,24 +116,26 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """A projector names Domino under DFlash's architecture. DSpark needs its Markov head."""
+        """Variants of DSpark need a Markov head."""
+        if isinstance(dialect, Kind):
+            return super().serves_kind(dialect, config)
         nested = as_object(config.get("dflash_config"))
-        if nested.get("projector_type", config.get("projector_type")) == "domino":
-            return Native.architecture in named_architectures(config)
-        rank = nested.get("markov_rank", config.get("markov_rank"))
-        return "speculators_model_type" not in config and rank != 0 and super().serves_kind(dialect, config)
+        has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
+        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
         config = subject.config
         nested = as_object(config.get("dflash_config"))
-        if config.get("architectures") != Native.architecture:
-            check_architecture(config, Native.architecture)
+        expected = subject.format.architecture  # S34 reports the models of other families
+        if expected is not None and config.get("architectures") != expected:
+            check_architecture(config, expected)
         found = resolve_auto(config)
+        _check_type(config)
         check_packing(config)
         if found is None or _has_own_embedding(config):
             return None
-        stated = {**config, **nested}
+        stated = {**config, **nested, **prefixed_keys(config)}
         depth = _optional("num_target_layers", stated)
         block = _optional("block_size", stated)
         mask, taps = _mask(stated), _taps(stated, depth, found, subject)
@@ -141,6 +149,8 @@ class SglangEngine(ServingEngine):
             raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
         softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
         _check_model(found, subject)
+        if subject.format.family == "dspark":
+            check_markov(config, nested, mask, found)
         check_shapes(found, len(taps), subject)
         return EngineReading(
             windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
@@ -158,17 +168,27 @@ class SglangEngine(ServingEngine):
             final_logit_softcapping=softcap if softcap > 0 else None,
         )
 
+    def served_layout(self, subject: Subject) -> bool | None:
+        """The layout of DSpark, which it reads at the top level only."""
+        return bool(subject.config.get("sample_from_anchor", True)) if subject.format.samples_from_anchor else None
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
-        """The command of the server. --speculative-num-draft-tokens is block_size, which includes the anchor."""
+        """The command of the server. --speculative-num-draft-tokens counts the anchor beside the draft tokens.
+
+        A draft that proposes one token after another takes a number of steps instead, here of one token each.
+        """
         draft, _, revision = pair.draft.partition("@")
         target, _, target_revision = pair.target.partition("@")
+        counts_tokens = pair.method in BLOCK_METHODS or pair.is_chain
         options = {
             "--model-path": target,
             "--revision": target_revision,
-            "--speculative-algorithm": pair.method.upper(),
+            "--speculative-algorithm": ALGORITHMS.get(pair.method, pair.method.upper()),
             "--speculative-draft-model-path": draft,
             "--speculative-draft-model-revision": revision,
-            "--speculative-num-draft-tokens": pair.method == "dflash" and pair.num_draft_tokens + 1,
+            "--speculative-num-steps": pair.is_chain and pair.num_draft_tokens,
+            "--speculative-eagle-topk": pair.is_chain and 1,
+            "--speculative-num-draft-tokens": counts_tokens and pair.num_draft_tokens + 1,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",
@@ -226,6 +246,14 @@ def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
 
 
+def _check_type(config: Mapping[str, Any]) -> None:
+    """Require a model type whose config class the DFlash model reads. Source: 0.5.23, run on drafts of each type."""
+    if config["model_type"] == "qwen3_5_text":
+        raise EngineStops("model_type", "found qwen3_5_text, whose config class gives a rope without a type")
+    if config["model_type"] == "minimax" and config.get("layer_types") is None:
+        raise EngineStops("layer_types", "missing, and for minimax every second layer is then linear attention")
+
+
 def _has_own_embedding(config: Mapping[str, Any]) -> bool:
     """Whether the file may be a Nemotron 3.5 draft, which SGLang reads in its own way."""
     return bool(config.get("has_embed_tokens")) and bool(config.get("quantization_config"))
@@ -239,12 +267,11 @@ def _has_own_embedding(config: Mapping[str, Any]) -> bool:
     source=CODE,
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
-    """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
-    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
-    if asked is not None and block is not None and asked != block - 1:
-        yield Problem(
-            subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
-        )
+    """The number of draft tokens is the one of training on SGLang. --speculative-num-draft-tokens is one more."""
+    asked, block, trained = subject.plan.num_speculative_tokens, subject.stated.block_size, subject.num_trained_drafts
+    if asked is not None and block is not None and trained is not None and asked != trained:
+        rows = block + asked - trained
+        yield Problem(subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {rows}")
 
 
 @check_sglang(
@@ -269,7 +296,10 @@ def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """A draft for SGLang proposes over the target's whole vocabulary."""
-    yield from reduced_vocabulary(subject)
+    for problem in reduced_vocabulary(subject):
+        effect = "SGLang stops at the Markov head, which has a row per token of the reduced vocabulary"
+        has_head = subject.stated.value("markov_rank") not in (None, 0)
+        yield replace(problem, effect=effect, outcome="stops") if has_head else problem
 
 
 @check_sglang(
@@ -309,9 +339,9 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale and logit_scale are 1 or absent, because SGLang does not apply them.
 
-    SGLang applies the other two scales, output_multiplier and final_logit_softcapping.
+    SGLang applies the other two scales, output_multiplier and final_logit_softcapping, except to DSpark drafts.
     """
-    yield from stated_scales(subject, IGNORED_SCALES)
+    yield from stated_scales(subject, SCALES if subject.format.samples_from_anchor else IGNORED_SCALES)
 
 
 @check_sglang(

@@ -57,6 +57,7 @@ class Transformers(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2"})
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
@@ -140,7 +141,7 @@ class Transformers(ServingEngine):
 )
 def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
     """block_size and num_target_layers are at the top level, where z-lab's code of April 2026 reads them."""
-    if not isinstance(subject.format, Native):
+    if not isinstance(subject.format, Native) or subject.format.family != Format.family:
         return
     for key in ("block_size", "num_target_layers"):
         if subject.config.get(key) is None:

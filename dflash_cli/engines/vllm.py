@@ -10,18 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from dflash_cli.engines.config_class import EngineStops
-from dflash_cli.engines.engine_reading import (
-    EngineReading,
-    causal_of,
-    check_architecture,
-    check_captured,
-    check_mask,
-    check_rope,
-    check_shapes,
-    resolve_auto,
-    whole,
-)
+from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -34,11 +23,20 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
     words_of,
 )
+from dflash_cli.engines.vllm_reading import (
+    READS_IS_CAUSAL,
+    READS_KINDS,
+    READS_ROPE_STYLE,
+    READS_WINDOWS,
+    read_native,
+)
+from dflash_cli.engines.vllm_speculators_reading import read_speculators
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import FORMATS, Format, Json, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, Format, Json, named_architectures, refuse_scales
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES
-from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.fields import LOGIT_SCALE, ZLAB_SCALES
+from dflash_cli.formats.native import Native
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.formats.unserved import asks_for_latent_attention
@@ -47,10 +45,10 @@ from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, SINKS
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
 
 NAME = "vllm"
@@ -58,22 +56,17 @@ ENGINE = (NAME,)
 check_vllm = partial(check, engines=ENGINE)
 RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
 NEWEST = f"vLLM {release_text(RELEASES[-1])}"
-READS_WINDOWS: Release = (0, 25)
-"""The first release with windows and mask_embedding.pt (vllm-project/vllm#46104), but without mixed layers."""
-READS_KINDS: Release = (0, 26)
-"""The first release with causality by kind of layer, with mixed layers, and with the speculators flag, which it applies
-to every layer (vllm-project/vllm#47745). Earlier releases read one flag, dflash_config.causal, false if absent.
+READS_ANCHOR: Release = (0, 27)
+"""The first release that reads sample_from_anchor of DSpark drafts. Before, speculators drafts are always fill-in, and
+native drafts state dspark_bonus_anchor.
 """
-READS_IS_CAUSAL: Release = (0, 28)
-"""The first release that reads is_causal, which it prefers to dflash_config.causal, and encoder names of tensors."""
+READS_DSPARK_NAME: Release = (0, 29)
+"""The first release that serves a DSparkDraftModel of model_type qwen3; the name also stands for a part of a target."""
 READS_SCHEDULE: Release = (0, 28)
 """The first release that reads num_speculative_tokens_per_batch_size, a list of ranges (vllm-project/vllm#45953)."""
-READS_ROPE_STYLE: Release = (0, 29)
-"""The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
 FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
 FIX_TO_VLLM = "dflash convert {draft} {out} --to vllm --target {target}"
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
@@ -86,6 +79,7 @@ class VllmEngine(ServingEngine):
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type[Format], ...]] = (Native, SpeculatorsFormat)
+    read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2", "dspark"})
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
@@ -105,20 +99,14 @@ class VllmEngine(ServingEngine):
     """Source: 0.33.0 qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 
     models: ClassVar[Mapping[str, Release]] = {
-        "DFlashLagunaForCausalLM": (0, 25),
         "Qwen3DSparkModel": (0, 25),
         "Gemma4DSparkModel": (0, 26),
         "K3DSparkModel": (0, 27),
         "DFlash2DraftModel": (0, 28),
-        "MuseGlimmerAssistantModel": (0, 28),
         "Qwen3OmniDSparkModel": (0, 29),
-        "LiLiCorrDraftModel": (0, 31),
-        "DFlash2BeamDraftModel": (0, 33),
-        "Qwen3XPressModel": (0, 33),
         "MuseSparkDSparkModel": (0, 33),
     }
     """Source: model_executor/models/registry.py of each release. DSparkDraftModel names a part of a target there."""
-    kinds: ClassVar[frozenset[str]] = frozenset({"eagle", "eagle3", "peagle", "mtp"})
     speculators_types: ClassVar[Mapping[str, Release]] = {"dspark": (0, 25), "dflash2": (0, 29)}
     """speculators_model_type -> the first release that reads it. Source: configs/speculators/algos.py of each."""
 
@@ -134,45 +122,28 @@ class VllmEngine(ServingEngine):
         first, before = self.learnt.get(habit, ((), "serves"))
         return before if self.release < first else self.habits.get(habit, "serves")
 
+    def ignores_extra_tensor(self, name: str) -> bool:
+        """0.25 passes over attention sinks that the config does not ask for."""
+        passes_over = READS_WINDOWS <= self.release < READS_KINDS and name.endswith(SINKS)
+        return passes_over or super().ignores_extra_tensor(name)
+
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """A speculators config names its kind; vLLM replaces its architectures."""
         kind = config.get("speculators_model_type")
-        if not isinstance(kind, str) or dialect.name in self.kinds:
+        if isinstance(dialect, Kind):
+            return super().serves_kind(dialect, config)
+        if kind is None and "DSparkDraftModel" in named_architectures(config):
+            is_known = config.get("model_type") == "qwen3" and self.release >= READS_DSPARK_NAME
+            return is_known and not asks_for_latent_attention(config)
+        if not isinstance(kind, str):
             return super().serves_kind(dialect, config)
         first = self.speculators_types.get(kind)
         return first is not None and self.release >= first and not asks_for_latent_attention(config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
-        """The values of vLLM's config and model. Source: 0.33.0 config/speculative.py, models/qwen3_dflash.py."""
-        if isinstance(subject.format, SpeculatorsFormat) or self.release < READS_ROPE_STYLE:
-            return None
-        config, nested = subject.config, subject.config.get("dflash_config", {}) or {}
-        if not isinstance(nested, dict) or config.get("dflash_config", {}) is None:
-            raise EngineStops("dflash_config", f"found {config['dflash_config']!r}, expected an object")
-        check_architecture(config, Native.architecture)
-        found = resolve_auto(config)
-        if found is None:
-            return None
-        aux, mask = _captured(config, nested, subject), _mask(config, nested)
-        _check_model(config, found, nested)
-        width = found.get("target_hidden_size") or found["hidden_size"]
-        check_shapes(found, len(aux), subject, target_hidden_size=width)
-        check_captured([layer - 1 for layer in aux], width, subject)
-        check_mask(mask, subject)
-        stated = [value for value in (config.get("is_causal"), nested.get("causal")) if value is not None]
-        sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
-        return EngineReading(
-            windows=_windows(found, nested),
-            causal=causal_of(stated[0] if stated else None, found),
-            taps=tuple(sorted(layer - 1 for layer in aux)),
-            mask_token_id=mask,
-            rope=found["rope_parameters"],
-            eps=found["rms_norm_eps"],
-            neox=bool(config.get("is_neox_style", True)),
-            sinks=bool(sinks),
-            value_scale=nested.get("attention_value_scale"),
-            logit_scale=config.get("logit_scale", 1.0),
-        )
+        """The values that this release reads."""
+        read = read_speculators if isinstance(subject.format, SpeculatorsFormat) else read_native
+        return read(subject, self.release)
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """Causality of the keys that this release reads, else by kind of layer."""
@@ -182,17 +153,32 @@ class VllmEngine(ServingEngine):
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """The value of dflash_config.causal after vLLM has read the config. `update_dflash` writes it."""
+        """The value of dflash_config.causal after vLLM has read the config.
+
+        `update_dflash` writes it, `update_dspark` does not: sliding layers of such a file are causal.
+        """
+        if subject.format.samples_from_anchor and isinstance(subject.format, SpeculatorsFormat):
+            return None
         is_speculators = isinstance(subject.format, SpeculatorsFormat)
         nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:
             return nested is True
         return subject.config.get(NON_CAUSAL_FLAG) is False if is_speculators else nested
 
+    def served_layout(self, subject: Subject) -> bool | None:
+        """The layout of DSpark. A native key counts at the top level only."""
+        if not subject.format.samples_from_anchor:
+            return None
+        if self.release < READS_ANCHOR:
+            is_native = isinstance(subject.format, Native)
+            return is_native and not subject.config.get("dspark_bonus_anchor", False)
+        return bool(subject.config.get("sample_from_anchor", isinstance(subject.format, Native)))
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
         speculative: Json = {"method": pair.method, "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        speculative |= pair.settings
         if revision:
             speculative["revision"] = revision
         if pair.schedule and self.release >= READS_SCHEDULE:
@@ -210,64 +196,6 @@ class VllmEngine(ServingEngine):
         words = ["vllm", "serve", target, *words_of(options)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
-
-
-def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject) -> list[int]:
-    """The layers that vLLM captures, counted from 1, in the order of the file."""
-    key, taps = AUX_KEY, config.get(AUX_KEY)
-    if not taps:
-        key, taps = "target_layer_ids", nested.get("target_layer_ids") or config.get("target_layer_ids")
-    offset = 0 if key == AUX_KEY else 1
-    if not isinstance(taps, list) or not taps or not all(is_number(tap) and tap == int(tap) for tap in taps):
-        raise EngineStops(key, f"found {taps!r}, expected a list of integers")
-    aux = [int(tap) + offset for tap in taps]
-    if min(aux) < 0 or len(set(aux)) < len(aux):
-        raise EngineStops(key, f"{taps}: vLLM captures fewer layers than fc.weight reads")
-    return aux
-
-
-def _mask(config: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
-    """The mask token's id, from the first key that vLLM finds."""
-    if "mask_token_id" in nested:
-        return whole("dflash_config.mask_token_id", nested["mask_token_id"])
-    named = {key: config[key] for key in MASK_KEYS if key in config}
-    if named.get("mask_token_id", 0) is None:
-        del named["mask_token_id"]
-    if not named:
-        raise EngineStops("mask_token_id", "missing")
-    return whole(*next(iter(named.items())))
-
-
-def _windows(found: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer. use_swa gives a window to every layer of a draft without sliding layers."""
-    kinds = found["layer_types"]
-    everywhere = bool(nested.get("use_swa", False)) and SLIDING not in kinds
-    window = nested.get("swa_window_size", found["sliding_window"] or None)
-    if window is None and (everywhere or SLIDING in kinds):
-        raise EngineStops("sliding_window", "missing or switched off, although a layer is sliding")
-    return tuple(window if everywhere or kind == SLIDING else None for kind in kinds)
-
-
-def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mapping[str, Any]) -> None:
-    """Require what vLLM builds the draft's modules from. The rope gets vLLM's names of its types."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
-        raise EngineStops("rope_scaling.type", f"{rope['type']!r}, but rope_type is {rope['rope_type']!r}")
-    if found["rope_parameters"]["rope_type"] == "mrope" and "mrope_section" in found["rope_parameters"]:
-        found["rope_parameters"] = {**found["rope_parameters"], "rope_type": "default"}
-    if found["rope_parameters"]["rope_type"] == "longrope":
-        raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
-    check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
-    if nested.get("sample_from_anchor"):
-        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
-    if found["hidden_act"] != "silu":
-        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        if found.get(key) is not None and not is_int(found[key]):
-            raise EngineStops(key, f"found {found[key]!r}, expected an integer")
-    for key in ("max_position_embeddings", "vocab_size"):
-        if found[key] < (1 if key == "max_position_embeddings" else 0):
-            raise EngineStops(key, f"found {found[key]}")
 
 
 @check_vllm(
@@ -316,7 +244,7 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     vLLM looks for eagle- and eagle3 first.
     """
     name = subject.served_name.lower()
-    if not isinstance(subject.format, Native):
+    if not isinstance(subject.format, Native) or subject.format.serve_method != "dflash":
         return
     if "dflash" not in name:
         yield Problem(CONFIG_FILE, "the draft's name does not contain dflash")
@@ -337,18 +265,15 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     A larger number drafts more tokens than in training. A smaller number shortens the block, and in a non-causal block
     every row depends on the number of rows after it.
     """
-    asked, block = subject.plan.num_speculative_tokens, subject.stated.block_size
-    if asked is None or block is None or asked == block - 1:
+    asked, block, trained = subject.plan.num_speculative_tokens, subject.stated.block_size, subject.num_trained_drafts
+    if asked is None or block is None or trained is None or asked == trained:
         return
-    location = subject.expected_at("block_size")
-    if asked > block - 1:
-        yield Problem(location, f"{block}, which drafts {block - 1}, but {asked} are asked for")
+    location, message = subject.expected_at("block_size"), f"{block}, which drafts {trained}, but {asked} are asked for"
+    if asked > trained:
+        yield Problem(location, message)
     else:
         effect = "vLLM shortens the block to match, which the draft was not trained for"
-        yield Problem(
-            location, f"{block}, which drafts {block - 1}, but {asked} are asked for", effect, severity="warning",
-            outcome="serves",
-        )  # fmt: skip
+        yield Problem(location, message, effect, severity="warning", outcome="serves")
 
 
 @check_vllm(
@@ -391,9 +316,10 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """Scales are absent or change nothing, because vLLM's DFlash model ignores all of them but logit_scale.
 
+    Its DFlash 2 model applies all of them but logit_scale.
     Without its embedding scale a draft proposes noise. Without a multiplier or a soft cap, only sampled drafts change.
     """
-    yield from stated_scales(subject, ZLAB_SCALES)
+    yield from stated_scales(subject, (LOGIT_SCALE,) if subject.format.family == "dflash2" else ZLAB_SCALES)
 
 
 @check_vllm(
@@ -499,7 +425,7 @@ class Vllm(EngineNative):
         }
 
     def refuse_to_write(self, config: DraftConfig) -> None:
-        refuse_common(config)
+        self.refuse_common(config)
         refuse_scales(config, NEWEST, ZLAB_SCALES)
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.engines.vllm import FIX_TO_VLLM, NAME, READS_KINDS, check_vllm
+from dflash_cli.engines.vllm import FIX_TO_VLLM, NAME, check_vllm
+from dflash_cli.engines.vllm_reading import READS_KINDS
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.fields import REMOVED
 from dflash_cli.formats.speculators import SpeculatorsFormat
@@ -185,4 +186,5 @@ def _asks_for_causality(subject: Subject) -> bool:
     """Whether the flag is false and vLLM applies it to every layer (#47745), or may do so if no release is named."""
     engine = subject.engine(NAME)
     applies_to_all = engine is None or engine.release >= READS_KINDS
-    return _is_speculators(subject) and applies_to_all and subject.config.get(NON_CAUSAL_FLAG) is False
+    is_read = _is_speculators(subject) and not subject.format.samples_from_anchor  # vLLM ignores it for DSpark
+    return is_read and applies_to_all and subject.config.get(NON_CAUSAL_FLAG) is False

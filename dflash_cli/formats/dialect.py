@@ -40,17 +40,21 @@ STYLE_FLAGS: Mapping[str, bool] = {"use_gemma_norm": True, "is_neox_style": Fals
 class ParsedConfig:
     """A config in canonical form.
 
-    carried     keys without a canonical field. A conversion reports them, and copies them if the other dialect takes
-                them. A key of the decoder is plain, any other key has the prefix of its container (`own_prefix`).
-    notes       sentences for the user.
-    unserved    key -> the computation it asks for that DFlash does not have. `dflash inspect` describes such a draft.
-                No command converts or runs it.
+    carried               keys without a canonical field. A conversion reports them, and copies them if the other
+                          dialect takes them. A key of the decoder is plain, any other key has the prefix of its
+                          container (`own_prefix`).
+    notes                 sentences for the user.
+    has_unknown_layout    the rows of a block that predict a token are not stated, and readers differ.
+                          `sample_from_anchor` is then a guess, which no command may convert or run.
+    unserved              key -> the computation it asks for that DFlash does not have. `dflash inspect` describes such
+                          a draft. No command converts or runs it.
     """
 
     config: DraftConfig
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Notice, ...] = ()
     has_doubtful_causality: bool = False
+    has_unknown_layout: bool = False
     unserved: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +62,8 @@ class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
     The dialect itself:
-    name                the word after `--to`, which `FORMATS.register` sets
+    name                its name, which `FORMATS.register` sets
+    word                the word after `--to`, if several draft families have a dialect of that word; else the name
     title               its name in messages
     priority            its turn in detection, ascending; among equals the order of registration
     writable            whether `write_config` exists for it
@@ -66,7 +71,11 @@ class Format(ABC):
     family              the draft family of its drafts, which `read_config` states. A conversion refuses other families
     difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
     serve_method        the name that engines give this way of drafting in their commands
-    samples_from_anchor whether it predicts at the anchor too, so that a block of B proposes B tokens
+    samples_from_anchor whether it may predict at the anchor too, so that a block of B proposes B tokens
+    written_as          the entry of `architectures` that `write_config` writes
+    family_fields       the settings that only its family has; `read_family` and `write_family` handle them
+    projectors          the values of projector_type that name its own head
+    is_trained_non_causal   whether published drafts of its family are trained without causality in windows too
 
     Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
     keys                field -> the dotted keys that state it; readers prefer the first
@@ -96,6 +105,7 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
+    word: ClassVar[str] = ""
     title: ClassVar[str]
     priority: ClassVar[int]
     writable: ClassVar[bool] = False
@@ -104,6 +114,10 @@ class Format(ABC):
     difference: ClassVar[str] = ""
     serve_method: ClassVar[str] = "dflash"
     samples_from_anchor: ClassVar[bool] = False
+    written_as: ClassVar[str] = "DFlashDraftModel"
+    family_fields: ClassVar[tuple[str, ...]] = ()
+    projectors: ClassVar[frozenset[str]] = frozenset()
+    is_trained_non_causal: ClassVar[bool] = False
 
     keys: ClassVar[Keys] = {}
     added: ClassVar[Mapping[str, str]] = {}
@@ -148,6 +162,22 @@ class Format(ABC):
         Raises:
             LossyConversion, UsageError, UnsupportedError: the dialect cannot state the draft.
         """
+
+    def read_family(self, stated: Callable[[str], Any]) -> Json:
+        """The fields of `DraftConfig` that only this family has. `stated` returns the value of a field, or MISSING.
+
+        Raises:
+            InvalidConfig: a setting is missing or wrong.
+        """
+        return {}
+
+    def write_family(self, config: DraftConfig) -> Json:
+        """The keys, without their container, that state what only this family has."""
+        return {}
+
+    def has_unknown_layout(self, stated: Callable[[str], Any]) -> bool:
+        """Whether no key states which rows of a block predict a token, although drafts of this family differ in it."""
+        return False
 
     def keys_of(self, field: str) -> tuple[str, ...]:
         """The dotted keys that may state a field, or a setting without a field."""
@@ -233,7 +263,7 @@ class Format(ABC):
         for key, value in carried.items():
             flag = key.rpartition(".")[2]
             if flag in STYLE_FLAGS and value is STYLE_FLAGS[flag] and flag not in self.style_flags:
-                readers = [item.name for item in writable_formats() if flag in item.style_flags]
+                readers = [word_of(item) for item in writable_formats(self.family) if flag in item.style_flags]
                 raise LossyConversion(
                     f"{key} {json.dumps(value)}: readers of {self.title} ignore it and would compute another style "
                     f"than the weights were trained with",
@@ -291,7 +321,7 @@ NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
 
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
-PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
+PACKAGES = ("dflash_cli.formats", "dflash_cli.formats.draft_kinds", "dflash_cli.engines")
 """Packages with modules that register dialects. An engine's file registers the dialect that is written for it."""
 
 
@@ -369,25 +399,36 @@ def all_formats() -> tuple[Format, ...]:
     return tuple(sorted((item() for item in FORMATS.values()), key=lambda item: item.priority))
 
 
-def writable_formats() -> tuple[Format, ...]:
-    """The dialects that a conversion can write, by name."""
-    return tuple(sorted((item for item in all_formats() if item.writable), key=lambda item: item.name))
+def word_of(dialect: Format) -> str:
+    """The word after `--to` for a dialect."""
+    return dialect.word or dialect.name
 
 
-def get_writable(name: str) -> Format:
-    """The dialect of that name.
+def writable_formats(family: str | None = None) -> tuple[Format, ...]:
+    """The dialects that a conversion can write, by name: of one draft family, or of all."""
+    found = (item for item in all_formats() if item.writable and family in (None, item.family))
+    return tuple(sorted(found, key=lambda item: item.name))
+
+
+def writable_words(family: str | None = None) -> list[str]:
+    """The words after `--to` for drafts of one family, or of any family, in order."""
+    return sorted({word_of(item) for item in writable_formats(family)})
+
+
+def get_writable(name: str, family: str = Format.family) -> Format:
+    """The dialect of that word for a draft family, or for another family if this one has none.
 
     Raises:
-        UsageError: no dialect has the name, or a conversion cannot write it.
+        UsageError: no dialect has the word, or a conversion cannot write it.
     """
-    found = {item.name: item for item in writable_formats()}
-    if name in found:
-        return found[name]
-    known = ", ".join(found)
-    if name in FORMATS:
+    found = {item.family: item for item in writable_formats() if word_of(item) == name}
+    if found:
+        return found.get(family) or next(iter(found.values()))
+    known = ", ".join(writable_words())
+    if name in FORMATS and not FORMATS[name].writable:
         text = f"dialect {name!r} can be read but not written (writable: {known})"
         raise UsageError(text, id="read-only-dialect", field="--to", found=name)
-    close = difflib.get_close_matches(name, found, n=1)
+    close = difflib.get_close_matches(name, writable_words(), n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
     raise UsageError(
         f"unknown dialect {name!r}{guess} (known: {known})", id="unknown-dialect", field="--to", found=name

@@ -102,7 +102,8 @@ class Native(Format):
             InvalidConfig: a key is missing or wrong, or has two different values.
             UnsupportedError: see `naming_unserved`.
         """
-        source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
+        nested = require_object(config.get("dflash_config", {}), "dflash_config", path)
+        source = NativeConfig(config, nested, path, self.keys)
         unserved = self.unserved(config)
         with naming_unserved(unserved):
             return replace(self._read(source), unserved=unserved)
@@ -136,12 +137,24 @@ class Native(Format):
             model_type=str(config.get("model_type", "qwen3")),
             has_sinks=read_flag(source.nested, SINK_KEY),
             **read_scales(source),
-            has_target_scale=source.stated("input_embedding_scale") in (MISSING, None),
+            has_target_scale=self.takes_target_scale and source.stated("input_embedding_scale") in (MISSING, None),
+            family=self.family,
+            **self.read_family(source.stated),
         )
         is_doubtful = is_contradictory(stated_causality(config, source.nested))
         return ParsedConfig(
-            config=canonical, carried=_carried(source), notes=tuple(notes), has_doubtful_causality=is_doubtful
+            config=canonical,
+            carried=_carried(source, self.family_keys()),
+            notes=tuple(notes),
+            has_doubtful_causality=is_doubtful,
+            has_unknown_layout=self.has_unknown_layout(source.stated),
         )
+
+    def family_keys(self) -> set[str]:
+        """The keys, without their container, that only this family has."""
+        shared = {key for name in NESTED_OR_TOP for key in Native.keys[name]}
+        fields = (*NESTED_OR_TOP, *self.family_fields)
+        return {key.removeprefix(NESTED) for name in fields for key in self.keys.get(name, ()) if key not in shared}
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write every key wherever some reader looks for it.
@@ -160,9 +173,10 @@ class Native(Format):
             **({} if causal is None else {"causal": causal}),
             **({SINK_KEY: True} if config.has_sinks else {}),
             **scales_in_use(config, ZLAB_SCALES),
+            **self.write_family(config),
         }
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [self.written_as],
             **{"max_window_layers": config.num_layers, **plain_keys(carried)},
             **write_body(config),
             "block_size": config.block_size,
@@ -178,7 +192,7 @@ class Native(Format):
             LossyConversion: the field that they would ignore.
             UsageError: `num_target_layers` is not known.
         """
-        refuse_common(config)
+        self.refuse_common(config)
         if config.has_reduced_vocab:
             raise LossyConversion(
                 f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size}: a native draft must propose over "
@@ -196,25 +210,23 @@ class Native(Format):
                 found=config.target_hidden_size,
             )
 
+    def refuse_common(self, config: DraftConfig) -> None:
+        """Refuse a draft that no variant of the native dialect can state.
 
-def refuse_common(config: DraftConfig) -> None:
-    """Refuse a draft that no variant of the native dialect can state.
-
-    Raises:
-        LossyConversion: the draft predicts at the anchor.
-        UsageError: `num_target_layers` is not known.
-    """
-    if config.sample_from_anchor:
-        raise cannot_state("sample_from_anchor", True, "the native dialect")
-    if config.num_target_layers is None:
-        text = "num_target_layers: the native dialect needs it, but the source does not state it"
-        raise UsageError(text, id="target-depth-unknown", field="num_target_layers", hint="pass --target TARGET")
+        Raises:
+            LossyConversion: the draft predicts at the anchor, and drafts of this family do not.
+            UsageError: `num_target_layers` is not known.
+        """
+        if config.sample_from_anchor and not self.samples_from_anchor:
+            raise cannot_state("sample_from_anchor", True, "the native dialect")
+        if config.num_target_layers is None:
+            text = "num_target_layers: the native dialect needs it, but the source does not state it"
+            raise UsageError(text, id="target-depth-unknown", field="num_target_layers", hint="pass --target TARGET")
 
 
-def _carried(source: NativeConfig) -> Json:
-    top = carried_keys(
-        source.top, {*BODY_KEYS, *NESTED_OR_TOP, "dflash_config", "draft_vocab_size", "target_hidden_size"}
-    )
-    consumed = {*NESTED_OR_TOP, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
+def _carried(source: NativeConfig, of_family: set[str]) -> Json:
+    own = {*BODY_KEYS, *NESTED_OR_TOP, *of_family, "dflash_config", "draft_vocab_size", "target_hidden_size"}
+    top = carried_keys(source.top, own)
+    consumed = {*NESTED_OR_TOP, *of_family, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

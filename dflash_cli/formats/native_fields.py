@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
-from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, guess_taps
+from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, guess_taps, look_up
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
@@ -20,23 +20,24 @@ from dflash_runtime.notices import Notice
 
 @dataclass(frozen=True, slots=True)
 class NativeConfig:
-    """A native config: its top level, its `dflash_config`, and its path."""
+    """A native config: its top level, its `dflash_config`, its path, and the keys of the fields of its dialect."""
 
     top: Mapping[str, Any]
     nested: Mapping[str, Any]
     path: Path
+    keys: Keys
 
     def stated(self, key: str) -> Any:
-        """The value of a key at the top level or in `dflash_config`; None if it is null, MISSING if it is absent.
+        """The value of a field under any key that states it; None if all are null, MISSING if all are absent.
 
         Raises:
             InvalidConfig: two different values.
         """
-        stated = {NESTED + key: self.nested.get(key, MISSING), key: self.top.get(key, MISSING)}
+        stated = {name: look_up(self.top, name) for name in self.keys.get(key, (NESTED + key, key))}
         found = {name: value for name, value in stated.items() if value is not MISSING}
         values = [value for value in found.values() if value is not None]
         if any(value != values[0] for value in values):
-            raise InvalidConfig(key, found, "the same value in both places", path=self.path)
+            raise InvalidConfig(key, found, "the same value in every place", path=self.path)
         if values:
             return values[0]
         return None if found else MISSING

@@ -1,9 +1,8 @@
 """Relatives of DFlash. They are recognised and refused by name, because several carry DFlash's architecture name.
 
 A DFlash reader would load most of their tensors and propose from a model that nobody trained. Each class has the
-markers of one kind, and the parts that a DFlash reader would leave out. Sources: z-lab/dflash model.py (DFlash 2),
-NVIDIA/Model-Optimizer hf_spec_export.py (Domino and DSpark under DFlash's name), vllm-project/vllm
-model_executor/models/registry.py, sgl-project/SpecForge modeling/draft/dflash.py.
+markers of one kind, and the parts that a DFlash reader would leave out. Kinds with a table are in `draft_kinds`.
+Sources: z-lab/dflash model.py (DFlash 2), NVIDIA/Model-Optimizer hf_spec_export.py (DSpark under DFlash's name).
 """
 
 import re
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures, servers_of
+from dflash_cli.formats.dialect import Format, Json, ParsedConfig, named_architectures, servers_of
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
@@ -93,158 +92,3 @@ DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transfor
 """Keys that drafts have and targets lack."""
 
 
-@FORMATS.register("domino")
-class Domino(Relative):
-    """Domino, also under the architecture name DFlashDraftModel."""
-
-    title = "Domino"
-    projectors = frozenset({"domino", "causal_v5"})
-    architectures = r"Domino"
-    markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
-    tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
-    difference = "a recurrent head rewrites the logits of each position from the tokens before it"
-
-
-@FORMATS.register("dspark")
-class DSpark(Relative):
-    """DSpark, and files with markov_rank 0 that are published as DFlash."""
-
-    title = "DSpark"
-    samples_from_anchor = True
-    serve_method = "dspark"
-    types = frozenset({"dspark"})
-    projectors = frozenset({"dspark"})
-    architectures = r".*DSpark"
-    markers = frozenset(
-        {"markov_rank", "markov_head_type", "dspark_draft_topk", "dspark_bonus_anchor", "dspark_noise_token_id"}
-    )
-    tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
-    difference = (
-        "it also predicts at the last committed token, so a block of B proposes B tokens, and a Markov head links them"
-    )
-
-
-@FORMATS.register("dflash2")
-class DFlash2(Relative):
-    """DFlash 2."""
-
-    title = "DFlash 2"
-    types = frozenset({"dflash2"})
-    architectures = r".*DFlash2"
-    markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
-    tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
-    difference = (
-        "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
-    )
-
-
-@FORMATS.register("xpress")
-class XPress(Relative):
-    """XPress."""
-
-    title = "XPress"
-    types = frozenset({"xpress"})
-    architectures = r".*XPress"
-    markers = frozenset({"xpress_topc"})
-    difference = "its layers and its way of drafting are different"
-
-
-@FORMATS.register("lilicorr")
-class LiLiCorr(Relative):
-    """LiLiCorr."""
-
-    title = "LiLiCorr"
-    architectures = r"LiLiCorr"
-    difference = "a correction step changes the tokens that the block proposes"
-
-
-@FORMATS.register("laguna")
-class Laguna(Relative):
-    """Laguna's DFlash."""
-
-    title = "Laguna DFlash"
-    architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
-    tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
-    difference = "its attention is gated, and each tapped layer's output has its own norm"
-
-
-@FORMATS.register("muse")
-class Muse(Relative):
-    """The assistant model of Muse Glimmer."""
-
-    title = "Muse Glimmer assistant"
-    model_types = frozenset({"muse_glimmer_assistant"})
-    architectures = rf"MuseGlimmerAssistant|MuseSpark(?!{TARGET_CLASS})"
-    difference = "its context encoder has other tensor names, and only transformers reads its settings"
-
-
-@FORMATS.register("eagle3")
-class Eagle3(Relative):
-    """EAGLE-3. Some of its tensors have DFlash's names, so it is recognised by the others."""
-
-    title = "EAGLE-3"
-    types = frozenset({"eagle3"})
-    architectures = r".*Eagle3"
-    tensors = r"midlayer\.|layers\.0\.hidden_norm\."
-    difference = "it drafts one token at a time, each from the previous token's hidden state"
-
-
-@FORMATS.register("eagle")
-class Eagle(Relative):
-    """EAGLE and EAGLE-2. The head has a target's architecture name. Its fc.weight stands without a norm."""
-
-    title = "EAGLE"
-    priority = 12
-    types = frozenset({"eagle"})
-    architectures = r".*Eagle"
-    difference = "it drafts one token at a time, each from the previous token's hidden state and embedding"
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A DFlash draft also has fc.weight, with hidden_norm.weight and the architecture of a draft."""
-        is_head = "fc.weight" in tensor_names and not any("hidden_norm" in name for name in tensor_names)
-        is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
-        found = super().evidence(config, tensor_names)
-        return (
-            "it has the tensor fc.weight without hidden_norm.weight"
-            if not found and is_head and not is_draft
-            else found
-        )
-
-
-@FORMATS.register("peagle")
-class PEagle(Relative):
-    """P-EAGLE."""
-
-    title = "P-EAGLE"
-    priority = 8
-    types = frozenset({"peagle"})
-    architectures = r".*(PEagle|ParallelEagle)"
-    markers = frozenset({"mask_hidden"})
-    tensors = r"mask_hidden"
-    difference = "it is an EAGLE head run in parallel over learned mask states"
-
-
-@FORMATS.register("mtp")
-class Mtp(Relative):
-    """Multi-token prediction layers."""
-
-    title = "MTP"
-    types = frozenset({"mtp"})
-    architectures = r".*MTP"
-    difference = "it is a chain of prediction layers that belong to the target"
-
-
-@FORMATS.register("hunyuan")
-class HunYuan(Relative):
-    """DFlash of HunYuan targets. Its projections have the same shapes as DFlash's, so it is recognised by names."""
-
-    title = "HunYuan DFlash"
-    architectures = r".*(HunYuan|Hunyuan)"
-    model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
-    tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."
-    difference = "it applies rope to queries and keys before their norms, DFlash after them"
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A HunYuan target has the same names, so only a config with a draft's keys counts."""
-        is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
-        return super().evidence(config, tensor_names) if is_draft else None

@@ -30,7 +30,7 @@ from dflash_cli.formats.dialect import (
     named_architectures,
     refuse_scales,
 )
-from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, Spelling, shifted
+from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, Spelling, look_up, shifted
 from dflash_cli.formats.speculators_updaters import (
     NON_CAUSAL_FLAG,
     SPECULATORS,
@@ -132,11 +132,21 @@ class SpeculatorsFormat(Format):
         body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
         seen = copy.deepcopy(dict(body))
         update(config, seen)
+
+        def stated(field: str) -> Any:
+            found = (look_up(config, key) for key in self.keys_of(field))
+            return next((value for value in found if value is not MISSING), MISSING)
+
         unserved = self.unserved(config)
         with naming_unserved(unserved):
-            canonical = _canonical(config, body, seen, path)
-        carried, notes = _carried(config, body), _notes(config, body, canonical)
-        return ParsedConfig(config=canonical, carried=carried, notes=notes, unserved=unserved)
+            own = {"family": self.family, **self.read_family(stated)}
+            canonical = _canonical(config, body, seen, path, own)
+        own_keys = {key.removeprefix(BODY) for field in self.family_fields for key in self.keys[field]}
+        carried, notes = _carried(config, body, own_keys), _notes(config, body, canonical)
+        is_unknown = self.has_unknown_layout(stated)
+        return ParsedConfig(
+            config=canonical, carried=carried, notes=notes, unserved=unserved, has_unknown_layout=is_unknown
+        )
 
     def causality(self, config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, tuple[bool, ...] | None]:
         """If the flag is absent, every layer is non-causal. vLLM prefers the decoder's own is_causal."""
@@ -191,8 +201,8 @@ class SpeculatorsFormat(Format):
             body["dflash_config"] = nested
         return {
             **prefixed_keys(carried, TOP),
-            "architectures": ["DFlashDraftModel"],
-            "speculators_model_type": "dflash",
+            "architectures": [self.written_as],
+            "speculators_model_type": config.family,
             "speculators_version": WRITTEN_VERSION,
             "speculators_config": _write_proposal(config),
             "transformer_layer_config": body,
@@ -204,6 +214,7 @@ class SpeculatorsFormat(Format):
             NON_CAUSAL_FLAG: _write_causality(config),
             "sample_from_anchor": config.sample_from_anchor,
             "tie_word_embeddings": False,
+            **self.write_family(config),
             **({} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
         }
@@ -218,8 +229,11 @@ class SpeculatorsFormat(Format):
             )
 
 
-def _canonical(config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path) -> DraftConfig:
-    fields = read_draft_body(body, path)
+def _canonical(
+    config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path, own: Json
+) -> DraftConfig:
+    """The draft as an engine sees it (`seen`), with the fields that only its family has (`own`)."""
+    fields, drafting = read_draft_body(body, path), seen.get("dflash_config", seen)
     fields["dtype"] = fields["dtype"] or config.get("dtype") or config.get("torch_dtype")
     depth = config.get("num_target_layers")
     return DraftConfig(
@@ -227,14 +241,15 @@ def _canonical(config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping
         vocab_size=require_int(body, "vocab_size", path),
         draft_vocab_size=require_int(config, "draft_vocab_size", path),
         block_size=require_int(config, "block_size", path),
-        target_layer_ids=tuple(seen["dflash_config"]["target_layer_ids"]),
-        mask_token_id=seen["dflash_config"]["mask_token_id"],
+        target_layer_ids=tuple(drafting["target_layer_ids"]),
+        mask_token_id=drafting["mask_token_id"],
         target_hidden_size=seen.get("target_hidden_size"),
         num_target_layers=None if depth is None else require_int(config, "num_target_layers", path),
         windows=read_windows(body, fields["num_layers"], path),
         causal=layer_causality(config, read_layer_types(body, fields["num_layers"], path)),
         verifier=_read_verifier(config, path),
         model_type=str(body.get("model_type", "qwen3")),
+        **own,
     )
 
 
@@ -247,11 +262,11 @@ def _read_verifier(config: Mapping[str, Any], path: Path) -> Verifier | None:
     return Verifier(name_or_path=str(name), architectures=tuple(named_architectures(verifier)))
 
 
-def _carried(config: Mapping[str, Any], body: Mapping[str, Any]) -> Json:
+def _carried(config: Mapping[str, Any], body: Mapping[str, Any], own_keys: set[str]) -> Json:
     nested = body.get("dflash_config")
     return {
-        **carried_keys(config, TOP_KEYS, TOP),
-        **carried_keys(body, {*BODY_KEYS, "dflash_config"}),
+        **carried_keys(config, TOP_KEYS | own_keys, TOP),
+        **carried_keys(body, {*BODY_KEYS, "dflash_config", *own_keys}),
         **(carried_keys(nested, (), NESTED) if isinstance(nested, dict) else {}),
     }
 
@@ -312,7 +327,7 @@ def _write_proposal(config: DraftConfig) -> Json:
     verifier = config.verifier
     assert verifier is not None
     return {
-        "algorithm": "dflash",
+        "algorithm": config.family,
         "default_proposal_method": "greedy",
         "proposal_methods": [
             {**PROPOSAL, "speculative_tokens": config.num_draft_tokens},

@@ -48,6 +48,7 @@ class TracedStep:
     accepted: tuple[int, ...]
     bonus: tuple[int, ...]
     replaced: Annotated[tuple[int, ...], "the draft token that the bonus replaced"]
+    confidences: Annotated[tuple[float | None, ...], OPTIONAL, "see `draft_confidences`"] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,12 @@ class AnswerRow:
     acceptance_lengths: Annotated[tuple[int, ...], "accepted drafts + 1 of each verify step"]
     verify_widths: Annotated[tuple[int, ...], NOT_REQUIRED, "rows that each verify step verified"] = ()
     rejected_ids: Annotated[tuple[int | None, ...], NOT_REQUIRED, "the draft token that each verify step rejected"] = ()
+    draft_confidences: Annotated[
+        tuple[tuple[float | None, ...], ...],
+        OPTIONAL,
+        "for each draft token of each verify step, the draft's prediction that the target accepts it if it accepts all "
+        "tokens before it; only of a DSpark draft with a confidence head, null if not a number",
+    ] = ()
     metrics: Annotated[Metrics | None, NOT_REQUIRED] = None
     num_loaded: Annotated[int, OPTIONAL, "tokens whose KV came from a hand-off"] = 0
     trace: Annotated[tuple[TracedStep, ...] | None, OPTIONAL] = None
@@ -76,7 +83,9 @@ class AnswerRow:
     def of(cls, answer: Answer, num_speculative_tokens: int, *, with_trace: bool = False, **more: Any) -> Self:
         """Return the row of an answer of a run that drafts `num_speculative_tokens` per step, with `more` fields."""
         row, output = answer.row, answer.output
-        trace = tuple(TracedStep(step.draft_ids, *split_step(step, output.token_ids)) for step in output.drafts)
+        trace = tuple(
+            TracedStep(step.draft_ids, *split_step(step, output.token_ids), step.confidences) for step in output.drafts
+        )
         fields: dict[str, Any] = {
             "index": row.index,
             "id": row.id,
@@ -91,6 +100,7 @@ class AnswerRow:
             "acceptance_lengths": output.acceptance_lengths,
             "verify_widths": output.verify_widths,
             "rejected_ids": output.rejected_ids,
+            "draft_confidences": output.draft_confidences,
             "metrics": request_metrics(output, num_speculative_tokens),
             "num_loaded": output.num_loaded,
             "trace": trace if with_trace else None,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
 from dflash_cli.checkpoints.opening import (
-    Causality,
+    NO_OVERRIDES,
     DraftCheckpoint,
+    Overrides,
     lacks_embedding_scale,
     open_draft,
     open_target,
@@ -51,7 +52,7 @@ class OpenedPair:
     tokenizer: Tokenizer | None
     stop_token_ids: tuple[int, ...]
     references: dict[str, str | None]
-    causality: Causality | None = None
+    overrides: Overrides = NO_OVERRIDES
     template_options: str | None = None
 
     @cached_property
@@ -142,7 +143,7 @@ class PairSession(OpenedPair):
             "device_map": pair.config.device_map,
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
-            "causality": self.causality,
+            **self.overrides.settings,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
             **asdict(params),
@@ -199,7 +200,7 @@ def open_session(
     config: EngineConfig,
     *,
     params: SamplingParams | None = None,
-    causality: Causality | None = None,
+    overrides: Overrides = NO_OVERRIDES,
     template_options: str | None = None,
     threads: int | None = None,
 ) -> PairSession:
@@ -208,7 +209,7 @@ def open_session(
     Raises:
         UsageError: the references do not name a pair. Opening and loading raise further errors.
     """
-    opened = open_pair(draft, target, config, params=params, causality=causality, template_options=template_options)
+    opened = open_pair(draft, target, config, params=params, overrides=overrides, template_options=template_options)
     return load_session(opened, config, threads=threads)
 
 
@@ -232,7 +233,7 @@ def open_pair(
     config: EngineConfig,
     *,
     params: SamplingParams | None = None,
-    causality: Causality | None = None,
+    overrides: Overrides = NO_OVERRIDES,
     template_options: str | None = None,
 ) -> OpenedPair:
     """Read configs, headers and tokenizer of a pair, and check limits of `config` and `params`. Imports no torch.
@@ -247,7 +248,7 @@ def open_pair(
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
     if pair.draft_location is not None:
-        draft_checkpoint = open_draft(pair.draft_location, causality=causality)
+        draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)
         draft_checkpoint.check_runnable()  # before a target is fetched
     draft_config = draft_checkpoint.config if draft_checkpoint is not None else None
     num_draft_tokens = resolve_num_drafts(config, draft_config)
@@ -268,7 +269,7 @@ def open_pair(
         tokenizer=tokenizer,
         stop_token_ids=find_stop_ids(target_source, tokenizer),
         references={"draft": pair.draft, "target": pair.target},
-        causality=causality,
+        overrides=overrides,
         template_options=template_options,
     )
 

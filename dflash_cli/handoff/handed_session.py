@@ -147,7 +147,7 @@ def _pair_to_load(
         draft=own if asked is None else None if asked == NO_DRAFT else asked,
         target=str(pair.target.checkpoint.path.resolve()),
         config=config,
-        causality=pair.causality,
+        overrides=pair.overrides,
         threads=threads,
     )
 

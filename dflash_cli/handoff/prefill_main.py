@@ -62,7 +62,7 @@ def _messages() -> "SimpleQueue[Any]":
 
 def _serve(messages: "SimpleQueue[Any]") -> Iterator[Loaded | Opened | Sent]:
     spec = from_json(WorkerSpec, messages.get())
-    llm = open_session(spec.draft, spec.target, spec.config, causality=spec.causality, threads=spec.threads).llm
+    llm = open_session(spec.draft, spec.target, spec.config, overrides=spec.overrides, threads=spec.threads).llm
     yield Loaded(llm.fingerprint.fields)
     opening = from_json(Opening, messages.get())
     device = llm.device if llm.device.type == "cuda" else None

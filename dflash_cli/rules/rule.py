@@ -42,9 +42,10 @@ PACKAGES: Mapping[RuleLevel, tuple[str, ...]] = {
 Outcome = Literal["stops", "drops", "serves"]
 """The result of serving a draft that breaks a rule: the engine refuses it or crashes, acceptance drops, or neither."""
 
-Stage = Literal["files", "identity", "rest", "unexplained"]
+Stage = Literal["files", "identity", "kind", "rest", "unexplained"]
 """When a rule runs. Without a config, only the rules of stage `files` run. If a rule of stage `identity` finds a draft
-of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains them."""
+of another kind, only the rules of stage `kind` run after it. Findings of stage `unexplained` are dropped if another
+finding explains them."""
 
 BFLOAT16 = "bfloat16"
 """A `serve_flag`: serve the pair in bfloat16, whatever the target's config says."""

@@ -29,6 +29,11 @@ def stated_scales(subject: Subject, fields: Iterable[str] = tuple(SCALES)) -> It
             yield Problem(subject.at(field), f"found {value}, expected {neutral:g} or no value")
 
 
+def layout_in_words(is_anchor_first: bool) -> str:
+    """The layout of a block: `anchor-first`, or `fill-in`."""
+    return "anchor-first" if is_anchor_first else "fill-in"
+
+
 def reduced_vocabulary(subject: Subject) -> Iterator[Problem]:
     """A problem if the draft proposes over a part of the target's vocabulary."""
     sizes = subject.stated.vocabulary_sizes

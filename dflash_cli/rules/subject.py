@@ -10,6 +10,8 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
+from dflash_cli.formats.draft_kinds.kind import Kind
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -52,8 +54,14 @@ class NamedEngine(Protocol):
     def loads_config(self, subject: "Subject") -> bool | None:
         """Whether the engine's own code accepts the config; None if that code is not modelled for it."""
 
+    def served_layout(self, subject: "Subject") -> bool | None:
+        """Whether the engine serves blocks of the draft anchor-first; None if it is not known."""
+
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """Whether the engine has a model for a draft of another kind."""
+        """Whether the engine has a model for a draft of another kind or family."""
+
+    def refuses_kind(self, dialect: Format, config: Mapping[str, Any]) -> str | None:
+        """The reason why the engine does not serve a draft of another kind; None if it serves it."""
 
     def ignores_extra_tensor(self, name: str) -> bool:
         """Whether the engine loads a file with a tensor of that name, which the config does not ask for."""
@@ -126,8 +134,23 @@ class Subject:
 
     @property
     def is_other_kind(self) -> bool:
-        """Whether the draft is of another kind than DFlash. Engines may serve it, although dflash does not run it."""
+        """Whether the draft is of a kind that dflash does not run. Engines may serve it."""
         return bool(self.format.difference)
+
+    @property
+    def num_trained_drafts(self) -> int | None:
+        """The number of draft tokens in training; None if the block size is not known."""
+        if self.parsed is not None:
+            return self.parsed.config.num_draft_tokens
+        block = self.stated.block_size
+        is_anchor_first = self.format.samples_from_anchor and self.stated.value("sample_from_anchor") is not False
+        return None if block is None else block - (not is_anchor_first)
+
+    @property
+    def kind_reading(self) -> KindReading | None:
+        """A draft of another kind as the table of its kind reads it; None if no table is known."""
+        shapes = {name: info.shape for name, info in (self.tensors or {}).items()}
+        return KindReading(self.format, self.config, shapes) if isinstance(self.format, Kind) else None
 
     @property
     def dialect(self) -> str | None:
@@ -252,7 +275,8 @@ def _parse(
 ) -> tuple[Detection | None, ParsedConfig | None, CheckpointError | UnsupportedError | None]:
     """The dialect, the config as the dialect reads it, and the error if one of the two is None.
 
-    If the config states no block size and the user says how many tokens to draft, the block has one token more.
+    If the config states no block size and the user says how many tokens to draft, the block has one row more, unless it
+    is anchor-first.
     """
     detection = None
     try:
@@ -260,7 +284,8 @@ def _parse(
         stated = StatedConfig(detection.format, checkpoint.config)
         config = checkpoint.config
         if num_speculative_tokens is not None and stated.value("block_size") is None:
-            config = stated.with_value("block_size", num_speculative_tokens + 1)
+            is_anchor_first = detection.format.samples_from_anchor and stated.value("sample_from_anchor") is not False
+            config = stated.with_value("block_size", num_speculative_tokens + (not is_anchor_first))
         with naming_file(checkpoint.config_path):
             return detection, detection.format.read_config(config, checkpoint.config_path), None
     except (CheckpointError, UnsupportedError) as error:
@@ -268,9 +293,12 @@ def _parse(
 
 
 def _guess_sizes(stated: StatedConfig) -> DraftConfig | None:
-    """The sizes that the config states, with stand-ins for fields that no tensor shape depends on."""
+    """The sizes that the config states, with stand-ins for fields that no tensor shape depends on.
+
+    None for a draft of another family than DFlash, whose settings also determine tensors.
+    """
     body = stated.body
-    if not all(is_int(body.get(key)) for key in BODY_SIZES):
+    if stated.format.family != Format.family or not all(is_int(body.get(key)) for key in BODY_SIZES):
         return None
     reduced = stated.value("draft_vocab_size")
     return stand_in(

@@ -44,7 +44,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], num_rules: int) -> 
 def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
     """The findings up to the level headers or weights, and the number of rules that ran.
 
-    Without a config only the rules on files run, and for a checkpoint of another kind only those on identity.
+    Without a config only the rules on files run, for a draft of another kind only those on identity and on its kind.
     """
     on_files, on_identity = _rules_of("headers", "files"), _rules_of("headers", "identity")
     findings = apply_rules(on_files, subject)
@@ -53,7 +53,8 @@ def find_up_to(subject: Subject, last: Level) -> tuple[list[Finding], int]:
     found = apply_rules(on_identity, subject)
     num_rules = len(on_files) + len(on_identity)
     if found:
-        return found, num_rules
+        on_kind = _rules_of("headers", "kind") if subject.kind_reading is not None else []
+        return found + apply_rules(on_kind, subject), num_rules + len(on_kind)
     levels = [level for level in LEVELS[: LEVELS.index(last) + 1] if level == "headers" or subject.tensors is not None]
     chosen = [rule for level in levels for rule in _rules_of(level, "rest", "unexplained")]
     return findings + apply_rules(chosen, subject), num_rules + len(chosen)

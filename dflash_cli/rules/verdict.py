@@ -14,12 +14,13 @@ class Verdict:
     """How one engine serves the draft.
 
     engine      the engine with its release, such as `vllm 0.33`; `name` is the engine alone
-    outcome     the worst outcome of the findings. For a draft of another kind: "serves" if the engine has a model for
-                it, else "stops"; "unknown" if the kind is not known
+    outcome     the worst outcome of the findings. For a draft of a kind without a table: "serves" if the engine has a
+                model for it, else "stops"; "unknown" if the kind is not known
     reasons     the ids of the rules with that outcome
     trained     causality of each layer as the config is read; None if it cannot be read
     is_stated   whether the config states the causality
     kind        the kind of the draft, if it is not DFlash
+    is_checked  whether rules checked a draft of another kind
     """
 
     engine: str
@@ -30,6 +31,7 @@ class Verdict:
     trained: Annotated[tuple[bool, ...] | None, HIDDEN] = None
     is_stated: Annotated[bool, HIDDEN] = True
     kind: Annotated[str, HIDDEN] = ""
+    is_checked: Annotated[bool, HIDDEN] = False
 
     @property
     @computed_key
@@ -38,7 +40,10 @@ class Verdict:
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
         if self.outcome == "unknown":
             return f"{self.engine}: not judged, since the draft is not a DFlash draft{because}"
-        if self.kind:
+        if self.kind and self.is_checked and self.outcome != "stops":
+            ending = f" -> acceptance drops{because}" if self.outcome == "drops" else "; dflash does not run it"
+            return f"{self.engine}: serves the {self.kind} draft{ending}"
+        if self.kind and not self.is_checked:
             verb = "serves" if self.outcome == "serves" else "does not serve"
             return f"{self.engine}: {verb} {self.kind} drafts of this architecture; dflash does not check or run them"
         if self.outcome == "stops":
@@ -65,6 +70,12 @@ def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
 def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:
     about = [item for item in findings if item.severity == "error" and item.concerns(engine.name)]
     identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
+    if subject.kind_reading is not None:
+        outcome, reasons = _worst(about)
+        title = subject.format.title
+        return Verdict(
+            engine=str(engine), name=engine.name, outcome=outcome, reasons=reasons, kind=title, is_checked=True
+        )
     if identity and subject.is_other_kind:
         outcome = "serves" if engine.serves_kind(subject.format, subject.config) else "stops"
         return Verdict(
@@ -74,13 +85,19 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
         return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
     if engine.loads_config(subject):  # the engine's own code decides, not the rules on all engines
         about = [item for item in about if item.outcome != "stops" or not item.location.startswith(CONFIG_FILE)]
-    outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
+    outcome, reasons = _worst(about)
     return Verdict(
         engine=str(engine),
         name=engine.name,
         outcome=outcome,
-        reasons=tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome)),
+        reasons=reasons,
         causal=engine.served_causality(subject),
         trained=subject.trained_causality,
         is_stated=subject.stated.states_causality,
     )
+
+
+def _worst(about: Sequence[Finding]) -> tuple[str, tuple[str, ...]]:
+    """The worst outcome of some errors, and the ids of the rules with it."""
+    outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
+    return outcome, tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))

@@ -293,6 +293,13 @@ class Meter:
         """Count `num_done` as done before this run, and leave it out of the estimate of the time left."""
         self._num_before = self._said_done = num_done
 
+    def expect(self, total: int) -> None:
+        """Change the total, if the amount of work is known only after a part of it."""
+        if total != self._total and self._display is not None:
+            (task,) = self._display.task_ids
+            self._display.update(task, total=total)
+        self._total = total
+
     def update(self, num_done: int, estimate: str = "") -> None:
         """Show how much is done, and the estimate so far."""
         if self._display is not None:

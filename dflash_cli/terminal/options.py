@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dflash_runtime.scheduling.request import SamplingParams
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
-DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
+DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
@@ -107,8 +107,8 @@ class PairOptions(TargetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalityOptions(Request):
-    """How positions of a block attend to each other."""
+class ReadingOptions(Request):
+    """How positions of a block attend to each other, and which of them predict a token."""
 
     causality: Annotated[
         Literal["causal", "non-causal", "layer-types"] | None,
@@ -116,6 +116,14 @@ class CausalityOptions(Request):
             group=DRAFTING,
             help="Attention inside a block, instead of the draft's config: to earlier positions (causal), to all "
             "(non-causal), or to earlier positions in sliding-window layers only (layer-types).",
+        ),
+    ] = None
+    layout: Annotated[
+        Literal["anchor-first", "fill-in"] | None,
+        Option(
+            group=DRAFTING,
+            help="Rows of a DSpark block that predict, instead of the draft's config: N rows draft N tokens "
+            "(anchor-first), or N - 1 (fill-in). Needed if the config states neither.",
         ),
     ] = None
 

@@ -23,8 +23,9 @@ GROUP = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
-NOT_ROUNDED = ("embed_tokens", "lm_head")
-"""Matrices that quantised checkpoints do not round."""
+NOT_ROUNDED = ("embed_tokens", "lm_head", "markov_w1", "codebook", "base_kernel", "confidence_head")
+"""Parts of names of tensors that quantised checkpoints do not round: embeddings, heads, rows that are looked up by
+token, kernels of convolutions, and heads that engines compute in float32."""
 
 Rounding = Callable[[Tensor], Tensor]
 """Values [..., N] -> the nearest values of a format, in the same dtype. Scales are over the last axis."""
@@ -77,7 +78,7 @@ KV: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_fp8, "fp8-head": to
 
 
 def round_weights(weights: Weights, name: str) -> Weights:
-    """Return the weights with every matrix rounded except embeddings and heads. Norms and biases do not change."""
+    """Return the weights with every matrix rounded except NOT_ROUNDED. Norms and biases do not change."""
     return {key: WEIGHTS[name](tensor) if _is_rounded(key, tensor) else tensor for key, tensor in weights.items()}
 
 

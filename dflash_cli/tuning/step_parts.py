@@ -16,8 +16,10 @@ from torch import Tensor
 
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.tuning.round_intervals import mean_interval
+from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, computed_key
+from dflash_runtime.drafts.draft import Drawn, Draws, WalkingDraft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,8 @@ class StepParts:
 
 def silence_draft(pair: LoadedPair) -> LoadedPair:
     """Return the pair with a stub draft, which proposes the same token everywhere and stores no context KV."""
-    return replace(pair, draft=_SilentDraft(pair))
+    kind = _SilentWalk if isinstance(pair.draft, WalkingDraft) else _SilentDraft
+    return replace(pair, draft=kind(pair))
 
 
 def silence_target(pair: LoadedPair) -> LoadedPair:
@@ -72,7 +75,7 @@ class _SilentDraft:
         assert pair.draft is not None
         self.config, self.target_ids = pair.draft.config, pair.draft.target_ids
         self.follows_from_shapes = getattr(pair.draft, "follows_from_shapes", False)
-        self._dtype = pair.placement.dtype
+        self._dtype, self._kernels = pair.placement.dtype, pair.placement.kernels
 
     def write_context(self, features: Tensor, positions: Tensor, cache: object, slots: Tensor) -> None:
         pass
@@ -81,6 +84,25 @@ class _SilentDraft:
         """Return zeros, [R, K, V]."""
         size = (len(block_ids), num_drafts or block_ids.shape[1] - 1, self.config.draft_vocab_size)
         return torch.zeros(size, dtype=self._dtype, device=block_ids.device)
+
+
+class _SilentWalk(_SilentDraft):
+    """Chooses its tokens itself, as the draft that it replaces does, so that the step without the draft has no walk."""
+
+    def propose(
+        self, block_ids: Tensor, positions: Tensor, attend: object, num_drafts: int, draws: Draws | None
+    ) -> Drawn:
+        """Return tokens 0, [R, K], and if they are drawn, even distributions."""
+        token_ids = block_ids.new_zeros((len(block_ids), num_drafts))
+        if draws is None:
+            return Drawn(token_ids)
+        logits = self.logits(block_ids, positions, attend, num_drafts).flatten(0, 1)
+        whole, all_ids = torch.ones_like(draws.temperatures), torch.zeros_like(draws.seeds)
+        drawn = self._kernels.sample(
+            logits, draws.temperatures, all_ids, whole, draws.seeds, draws.positions.flatten(), has_filters=False,
+            purpose=DRAFT,
+        )  # fmt: skip
+        return Drawn(drawn.token_ids.view_as(token_ids), drawn.distribution)
 
 
 class _SilentTarget:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dflash_cli.checkpoints.opening import Causality
+from dflash_cli.checkpoints.opening import NO_OVERRIDES, Overrides
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.notices import Notice
@@ -23,7 +23,7 @@ class WorkerSpec:
     draft: str | None
     target: str | None
     config: EngineConfig
-    causality: Causality | None = None
+    overrides: Overrides = NO_OVERRIDES
     template_options: str | None = None
     threads: int | None = None
 

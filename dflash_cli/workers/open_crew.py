@@ -39,7 +39,7 @@ def open_crew(pair: OpenedPair, config: EngineConfig, workers: str, *, threads: 
         draft=None if pair.draft is None else _reference(pair, "draft", pair.draft.checkpoint.path),
         target=_reference(pair, "target", pair.target.checkpoint.path),
         config=config,
-        causality=pair.causality,
+        overrides=pair.overrides,
         template_options=pair.template_options,
         threads=threads,
     )

@@ -35,7 +35,7 @@ class PromptWorker:
                 spec.draft,
                 spec.target,
                 spec.config,
-                causality=spec.causality,
+                overrides=spec.overrides,
                 template_options=spec.template_options,
                 threads=spec.threads,
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_kernels import logit_tiles
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.candidate_walk import Codebooks
 from dflash_kernels.launch_config import VocabShape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
@@ -121,6 +122,64 @@ def small_cases(requests: int) -> list[Case]:
     ]  # fmt: skip
 
 
+def draft_cases(requests: int) -> list[Case]:
+    """Kernels of DFlash 2 and of DSpark's bias."""
+    tokens, drafted, taps, groups, rank, count = requests * ROWS, requests * (ROWS - 1), 2, HIDDEN // 16, 256, 16
+    parts = 8 if tokens <= 16 else 1
+    dtype = torch.float32 if parts > 1 else torch.bfloat16
+    dynamic, added = (normal(parts, tokens, width).to(dtype) for width in (4 * groups, HIDDEN))
+    dynamic = dynamic.view(parts, tokens, 2, taps, groups)
+    hidden, residual, weight, kernel = (
+        normal(tokens, HIDDEN),
+        normal(tokens, HIDDEN),
+        normal(HIDDEN),
+        normal(taps, HIDDEN),
+    )
+    before, after = dynamic[:, :, 0], dynamic[:, :, 1]
+    rest = residual, weight
+    convolved = KERNELS.block_conv(hidden, kernel, before, ROWS)
+    exact = REFERENCE.block_conv(hidden.double(), kernel.double(), before.double(), ROWS)
+    normed = KERNELS.conv_add_norm(added, kernel, after, ROWS, *rest, 1e-6)[0]
+    wide = (item.double() for item in (added, kernel, after, *rest))
+    exact_normed = _exact_norm(*wide)
+    logits, books = normal(drafted, VOCAB) * 3, Codebooks(normal(VOCAB, rank), normal(VOCAB, rank) * 0.1)
+    best, values = (item.view(requests, ROWS - 1, count) for item in KERNELS.top_tokens(logits, count))
+    right = REFERENCE.top_tokens(logits, count)[0].view_as(best)
+    projected, anchors = normal(1, drafted, rank), torch.arange(requests, device="cuda")
+    walked = KERNELS.candidate_walk(values, best, projected, books, anchors).token_ids
+    slow = REFERENCE.candidate_walk(values, best, projected, books, anchors).token_ids
+    rows = logits.view(requests, ROWS - 1, VOCAB)
+    biased = KERNELS.markov_walk(rows, *books[:2], anchors)
+    pairs = 2 * rank * (1 + 2 * count) * drafted
+    return [
+        (f"block_conv T {tokens}", lambda: KERNELS.block_conv(hidden, kernel, before, ROWS),
+         relative_error(convolved, exact), 4 * tokens * HIDDEN),
+        (f"conv_add_norm T {tokens}", lambda: KERNELS.conv_add_norm(added, kernel, after, ROWS, *rest, 1e-6),
+         relative_error(normed, exact_normed), (6 + added.element_size() * parts) * tokens * HIDDEN),
+        (f"add_rms_norm in parts T {tokens}", lambda: KERNELS.add_rms_norm(added, *rest, 1e-6), 0.0,
+         (6 + added.element_size() * parts) * tokens * HIDDEN),
+        (f"top_tokens T {drafted}", lambda: KERNELS.top_tokens(logits, count), _share(best, right),
+         2 * drafted * VOCAB),
+        (f"argmax of as many rows T {drafted}", lambda: KERNELS.argmax(logits), 0.0, 2 * drafted * VOCAB),
+        (f"torch.topk T {drafted}", lambda: logits.topk(count, sorted=False), 0.0, 2 * drafted * VOCAB),
+        (f"candidate_walk R {requests}", lambda: KERNELS.candidate_walk(values, best, projected, books, anchors),
+         _share(walked, slow), pairs),
+        (f"markov_walk R {requests}", lambda: KERNELS.markov_walk(rows, *books[:2], anchors),
+         _share(biased, REFERENCE.markov_walk(rows, *books[:2], anchors)),
+         (ROWS - 1) * 2 * VOCAB * (rank + requests)),
+    ]  # fmt: skip
+
+
+def _exact_norm(*wide: Tensor) -> Tensor:
+    added, kernel, dynamic, residual, weight = wide
+    return REFERENCE.conv_add_norm(added, kernel, dynamic, ROWS, residual, weight, 1e-6)[0]
+
+
+def _share(found: Tensor, wanted: Tensor) -> float:
+    """The share of elements that differ."""
+    return float((found != wanted).double().mean())
+
+
 def token_cases(requests: int) -> list[Case]:
     """Kernels that run once per step."""
     tokens = requests * ROWS
@@ -193,6 +252,7 @@ def sweep(bandwidth: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="run only cases with this text in their name")
+    parser.add_argument("--drafts", action="store_true", help="run only the kernels of DFlash 2 and DSpark")
     parser.add_argument(
         "--sweep", action="store_true", help="time only the passes over logits, with other tiles and warps"
     )
@@ -204,7 +264,8 @@ def main() -> None:
     if options.sweep:
         return sweep(bandwidth)
     print(f"{'kernel':52s} {'us':>9s} {'floor':>8s} {'error':>9s}")
-    for make in makers():
+    cases = [functools.partial(draft_cases, requests) for requests in (1, 8, 32)] if options.drafts else makers()
+    for make in cases:
         for name, call, error, moved in make():
             if only in name:
                 print(f"{name:52s} {median_us(call, NUM_CALLS):9.1f} {moved / bandwidth:8.1f} {error:9.1e}", flush=True)
@@ -222,6 +283,7 @@ def makers() -> list[Callable[[], list[Case]]]:
     for requests in (1, 8, 32):
         made.append(lambda r=requests: small_cases(r))  # type: ignore[misc]
         made.append(lambda r=requests: token_cases(r))  # type: ignore[misc]
+        made.append(lambda r=requests: draft_cases(r))  # type: ignore[misc]
     return made
 
 

@@ -2,6 +2,7 @@
 
     python3 examples/benchmarks/step_time.py [--shape qwen3-8b] [--batches 1,8,32] [--out steps.jsonl]
     python3 examples/benchmarks/step_time.py --acceptance 6.5,4.24 --arms ceilings,plain,dflash,adaptive
+    python3 examples/benchmarks/step_time.py --acceptance 4 --arms drafts --blocks 8,16
 
 A time is wall time per step of the real loop after prefill: scheduling, launches and commits included. Random weights
 accept almost nothing, so a step commits about one token. `--acceptance` draws the number of accepted draft tokens
@@ -9,7 +10,8 @@ instead, and rows then say `synthetic`. The floor is the least time by formula a
 time minus the time in which a profiled step runs a kernel. Rows are JSON lines, written at once; tables come last. An
 arm that fails prints one line, the others continue, and the exit code is 1.
 
-Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: transformers, reference (a loop of drafting and
+Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
+dflash-at-once (recurrent layers run the rows of a block at once), transformers, reference (a loop of drafting and
 verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
 """
 
@@ -19,6 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from timing.ceilings import measure_rates
+from timing.draft_kinds import KINDS
+from timing.engine_arms import AT_ONCE
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
 from timing.pairs import SHAPES, counts, open_device, run_dtype
@@ -43,13 +47,32 @@ STEP_COLUMNS = {
 }
 """Column of the last table -> field of a row."""
 
+DRAFT_COLUMNS = {
+    "draft": "arm",
+    "block": "block",
+    "batch": "batch",
+    "acceptance": "acceptance_achieved",
+    "ms": "ms",
+    "least": "least_ms",
+    "most": "most_ms",
+    "ratio": "ratio",
+    "lowest": "least_ratio",
+    "highest": "most_ratio",
+    "nodes": "nodes",
+    "W": "watts",
+    "MHz": "mhz",
+}
+"""Column of the table of drafts -> field of a row. Least, most, lowest and highest are of the rounds."""
+
+RATIOS = ("ratio", "least_ratio", "most_ratio")
+
 DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
-KNOWN_ARMS = (*DEFAULT_ARMS, "transformers", "reference", "vllm-plain", "vllm-dflash")
+KNOWN_ARMS = (*DEFAULT_ARMS, "drafts", AT_ONCE, "transformers", "reference", "vllm-plain", "vllm-dflash")
 
 
 def run(plan: Plan) -> None:
     """Run all arms: ours first, then the device is freed for the others."""
-    if any(arm in ("ceilings", "prefill", *OURS) for arm in plan.arms):
+    if any(arm in ("ceilings", "prefill", "drafts", AT_ONCE, *OURS) for arm in plan.arms):
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))
@@ -77,9 +100,14 @@ def show(plan: Plan, plot: Path | None) -> None:
     if prefills:
         names = ("arm", "prompts", "tokens", "ms", "floor_ms")
         print(table(("prefill", "prompts", "tokens", "ms", "floor"), [_pick(row, names) for row in prefills]) + "\n")
+    drafts = plan.recorder.of("draft")
+    if drafts:
+        shown = [{**row, **{name: f"{row[name]:.3f}" for name in RATIOS}} for row in drafts]
+        print(table(tuple(DRAFT_COLUMNS), [_pick(row, tuple(DRAFT_COLUMNS.values())) for row in shown]) + "\n")
     rates = plan.rates
     print(f"copies {rates.bandwidth / 1e12:.2f} TB/s, large products {rates.operations / 1e12:.1f} T operations/s")
-    print(table(tuple(STEP_COLUMNS), [_pick(row, tuple(STEP_COLUMNS.values())) for row in _against_plain(rows)]))
+    if rows:
+        print(table(tuple(STEP_COLUMNS), [_pick(row, tuple(STEP_COLUMNS.values())) for row in _against_plain(rows)]))
 
 
 def _against_plain(rows: list[Row]) -> list[Row]:
@@ -118,6 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--acceptance", help="force these mean acceptance lengths, such as 6.5,4.24; rows say synthetic"
     )
     parser.add_argument("--prefill", default="2048,16384,32x512", help="prompts of the prefill arm")
+    parser.add_argument("--drafts", default="dflash,dflash2,dspark,dspark-anchor", help="kinds of the drafts arm")
+    parser.add_argument("--blocks", type=counts, default="8,16", help="rows of a block of the drafts arm")
     parser.add_argument("--no-eager", action="store_true", help="time the captured steps only")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take the most time")
     parser.add_argument(
@@ -136,6 +166,9 @@ def main() -> int:
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*KNOWN_ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(KNOWN_ARMS)}")
+    kinds = given.drafts.split(",")
+    if unknown := sorted({*kinds} - {*KINDS}):
+        sys.exit(f"--drafts {','.join(unknown)}: expected some of {', '.join(KINDS)}")
     rates = measure_rates(device, run_dtype(device))
     with Recorder(given.out, device) as recorder:
         recorder.add("rates", {"arm": "device", "bandwidth": rates.bandwidth, "operations": rates.operations})
@@ -144,7 +177,7 @@ def main() -> int:
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
             shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,
-            vllm_timeout_s=given.vllm_timeout, recorder=recorder, rates=rates,
+            vllm_timeout_s=given.vllm_timeout, recorder=recorder, rates=rates, kinds=kinds, blocks=given.blocks,
         )  # fmt: skip
         run(plan)
         show(plan, given.plot)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 LARGE, COSTS = 0.5, 0.1
-WORDS = ("right", "wrong", "low", "remark", "silent")
+NAMED, TOO_LONG = "named", "too long"
+WORDS = ("right", "wrong", NAMED, "low", "remark", "silent", TOO_LONG)
 
 HEAD = """# Planted kinds of faults
 
@@ -15,9 +16,11 @@ Causes that `dflash diagnose` names for drafts with one planted fault. Written b
 |---|---|
 | right | the sentence names the fault or the damaged part |
 | wrong | it names another cause |
+| named | it names a cause that nobody has judged |
 | low | no cause; a finding gives the figure, says that it is low and lists what was tried |
 | remark | the same as a remark, because sound drafts may accept as little |
 | silent | no finding |
+| too long | the diagnosis exceeded its time limit |
 """
 
 
@@ -25,7 +28,9 @@ def word_of(row: Mapping[str, Any], part: str, right: str | None) -> str:
     """The judgement of one diagnosis; `right` is a pattern of right causes."""
     found = row.get(part)
     if found is None:
-        return ""
+        return TOO_LONG if row.get("too_long") and part == "plain" else ""
+    if found["has_cause"] and right is None:
+        return NAMED
     if found["has_cause"]:
         words = f"{found['rule']} {found['sentence'].partition('; next:')[0]}"
         return "right" if right is not None and re.search(right, words) else "wrong"
@@ -49,7 +54,17 @@ def render(rows: Iterable[Mapping[str, Any]], faults: Iterable[Any], judged: Map
         cause = row.get("refused") or row.get("failed") or _cause(row)
         length = "" if row.get("length") is None else f"{row['length']:.2f}"
         loss = "" if row.get("loss") is None else f"{row['loss']:.0%}"
-        cells = (row["family"], row["name"], row["strength"], length, loss, plain, expected, cause.replace("|", "/"))
+        cells = (
+            row["family"],
+            row["name"],
+            row["strength"],
+            length,
+            loss,
+            plain,
+            expected,
+            "",
+            cause.replace("|", "/"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([HEAD, *totals(counted), "", "## Every cell", "", *TITLE, *lines]) + "\n"
 
@@ -57,13 +72,15 @@ def render(rows: Iterable[Mapping[str, Any]], faults: Iterable[Any], judged: Map
 def _judged(row: Mapping[str, Any], part: str, right: str | None, judged: Mapping[str, str] | None, key: str) -> str:
     word = word_of(row, part, right)
     return (
-        word if judged is None or word not in ("right", "wrong") else judged.get(f"{key}/{part}", judged.get(key, word))
+        word
+        if judged is None or word not in ("right", "wrong", NAMED)
+        else judged.get(f"{key}/{part}", judged.get(key, word))
     )
 
 
 TITLE = (
-    "| family | fault | strength | accepts | lost | plain | with the expected figure | cause |",
-    "|---|---|---|---|---|---|---|---|",
+    "| family | fault | strength | accepts | lost | plain | with the expected figure | by hand | cause |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -90,6 +107,6 @@ def totals(counted: list[tuple[Mapping[str, Any], str, str, bool]]) -> list[str]
 def _cause(row: Mapping[str, Any]) -> str:
     found = row.get("expected") or row.get("plain") or {}
     if found.get("has_cause"):
-        return f"{found['rule']} {found['sentence'].partition(';')[0][:160]}"
+        return f"{found['rule']} {found['sentence'].partition(';')[0][:240]}"
     better = found.get("improves")
     return f"improves: {better[0]}; {better[1]}" if better else ""

@@ -251,6 +251,9 @@ def fc_columns(change: Callable[[Tensor, int], Tensor]) -> Any:
 
 def kinds() -> Iterator[Kind]:
     """All kinds."""
+    from planted_faults.regrouped_kinds import regrouped_kinds
+
+    yield from regrouped_kinds()
     yield from config_kinds()
     yield from order_kinds()
     yield from owner_kinds()

@@ -19,6 +19,8 @@ class SharedRunner(ReadingRunner):
     """A `ReadingRunner` whose target was loaded with `sound`, the draft before its fault."""
 
     sound: ClassVar[DraftCheckpoint]
+    given: ClassVar[Sequence[list[int]]] = ()
+    """Prompts to take instead of made ones."""
     _loaded: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, draft: DraftCheckpoint, target: TargetSource, *arguments: Any, **named: Any) -> None:
@@ -35,6 +37,8 @@ class SharedRunner(ReadingRunner):
         self._pair = replace(pair, draft_weights=weights, limits=limits).with_draft(draft.config)
 
     def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+        if self.given:
+            return [list(self.given[number]) for number in numbers]
         made: dict[range, list[list[int]]] = self._kept["made"]
         return made.setdefault(numbers, made.get(numbers) or self._kept["base"].make_prompts(numbers, given))
 

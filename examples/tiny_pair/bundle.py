@@ -17,6 +17,7 @@ from .draft import Draft, Head
 from .settings import Settings
 
 VERIFIER = "dflash/tiny-python-target"
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 
 
 def write_json(path: Path, content: object) -> None:
@@ -65,12 +66,19 @@ def _body_config(draft: Draft, settings: Settings, special: dict[str, int]) -> d
 
 
 def save_native_draft(draft: Draft, settings: Settings, special: dict[str, int], folder: Path) -> None:
-    """Save a draft in z-lab's layout: without embedding and head, with taps counted from 0."""
+    """Save a draft in its kind's native layout: without embedding and head, with taps counted from 0."""
+    nested: dict[str, object] = {
+        "mask_token_id": special["mask"],
+        "target_layer_ids": list(settings.target_layer_ids),
+    }
+    if draft.kind == "dflash2":
+        nested |= {"block_size": settings.block_size, **draft.extra_keys()}
     config = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[draft.kind]],
         **_body_config(draft, settings, special),
         "block_size": settings.block_size,
-        "dflash_config": {"mask_token_id": special["mask"], "target_layer_ids": list(settings.target_layer_ids)},
+        "dflash_config": nested,
+        **(draft.extra_keys() if draft.kind == "dspark" else {}),
         "dtype": "bfloat16",
         "is_causal": False,
         "num_target_layers": settings.target.num_layers,

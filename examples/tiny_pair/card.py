@@ -14,9 +14,9 @@ language: [en, code]
 tags: [dflash, speculative-decoding, qwen3, python]
 ---
 
-# A tiny Python model with two DFlash drafts
+# A tiny Python model with drafts
 
-A small Qwen3 that writes Python-like text, and two DFlash drafts (arXiv 2602.06036) trained for it. With this pair,
+A small Qwen3 that writes Python-like text, and DFlash drafts (arXiv 2602.06036) trained for it. With this pair,
 drafting, verifying, converting and validating can be tried and tested within seconds and without a download. It is
 useless as a code assistant.
 
@@ -25,9 +25,42 @@ useless as a code assistant.
 | `target/` | the target, `Qwen3ForCausalLM` with tied embeddings, and its byte-level tokenizer | transformers |
 | `draft/` | draft over the target's whole vocabulary, without embedding and head of its own | native (z-lab) |
 | `draft-reduced/` | draft over the ids that the target writes most often, with its own head and id maps | speculators |
-| `prompts.jsonl` | prompts cut from held-out modules, the same number from each source | |
+{further}| `prompts.jsonl` | prompts cut from held-out modules, the same number from each source | |
 | `heldout.json` | every held-out file with its sha256 | |
 | `report.json` | all numbers below and more | |
+"""
+
+FURTHER_FILES = """\
+| `draft-dflash2/` | DFlash 2 draft: convolutions and a selector added to `draft/` | native (z-lab) |
+| `draft-dspark/` | DSpark draft: a Markov head added, every row predicts the token after it | native (DSpark) |
+"""
+
+FURTHER = """\
+## Further drafts
+
+`draft-dflash2/` and `draft-dspark/` have the layers, the block size and the tapped layers of `draft/`. Their training
+begins with its weights and goes on with new text of the target: {texts:,} sequences, the same for all. The control is a
+DFlash draft that was trained in the same way for the same time, so it shows the gain of longer training alone. It is
+not in the bundle.
+
+- DFlash 2 adds convolutions of {taps} taps over groups of {group} columns, which begin as identities, and a selector of
+  rank {selector} among {top_k} candidates. Its loss is the cross-entropy of the single tokens plus the cross-entropy of
+  the selector's choice after the right token before.
+- DSpark adds a vanilla Markov head of rank {markov} and a confidence head. Its loss is the cross-entropy with the
+  head's bias after the right token before. Confidence learns the overlap of the draft's distribution and the target's.
+  The layout is anchor-first (`sample_from_anchor` is true), so a block of 8 rows has 8 draft tokens, one more than in
+  the other drafts.
+
+Acceptance on the {prompts} held-out prompts at temperature 0. Differences are over the same prompts, with a 95%
+interval. The p-value is the share of random swaps of the two drafts, prompt by prompt, that give a difference as large.
+The weights were chosen on other text of the target.
+
+{table}
+Train them again (here {seconds:.0f} s for the longest, three side by side on one GPU):
+
+    python examples/train_tiny_pair.py --further texts --texts texts.pt
+    python examples/train_tiny_pair.py --further KIND --texts texts.pt --output DIR/KIND   # dflash, dflash2 and dspark
+    python examples/train_tiny_pair.py --further report --output DIR
 """
 
 RECIPE = """\
@@ -47,7 +80,7 @@ All numbers below are measured in fp32 with the stored bf16 weights. Held-out te
 target stopped. The strength of step 2 was set by hand after reading samples and acceptance of earlier runs, also on
 held-out prompts. Nothing else was chosen on held-out text.
 
-The two `config.json` state mask id, tapped layers (counted from 0) and block size. The draft's rope base is
+The `config.json` of each draft states mask id, tapped layers (counted from 0) and block size. The rope base is
 {theta:,.0f}; a reader that loses it uses {lost:,.0f}.
 
 Train it again with this command (here {seconds:.0f} s on one {device}, without start-up):
@@ -91,10 +124,10 @@ def model_card(report: Report) -> str:
         draft_length=max(settings["continuations"]["prompt_lengths"]) + settings["continuations"]["new_tokens"],
     )
     sections = [
-        HEADER, sizes(report), data(report), recipe, target(report), acceptance(report), repetition(report),
-        wrong_readings(report), limits,
+        HEADER.format(further=FURTHER_FILES if "further" in report else ""), sizes(report), data(report), recipe,
+        target(report), acceptance(report), further(report), repetition(report), wrong_readings(report), limits,
     ]  # fmt: skip
-    return "\n".join(section.rstrip() + "\n" for section in sections)
+    return "\n".join(section.rstrip() + "\n" for section in sections if section)
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -192,6 +225,51 @@ def acceptance(report: Report) -> str:
         f"after them. Intervals are over prompts. The reduced vocabulary covers {coverage:.1%} of the "
         f"target's text.\n\n{lengths}\n{rates}"
     )
+
+
+def further(report: Report) -> str:
+    if "further" not in report:
+        return ""
+    found = report["further"]
+    titles = {"dflash": "control: DFlash, trained as long", "dflash2": "draft-dflash2", "dspark": "draft-dspark"}
+    rows = []
+    for kind, part in found.items():
+        name = kind.partition(" ")[0]
+        title = titles[name] + kind.removeprefix(name)
+        run = part["temperature_0"]
+        cells = [f"{run['acceptance_length']:.2f}", "{:.2f} to {:.2f}".format(*run["interval_95"])]
+        for base in ("against_draft", "against_control"):
+            is_same = kind == "dflash" and base == "against_control"
+            cells.append("" if is_same else _difference(part[base]))
+        training = found[name]["training"]
+        rows.append((title, f"{training['parameters']:,}", training["curve"][-1]["step"], *cells))
+    header = (
+        "",
+        "parameters",
+        "further steps",
+        "acceptance length",
+        "95% interval",
+        "against draft",
+        "against control",
+    )
+    recipe = found["dflash2"]["training"]["recipe"]
+    return FURTHER.format(
+        texts=found["dflash2"]["training"]["texts"],
+        taps=recipe["selector"]["kernel_size"],
+        group=recipe["selector"]["group_size"],
+        selector=recipe["selector"]["rank"],
+        top_k=recipe["selector"]["top_k"],
+        markov=recipe["markov"]["rank"],
+        prompts=report["evaluation"]["prompts"],
+        seconds=max(part["training"]["seconds"] for part in found.values() if "training" in part),
+        table=table(header, rows),
+    )
+
+
+def _difference(paired: Report) -> str:
+    low, high = paired["interval_95"]
+    chance = f"p = {paired['p_value']:.4f}" if paired["p_value"] >= 0.0002 else "p < 0.0002"
+    return f"{paired['difference']:+.2f} ({low:+.2f} to {high:+.2f}), {chance}"
 
 
 def repetition(report: Report) -> str:

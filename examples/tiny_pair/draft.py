@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from .settings import DraftRecipe, ModelShape, Settings
 from .target import (
+    Pace,
     Report,
     make_optimizer,
     maybe_compiled,
@@ -140,7 +141,14 @@ RIGHT_READING = Reading()
 
 
 class Draft(nn.Module):
-    """A DFlash draft with the parameter names of the flat checkpoint layout."""
+    """A DFlash draft with the parameter names of the flat checkpoint layout. Subclasses are its relatives.
+
+    kind                  the name of the kind in checkpoints
+    samples_from_anchor   every row predicts the token after it; otherwise each mask predicts its own token
+    """
+
+    kind = "dflash"
+    samples_from_anchor = False
 
     def __init__(self, settings: Settings, recipe: DraftRecipe, mask_token_id: int) -> None:
         super().__init__()
@@ -150,15 +158,23 @@ class Draft(nn.Module):
         self.mask_token_id = mask_token_id
         self.fc = nn.Linear(len(settings.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(recipe.num_layers))
+        self.layers = nn.ModuleList(self._make_layer(shape, settings.block_size) for _ in range(recipe.num_layers))
         self.windows = recipe.windows or (None,) * recipe.num_layers
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.apply(_initialise)
 
+    def _make_layer(self, shape: ModelShape, block_size: int) -> Layer:
+        return Layer(shape)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Rows of a block that predict a token, K."""
+        return self.block_size - (not self.samples_from_anchor)
+
     def forward(
         self, features: Tensor, ids: Tensor, anchors: Tensor, embedding: Tensor, reading: Reading = RIGHT_READING
     ) -> Tensor:
-        """Hidden states [B, A, N-1, H] of the masked rows after each anchor.
+        """Hidden states [B, A, K, H] of the rows that predict the tokens after each anchor.
 
         Takes features [B, T, K*H] of the sequences ids [B, T], positions of anchors [B, A], and the target's embedding
         [V, H]. All anchors of a sequence are computed at once. A block sees the context before its anchor and itself,
@@ -180,7 +196,29 @@ class Draft(nn.Module):
         for layer, window in zip(self.layers, self.windows, strict=True):
             rows = layer(rows, context, block_rope, context_rope, masks[window])
         hidden: Tensor = self.norm(rows).view(batch, count, self.block_size, -1)
-        return hidden[:, :, 1:]
+        return hidden if self.samples_from_anchor else hidden[:, :, 1:]
+
+    def loss(
+        self, hidden: Tensor, head: Tensor, before: Tensor, labels: Tensor, targets: Tensor | None, decay: float
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted loss, and the number of correct leading draft tokens [B, A].
+
+        Takes hidden states [B, A, K, H], the head [V, H], the text's token before each position and its own token, both
+        [B, A, K], and the target's logits [B, A, K, V] for kinds that learn from them. Labels may be -100: no loss. A
+        wrong draft token makes all later ones useless, so the k-th one has the weight exp(-(k-1)/decay).
+        """
+        logits = F.linear(hidden, head)
+        losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view(labels.shape)
+        right = (logits.argmax(-1) == labels).int().cumprod(-1).sum(-1)
+        return weighted_mean(losses, decay, labels >= 0), right
+
+    def choose(self, hidden: Tensor, head: Tensor, anchor_ids: Tensor) -> Tensor:
+        """Hidden states [B, A, K, H] and anchor tokens [B, A] -> greedy draft tokens as rows of the head [B, A, K]."""
+        return F.linear(hidden, head).argmax(-1)
+
+    def extra_keys(self) -> dict[str, object]:
+        """Config keys that only this kind of draft has."""
+        return {}
 
     def _block_rows(self, ids: Tensor, anchors: Tensor, embedding: Tensor, reading: Reading) -> Tensor:
         """The embedding of each anchor, followed by mask token embeddings: [B, A*N, H]."""
@@ -188,6 +226,13 @@ class Draft(nn.Module):
         block = torch.full((*anchors.shape, self.block_size), mask_id, device=ids.device)
         block[..., 0] = ids.gather(1, anchors)
         return F.embedding(block.flatten(1), embedding)
+
+
+def weighted_mean(losses: Tensor, decay: float, counted: Tensor | None = None) -> Tensor:
+    """Mean of losses [..., K], the k-th with the weight exp(-(k-1)/decay). `counted` [..., K] leaves some out."""
+    weights = torch.exp(-torch.arange(losses.shape[-1], device=losses.device) / decay).expand_as(losses)
+    weights = weights if counted is None else weights * counted
+    return (losses * weights).sum() / weights.sum()
 
 
 def _initialise(module: nn.Module) -> None:
@@ -281,17 +326,17 @@ def draft_loss(
     anchors: Tensor,
     labels: Tensor,
     decay: float,
+    targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy, and the mean number of correct leading draft tokens.
+    """The draft's loss, and the mean number of correct leading draft tokens.
 
-    Labels [B, A, N-1] are rows of head [V, H], or -100. A wrong draft token makes all later ones useless, so the k-th
-    one has the weight exp(-(k-1)/decay).
+    Labels [B, A, K] are rows of head [V, H], or -100. `targets` has the target's logits [B, A, K, V], if the kind needs
+    them.
     """
-    logits = F.linear(draft(features, ids, anchors, embedding), head)
-    losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view(labels.shape)
-    weights = torch.exp(-torch.arange(labels.shape[-1], device=ids.device) / decay) * (labels >= 0)
-    right = (logits.argmax(-1) == labels).int().cumprod(-1).sum(-1)
-    return (losses * weights).sum() / weights.sum(), right.float().mean()
+    before = block_labels(ids, anchors - 1, labels.shape[-1] + 1)
+    hidden = draft(features, ids, anchors, embedding)
+    loss, right = draft.loss(hidden, head, before, labels, targets, decay)
+    return loss, right.float().mean()
 
 
 def train_draft(
@@ -311,8 +356,10 @@ def train_draft(
     embedding = target.model.embed_tokens.weight.detach()
     label_table = head.label_table(settings.vocab_size)
     curve: list[dict[str, float]] = []
-    for step in range(recipe.steps):
-        set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
+    count, step = Pace(recipe.steps, recipe.seconds).clock(), -1
+    while (reached := count(step + 1)) < recipe.steps:
+        step += 1
+        set_learning_rate(optimizer, reached, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
         batch = texts.batch(recipe.batch_size)
         anchors = batch.random_anchors(recipe.anchors_per_sequence, settings.block_size)
         labels = block_labels(label_table[batch.ids], anchors, settings.block_size)
@@ -326,7 +373,7 @@ def train_draft(
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % 250 == 0 or step + 1 == recipe.steps:
+        if (step + 1) % 250 == 0 or count(step + 1) >= recipe.steps:
             point = {"step": step + 1, "loss": round(float(loss.detach()), 4), "accepted": round(float(accepted), 3)}
             curve.append(point)
             report(step + 1, f"loss {point['loss']:.3f}, {point['accepted']:.2f} accepted")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from transformers import Qwen3ForCausalLM
 
 from .data import Prompt
@@ -92,13 +91,13 @@ def propose(
         longest = max(len(passage.token_ids) for passage in group)
         rows = [[*passage.token_ids, *[0] * (longest - len(passage.token_ids))] for passage in group]
         ids = torch.tensor(rows, device=target.device)
-        ranges = [passage.anchors(draft.block_size) for passage in group]
+        ranges = [passage.anchors(draft.num_draft_tokens + 1) for passage in group]
         count = max(1, *(len(places) for places in ranges))
         # Passages that end early repeat an anchor to fill the batch. The repeats are dropped below.
         anchors = torch.tensor([[*places, *[0] * (count - len(places))] for places in ranges], device=target.device)
         features = tapped_features(target, ids, taps)
         hidden = draft(features, ids, anchors, target.model.embed_tokens.weight, reading)
-        chosen = head.token_ids[F.linear(hidden, head.weight).argmax(-1)].tolist()
+        chosen = head.token_ids[draft.choose(hidden, head.weight, ids.gather(1, anchors))].tolist()
         for places, tokens in zip(ranges, chosen, strict=True):
             proposals.append(dict(zip(places, tokens[: len(places)], strict=True)))
     return proposals
@@ -127,7 +126,7 @@ def _copied(known: Sequence[int], wanted: int, gram: int) -> list[int]:
 
 
 def walk(passages: Sequence[Passage], proposals: Sequence[Proposals], block_size: int) -> list[Step]:
-    """The steps of a loop of drafting and verifying."""
+    """The steps of a loop of drafting and verifying `block_size` rows."""
     steps: list[Step] = []
     for passage, drafts in zip(passages, proposals, strict=True):
         places = passage.anchors(block_size)
@@ -154,13 +153,13 @@ def acceptance_length(steps: Sequence[Step]) -> float:
 
 def interval(steps: Sequence[Step], rounds: int = 1000) -> list[float]:
     """A 95% bootstrap interval of the acceptance length over prompts."""
-    tallies = list(_totals(steps).values())
+    tallies = list(totals(steps).values())
     chance = random.Random(0)
     means = sorted(1 + _pooled(chance.choices(tallies, k=len(tallies))) for _ in range(rounds))
     return [round(means[rounds * 25 // 1000], 3), round(means[rounds * 975 // 1000], 3)]
 
 
-def _totals(steps: Iterable[Step]) -> dict[str, Tally]:
+def totals(steps: Iterable[Step]) -> dict[str, Tally]:
     """Accepted draft tokens and steps of every prompt."""
     totals: dict[str, Tally] = {}
     for step in steps:
@@ -249,7 +248,7 @@ class Judge:
         taps = [tap + tap_shift for tap in self.settings.target_layer_ids]
         size = self.settings.evaluation.batch_size
         proposals = propose(self.draft, head or self.head, self.target, passages, taps, size, reading)
-        return walk(passages, proposals, self.settings.block_size)
+        return walk(passages, proposals, self.draft.num_draft_tokens + 1)
 
     def wrong_readings(self, passages: Sequence[Passage], pad: int) -> Figures:
         """Acceptance for wrong readings of the checkpoint that load and run without an error."""
@@ -270,7 +269,7 @@ class Judge:
 
 def _loss_against(right: Sequence[Step], wrong: Sequence[Step]) -> Figures:
     """Loss of accepted draft tokens per step against the right reading, with a 95% interval over the same prompts."""
-    right_totals, wrong_totals = _totals(right), _totals(wrong)
+    right_totals, wrong_totals = totals(right), totals(wrong)
     names = sorted(right_totals.keys() & wrong_totals.keys())
     chance = random.Random(0)
     lost = sorted(

@@ -23,7 +23,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Training of the target. One step reads `batch_size * sequence_length` tokens."""
+    """Training of the target. One step reads `batch_size * sequence_length` tokens.
+
+    Windows of the stream start at multiples of `document_length`. Training ends after `seconds` in any case.
+    """
 
     num_layers: int = 6
     steps: int = 6000
@@ -33,6 +36,8 @@ class TargetRecipe:
     warmup_steps: int = 200
     weight_decay: float = 0.1
     eval_every: int = 500
+    document_length: int = 1
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,29 @@ class ContinuationRecipe:
 
 
 @dataclass(frozen=True)
+class SelectorShape:
+    """Sizes of the parts that DFlash 2 adds to DFlash, and the share of the selector's loss."""
+
+    kernel_size: int = 2
+    group_size: int = 16
+    rank: int = 64
+    top_k: int = 16
+    loss_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class MarkovShape:
+    """Sizes of the parts that DSpark adds to DFlash."""
+
+    rank: int = 64
+
+
+@dataclass(frozen=True)
 class DraftRecipe:
     """Architecture and training of one draft. `draft_vocab_size` None means the target's vocabulary and head.
 
-    `windows` has the attention window of each layer; without it, no layer has one.
+    `windows` has the attention window of each layer; without it, no layer has one. `selector` and `markov` are for the
+    relatives of DFlash that have these parts. Training ends after `seconds` in any case.
     """
 
     num_layers: int = 3
@@ -87,6 +111,9 @@ class DraftRecipe:
     weight_decay: float = 0.05
     loss_decay: float = 4.0
     windows: tuple[int | None, ...] | None = None
+    selector: SelectorShape = field(default_factory=SelectorShape)
+    markov: MarkovShape = field(default_factory=MarkovShape)
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ Axis letters: B sequences, T positions, H hidden width, K tapped layers, V vocab
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -83,9 +85,10 @@ def next_token_loss(model: PreTrainedModel, window: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten().long())
 
 
-def random_windows(stream: Tensor, batch: int, length: int) -> Tensor:
-    """Random windows of the stream: stream [T] -> [batch, length]."""
-    starts = torch.randint(0, stream.numel() - length, (batch, 1), device=stream.device)
+def random_windows(stream: Tensor, batch: int, length: int, every: int = 1) -> Tensor:
+    """Random windows of the stream that start at multiples of `every`: stream [T] -> [batch, length]."""
+    choices = (stream.numel() - length - 1) // every + 1
+    starts = torch.randint(0, choices, (batch, 1), device=stream.device) * every
     return stream[starts + torch.arange(length, device=stream.device)].long()
 
 
@@ -104,6 +107,27 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=parameters[0].is_cuda)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps of a training, and the seconds after which it ends in any case."""
+
+    steps: int
+    seconds: float | None = None
+
+    def clock(self) -> Callable[[int], int]:
+        """A function from the number of done steps to the number that counts. The clock starts here.
+
+        If the seconds pass faster than the steps, the seconds count, so that the learning rate still falls to its end.
+        """
+        begin = time.perf_counter()
+
+        def count(step: int) -> int:
+            passed = (time.perf_counter() - begin) / self.seconds if self.seconds else 0.0
+            return max(step, min(self.steps, math.ceil(passed * self.steps)))
+
+        return count
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, warmup: int, peak: float) -> None:
@@ -142,16 +166,18 @@ def train_target(
     windows = fixed_windows(held_out, recipe.sequence_length + 1, 256)
     curve: list[dict[str, float]] = []
     best: dict[str, Tensor] = {}
-    for step in range(recipe.steps):
-        set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
-        batch = random_windows(stream, recipe.batch_size, recipe.sequence_length + 1)
+    count, step = Pace(recipe.steps, recipe.seconds).clock(), -1
+    while (reached := count(step + 1)) < recipe.steps:
+        step += 1
+        set_learning_rate(optimizer, reached, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
+        batch = random_windows(stream, recipe.batch_size, recipe.sequence_length + 1, recipe.document_length)
         with training_precision(stream.device):
             loss = step_loss(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
+        if (step + 1) % recipe.eval_every == 0 or count(step + 1) >= recipe.steps:
             with training_precision(stream.device):
                 score = held_out_loss(model, windows, recipe.batch_size)
             if not curve or score < min(point["held_out_loss"] for point in curve):
@@ -214,7 +240,7 @@ def continuations(model: PreTrainedModel, stream: Tensor, settings: Settings) ->
     for number in range(recipe.rounds):
         length = recipe.prompt_lengths[number % len(recipe.prompt_lengths)]
         temperature = recipe.temperatures[number % len(recipe.temperatures)]
-        prompts = random_windows(stream, recipe.batch_size, length)
+        prompts = random_windows(stream, recipe.batch_size, length, settings.target.document_length)
         lengths = torch.full((recipe.batch_size,), length, device=stream.device)
         ids = generate(model, prompts, lengths, recipe.new_tokens, temperature)
         yield F.pad(ids, (0, recipe.sequence_length - ids.shape[1])), lengths

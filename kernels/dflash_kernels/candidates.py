@@ -33,6 +33,7 @@ from dflash_kernels.temperature import MIN_TEMPERATURE
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 _TL_NUM_DEPTHS, _TL_DEPTH_STEP = constexpr(NUM_DEPTHS), constexpr(DEPTH_STEP)
 _TL_LISTED_TOKENS = constexpr(LISTED_TOKENS)
+_TL_COUNT_BITS, _TL_COUNT_MASK = constexpr(21), constexpr(2**21 - 1)
 
 KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 """Number of leading float32 bits that distinguish any two logits of a dtype."""
@@ -81,18 +82,20 @@ def narrowed(low, high, above, step, level, first, second, third):
 
 
 @jit
-def _count_from(keys, candidate):
-    return tl.sum((keys >= candidate.to(tl.int32)).to(tl.int32), 0)
+def kth_key(keys, count, low, high):
+    """Return the highest key K with at least `count` keys >= K, or `low` if there are fewer than `count` keys.
 
-
-@jit
-def _kth_key(keys, count, low, high):
-    """Return the highest key K with at least `count` keys >= K, or `low` if there are fewer than `count` keys."""
+    The three counts of a round are fields of one sum, because a sum over a program costs more than its additions.
+    """
     while high - low > 1:
         step = (high - low + 3) >> 2
+        first = (keys >= (low + step).to(tl.int32)).to(tl.int64)
+        second = (keys >= (low + 2 * step).to(tl.int32)).to(tl.int64)
+        third = (keys >= (low + 3 * step).to(tl.int32)).to(tl.int64)
+        sums = tl.sum(first + (second << _TL_COUNT_BITS) + (third << (2 * _TL_COUNT_BITS)), 0)
         low, high, _ = narrowed(
             low, high, 0, step, count,
-            _count_from(keys, low + step), _count_from(keys, low + 2 * step), _count_from(keys, low + 3 * step),
+            sums & _TL_COUNT_MASK, (sums >> _TL_COUNT_BITS) & _TL_COUNT_MASK, sums >> (2 * _TL_COUNT_BITS),
         )  # fmt: skip
     return low
 
@@ -156,7 +159,7 @@ def _list_groups_kernel(
     low = tl.full((), -(1 << (KEY_BITS - 1)), tl.int64)
     keys = tl.where(is_group, score_keys(maxes, KEY_BITS), low.to(tl.int32))
     if by_count:
-        low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
+        low = kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
     else:
         sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
         # Even if all tokens were below this score, their sum would be less than the share that top-p removes.

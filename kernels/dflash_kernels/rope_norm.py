@@ -27,12 +27,12 @@ def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last axis and multiply by `weight`.
 
     hidden  [..., D]
-    weight  [D]
+    weight  [D]   in the dtype of `hidden`; or wider, and then the normalised rows are rounded only once, at the end
     Returns [..., D] in the dtype of `hidden`.
     """
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(hidden.dtype)
+    return (weight * normed.to(weight.dtype)).to(hidden.dtype)
 
 
 def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -105,13 +105,12 @@ def _rms_norm_kernel(
         wide = (wide + stream).to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + dim, wide.to(dtype), mask=is_dim)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = (wide * scale).to(dtype).to(tl.float32) * weights
+    scaled = (wide * scale).to(weight.dtype.element_ty).to(tl.float32) * weights
     tl.store(normed + row * WIDTH + dim, scaled.to(dtype), mask=is_dim)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `rms_norm_ref` in one launch, one program per row."""
-    check_dtypes(hidden, weight)
     rows = _rows(hidden)
     return _launch_norm(rows[None], None, weight, eps)[0].view(hidden.shape)
 
@@ -125,15 +124,15 @@ def add_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalised sum and the sum of parts [P, T, D], [T, D] each."""
-    given = (parts, weight) if residual is None else (parts, weight, residual)
-    check_tensors(*given)
-    check_dtypes(*given[1:])
-    check_parts(parts, weight.dtype)
+    others = parts[0] if residual is None else residual
+    check_tensors(parts, weight, others)
+    check_dtypes(others)
+    check_weight(weight, others.dtype)
+    check_parts(parts, others.dtype)
     num_parts, num_rows, width = parts.shape
     require(weight.shape == (width,), "weight", "one element per column")
-    others = parts[0] if residual is None else residual
-    normed = torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
-    total = normed if residual is None else torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
+    normed = torch.empty((num_rows, width), dtype=others.dtype, device=parts.device)
+    total = normed if residual is None else torch.empty_like(normed)
     if num_rows:
         tile = power_of_2(width)
         _rms_norm_kernel[(num_rows,)](
@@ -142,6 +141,12 @@ def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: fl
             num_warps=warps_for(tile), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return normed, total
+
+
+def check_weight(weight: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError unless the weight of a norm is float32 or has the model's dtype."""
+    if weight.dtype not in (dtype, torch.float32):
+        raise TypeError(f"weight: expected float32 or {dtype}, found {weight.dtype}")
 
 
 def check_parts(parts: Tensor, dtype: torch.dtype) -> None:
@@ -174,9 +179,10 @@ def norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM: t
     Weights are [heads, half], or [1, half] for all heads.
     """
     dtype = first.dtype
+    norm_dtype = weight_first.dtype
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    wide_first = (wide_first * scale).to(dtype).to(tl.float32) * weight_first.to(tl.float32)
-    wide_second = (wide_second * scale).to(dtype).to(tl.float32) * weight_second.to(tl.float32)
+    wide_first = (wide_first * scale).to(norm_dtype).to(tl.float32) * weight_first.to(tl.float32)
+    wide_second = (wide_second * scale).to(norm_dtype).to(tl.float32) * weight_second.to(tl.float32)
     return wide_first.to(dtype), wide_second.to(dtype)

@@ -26,6 +26,7 @@ from dflash_kernels.launch_config import (
 )
 from dflash_kernels.rope_norm import (
     check_parts,
+    check_weight,
     norm_half_tiles,
     norm_rope_ref,
     rotate_half_tiles,
@@ -139,9 +140,11 @@ def rope_store(
     place: KVPlace | None,
 ) -> Tensor:
     """Compute `rope_store_ref` in one launch."""
-    tables = (cos, sin) if head_norms is None else (cos, sin, head_norms)
-    check_tensors(parts, *tables, *(place or ()))
-    check_dtypes(*tables, *(place or ())[:2])
+    norms = () if head_norms is None else (head_norms,)
+    check_tensors(parts, cos, sin, *norms, *(place or ()))
+    check_dtypes(cos, sin, *(place or ())[:2])
+    for norm in norms:
+        check_weight(norm, cos.dtype)
     check_parts(parts, cos.dtype)
     num_parts, num_rows, width = parts.shape
     head_dim = cos.shape[1]

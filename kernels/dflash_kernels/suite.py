@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import block_attention, block_attention_ref
-from dflash_kernels.block_conv import block_conv, block_conv_ref
+from dflash_kernels.block_conv import block_conv, block_conv_ref, conv_add_norm, conv_add_norm_ref
 from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
+from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
+from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
+from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
+from dflash_kernels.output_gate import output_gate, output_gate_ref
 from dflash_kernels.product import (
     gated_product,
     gated_product_ref,
@@ -25,6 +31,7 @@ from dflash_kernels.product import (
     product_ref,
 )
 from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
+from dflash_kernels.recent_conv import recent_conv, recent_conv_ref
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
@@ -47,6 +54,7 @@ from dflash_kernels.step_rows import (
     open_step,
     open_step_ref,
 )
+from dflash_kernels.top_tokens import top_tokens, top_tokens_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -69,7 +77,16 @@ class Kernels:
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    conv_add_norm: Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    top_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     candidate_walk: Callable[..., Walk]
+    markov_walk: Callable[..., Tensor]
+    recent_conv: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    delta_blocks: Callable[..., Tensor]
+    delta_prompts: Callable[..., Tensor]
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -95,7 +112,16 @@ REFERENCE = Kernels(
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
     block_conv=block_conv_ref,
+    conv_add_norm=conv_add_norm_ref,
+    top_tokens=top_tokens_ref,
     candidate_walk=candidate_walk_ref,
+    markov_walk=markov_walk_ref,
+    recent_conv=recent_conv_ref,
+    delta_rule=delta_rule_ref,
+    delta_blocks=delta_blocks_ref,
+    delta_prompts=delta_prompts_ref,
+    gated_norm=gated_norm_ref,
+    output_gate=output_gate_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -121,7 +147,16 @@ _TRITON = Kernels(
     block_attention=block_attention,
     ragged_attention=ragged_attention,
     block_conv=block_conv,
+    conv_add_norm=conv_add_norm,
+    top_tokens=top_tokens,
     candidate_walk=candidate_walk,
+    markov_walk=markov_walk,
+    recent_conv=recent_conv,
+    delta_rule=delta_rule,
+    delta_blocks=delta_blocks,
+    delta_prompts=delta_prompts,
+    gated_norm=gated_norm,
+    output_gate=output_gate,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

@@ -214,6 +214,11 @@ class DraftConfig:
         return ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with KV: all of them."""
+        return tuple(range(self.num_layers))
+
+    @property
     def is_causal(self) -> bool | None:
         """Whether all layers are causal; None if layers differ."""
         return self.causal[0] if len(set(self.causal)) == 1 else None
@@ -286,6 +291,42 @@ class ExpertsConfig:
             raise InvalidConfig("num_experts_per_tok", self.num_chosen, f"at most num_experts {self.num_experts}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrenceConfig:
+    """Recurrent layers by the gated delta rule: a state of `value_size` x `key_size` for each value head, after a short
+    convolution over `num_taps` positions. Each key head serves adjacent value heads.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    num_taps: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_size", "value_size", "num_taps"):
+            _require_count(name, getattr(self, name))
+        if self.num_value_heads % self.num_key_heads:
+            expected = f"a multiple of {self.num_key_heads} key heads"
+            raise InvalidConfig("linear_num_value_heads", self.num_value_heads, expected)
+
+    @property
+    def keys_width(self) -> int:
+        """Numbers in the keys of one row."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def values_width(self) -> int:
+        """Numbers in the values of one row."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys_width + self.values_width
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCache:
     """The size of a target's own cache: bytes per token, plus bytes per text of any length."""
@@ -298,6 +339,8 @@ class OwnCache:
 class TargetConfig(TargetFacts):
     """A decoder target that can run: with full and sliding layers, or with its own cache.
 
+    rotary_dim        how many dimensions of each head rope rotates, the first ones; None for all
+    recurrence        the layers with a recurrent state instead of KV; None if every layer attends
     other_kv_shapes   number of KV heads and head size of each layer that differs from the config
     own_cache         size of the target's own cache; None for KV in pages. With its own cache, only the target's own
                       code uses its heads and windows.
@@ -315,6 +358,8 @@ class TargetConfig(TargetFacts):
     attention_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    rotary_dim: int | None = None
+    recurrence: RecurrenceConfig | None = None
     other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     own_cache: OwnCache | None = None
 
@@ -331,6 +376,12 @@ class TargetConfig(TargetFacts):
         """Number of KV heads and head size of each layer."""
         usual = (self.num_kv_heads, self.head_dim)
         return tuple(self.other_kv_shapes.get(layer, usual) for layer in range(self.num_layers))
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with KV."""
+        recurrent = () if self.recurrence is None else self.recurrence.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import draft_model, sample_of_all
 from dflash_testing.widths import ListedWidths
 
 
@@ -62,9 +63,10 @@ def request(index: int = 0, **params: Any) -> Request:
     return Request(index=index, prompt_token_ids=bundled_prompts()[0][:20], params=SamplingParams(**params))
 
 
-def test_late_results_change_nothing() -> None:
+@pytest.mark.parametrize("name", sample_of_all("dflash2"))
+def test_late_results_change_nothing(name: str) -> None:
     """With six steps in flight results arrive late, so the host decides from bounds of the lengths."""
-    draft = bundled_draft_model(dtype=torch.float64)
+    draft = draft_model(name, torch.float64)
     prompts = [prompt[:20] for prompt in bundled_prompts()[:4]]
     params = SamplingParams(max_new_tokens=30)
     wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts, params)
@@ -95,9 +97,10 @@ def test_finished_rows_write_nothing() -> None:
     assert not caches[0][0].any()
 
 
-def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
+@pytest.mark.parametrize("name", sample_of_all("dspark"))
+def test_drafting_switched_off_and_on_again_keeps_its_context(name: str) -> None:
     """After three plain steps in the middle, the text is the same and later blocks draft what a fresh engine drafts."""
-    draft = bundled_draft_model(dtype=torch.float64)
+    draft = draft_model(name, torch.float64)
     item = request(max_new_tokens=50)
     llm = bundled_llm(draft, 7, dtype=torch.float64)
     llm.engine.add(item)

@@ -14,6 +14,7 @@ import pytest
 from dflash_cli.terminal.console import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing.deadline import deadline
+from dflash_testing.families import dflash2_native, write_draft
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,12 @@ CASES = [
         "sample_from_anchor true",
         5,
     ),
-    Case("dflash 2", lambda path: support.make_native(path, architectures=["DFlash2DraftModel"]), "DFlash 2", 5, 5),
-    Case("dspark", lambda path: support.make_native(path, markov_rank=0), "DSpark", 5, 5),
+    Case("dflash 2", lambda path: write_draft(path, dflash2_native(attention_mode="mla")), "attention_mode", 5),
+    Case("dflash 2 beam", lambda path: support.make_native(path, architectures=["DFlash2BeamDraftModel"]), "DFlash 2",
+         5, 5),
+    Case("dspark", lambda path: support.make_native(path, architectures=["Gemma4DSparkModel"]), "DSpark", 5, 5),
     Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5, 5),
-    Case("eagle 3", eagle, "EAGLE-3", 5, 5),
+    Case("eagle 3", eagle, "EAGLE-3", 3, 3),
 ]  # fmt: skip
 
 

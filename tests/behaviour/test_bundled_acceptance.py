@@ -16,13 +16,13 @@ SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "acceptance.py"))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "code"),
-    [({"tiny": 3.44, "tiny:reduced": 2.75}, 0), ({"tiny": 3.2, "tiny:reduced": 2.75}, 1),
-     ({"tiny": 3.44, "tiny:reduced": 2.95}, 1)],
-)  # fmt: skip
+    ("changed", "code"),
+    [({}, 0), ({"tiny": 3.2}, 1), ({"tiny:reduced": 2.95}, 1), ({"tiny:dflash2": 3.44}, 1), ({"tiny:dspark": 3.44}, 1)],
+)
 def test_an_acceptance_length_outside_its_interval_fails(
-    lengths: dict[str, float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    lengths = {"tiny": 3.44, "tiny:reduced": 2.75, "tiny:dflash2": 3.92, "tiny:dspark": 4.15} | changed
     monkeypatch.setitem(SCRIPT["main"].__globals__, "measure", lambda draft, device: lengths[draft])
     assert SCRIPT["main"]() == code
     assert capsys.readouterr().out.count("OUTSIDE") == code

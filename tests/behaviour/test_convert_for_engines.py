@@ -35,7 +35,7 @@ def test_style_flags_are_written_only_if_every_reader_follows_them(
     config = support.native_config()
     (config["dflash_config"] if is_nested else config)[key] = value
     source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
-    for item in writable_formats():
+    for item in writable_formats("dflash"):
         out = tmp_path / item.name
         outcome = support.invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err

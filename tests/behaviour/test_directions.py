@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
-from dflash_cli.formats.dialect import Format, all_formats
+from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.files import read_header
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
@@ -29,7 +29,7 @@ from dflash_testing.dialects import named_dialect
 from dflash_testing.paths import ROOT
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0}
-WRITABLE = [item.name for item in all_formats() if item.writable]
+WRITABLE = [item.name for item in writable_formats("dflash")]
 ROPES: list[dict[str, Any]] = [
     {},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},

@@ -1,35 +1,24 @@
-"""DSpark: drafted tokens and traces equal z-lab's loop with speculators' Markov head, in both layouts and every mode.
+"""DSpark: drafted tokens, confidences and traces equal z-lab's loop with speculators' heads, in both layouts.
 
 tests/golden/dspark_traces.py recorded the traces. Near the end of the output the reference shortens blocks and this
 runtime does not, so only steps with a whole block left are compared.
 """
 
 import json
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import MarkovConfig
-from dflash_runtime.drafts.dspark import DSparkDraft
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
-from dflash_testing.lifted_drafts import Spark, markov_tensors, sparks
+from dflash_testing.lifted_drafts import sparks
 from dflash_testing.pairs import (
-    bundled_draft,
     bundled_draft_model,
     bundled_llm,
-    bundled_target_model,
-    placement,
     random_draft,
     random_llm,
     random_prompts,
@@ -38,11 +27,15 @@ from dflash_testing.pairs import (
 from dflash_testing.paths import GOLDEN
 from dflash_testing.reference_traces import num_whole_steps
 from dflash_testing.refusals import refuses
+from dflash_testing.walking_drafts import walking_draft
 from dflash_testing.widths import ListedWidths
 
 RECORDED = json.loads((GOLDEN / "dspark_traces.json").read_text())
 CASES = {case.seed: case for case in sparks()}
 SAMPLED = {trace["seed"] for trace in RECORDED["traces"][:: len(RECORDED["traces"]) // 10]}
+CLOSE = 2e-5
+"""Confidences are recorded with 5 decimals, and two correct float32 programs differ by less."""
+
 NUM_TOKENS: int = RECORDED["provenance"]["max_new_tokens"]
 PROMPTS = random_prompts([1, 9, 17, 30, 40], 97)
 HEADS = [
@@ -50,28 +43,6 @@ HEADS = [
     {"head_type": "gated", "sample_from_anchor": True},
     {"head_type": "rnn", "sample_from_anchor": False, "draft_vocab_size": 40},
 ]
-
-
-@cache
-def tensors() -> dict[str, Tensor]:
-    return load_file(tiny_directory() / "draft" / "model.safetensors")
-
-
-def with_head(case: Spark) -> DSparkDraft:
-    """The bundled draft with a Markov head."""
-    config = replace(
-        bundled_draft().config,
-        family="dspark",
-        block_size=case.block_size,
-        sample_from_anchor=case.samples_from_anchor,
-        markov=MarkovConfig(rank=case.rank, head_type=case.head_type, top_k=case.top_k),
-    )
-    assert config.num_draft_tokens == case.num_drafts
-    head = markov_tensors(case, config.hidden_size, config.vocab_size)
-    every = {**tensors(), **{f"markov_head.{name}": tensor for name, tensor in head.items()}}
-    assert {name: tuple(tensor.shape) for name, tensor in every.items()} == owned_shapes(config)
-    weights = stack_projections((name, tensor.float()) for name, tensor in every.items())
-    return DSparkDraft(config, weights, bundled_target_model(), placement())
 
 
 @pytest.mark.parametrize(
@@ -83,12 +54,15 @@ def with_head(case: Spark) -> DSparkDraft:
 )
 def test_every_drafted_token_is_the_references(trace: dict[str, Any]) -> None:
     case = CASES[trace["seed"]]
-    llm = bundled_llm(with_head(case), case.num_drafts)
+    llm = bundled_llm(walking_draft(case), case.num_drafts)
     (output,) = llm.generate([trace["prompt_token_ids"]], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
     assert list(output.token_ids) == trace["token_ids"]
     count = num_whole_steps(trace["acceptance_lengths"], NUM_TOKENS, case.num_drafts + 1)
     assert list(output.acceptance_lengths[:count]) == trace["acceptance_lengths"][:count]
     assert [list(step.draft_ids) for step in output.drafts[:count]] == trace["drafts"][:count]
+    assert [list(step.confidences) for step in output.drafts[:count]] == [
+        pytest.approx(values, abs=CLOSE) for values in trace["confidences"][:count]
+    ]
 
 
 def test_a_hundred_heads_are_recorded_of_every_kind() -> None:
@@ -102,7 +76,7 @@ def test_without_a_bias_it_is_dflash() -> None:
     case, prompt = CASES[0], RECORDED["traces"][0]["prompt_token_ids"]
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     (plain,), (own,) = (
-        bundled_llm(draft, 7).generate([prompt], params) for draft in (bundled_draft_model(), with_head(case))
+        bundled_llm(draft, 7).generate([prompt], params) for draft in (bundled_draft_model(), walking_draft(case))
     )
     assert (own.token_ids, own.drafts) == (plain.token_ids, plain.drafts)
 
@@ -149,11 +123,20 @@ def test_a_trace_does_not_depend_on_the_mode(head: dict[str, Any], temperature: 
 
 
 @pytest.mark.interpreter
-def test_triton_equals_the_references() -> None:
+@pytest.mark.parametrize(
+    ("head", "temperature"),
+    [
+        (HEADS[1], 0.9),
+        (HEADS[0], 0.0),
+        ({"head_type": "vanilla", "sample_from_anchor": True, "draft_vocab_size": 40}, 0.0),
+    ],
+    ids=["bias and sample", "few tokens", "bias and best token"],
+)
+def test_triton_equals_the_references(head: dict[str, Any], temperature: float) -> None:
     found = []
     for kernels in ("reference", "triton"):
-        llm = make_llm(HEADS[1], torch.float32, kernels=kernels, draft_sampling="probabilistic", max_num_requests=2)
-        one = [SamplingParams(max_new_tokens=3, temperature=0.9, seed=seed) for seed in range(2)]
+        llm = make_llm(head, torch.float32, kernels=kernels, draft_sampling="probabilistic", max_num_requests=2)
+        one = [SamplingParams(max_new_tokens=3, temperature=temperature, seed=seed) for seed in range(2)]
         found.append(traces(llm.generate([PROMPTS[0], PROMPTS[1][:5]], one)))
     assert found[0] == found[1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.checkpoints.opening import open_draft, override_causality
+from dflash_cli.checkpoints.opening import Overrides, open_draft, override_causality
 from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.errors import LossyConversion, UnsupportedError
@@ -179,7 +179,7 @@ class TestOverride:
     def test_opening_takes_it(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", MIXED, is_causal=support.REMOVED)
         assert open_draft(path).config.causal == (True, False)
-        draft = open_draft(path, causality="non-causal")
+        draft = open_draft(path, overrides=Overrides("non-causal"))
         assert draft.config.causal == (False, False)
         assert [note.id for note in draft.parsed.notes] == ["causality-given"]
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from dflash_kernels import ragged_attention
+from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.gpu import detecting_syncs, gpu_llm
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_target_model, placement
+from dflash_testing.walking_drafts import ALL, stored_draft
 
 pytestmark = pytest.mark.gpu
 
@@ -57,14 +59,19 @@ def test_bfloat16_regret_and_acceptance(name: str, engine: dict[str, Any]) -> No
     assert abs(measured - expected) < 0.15 * expected
 
 
+@pytest.mark.parametrize("draft", ALL)
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_float32_traces_equal_the_cpu(kernels: str, scheduling: str) -> None:
+def test_float32_traces_equal_the_cpu(kernels: str, scheduling: str, draft: str) -> None:
     prompts = bundled_prompts()[:12]
-    on_gpu = gpu_llm("tiny", "float32", max_num_requests=1, kernels=kernels, scheduling=scheduling)
-    on_cpu = bundled_llm(bundled_draft_model(), 7)
+    on_gpu = gpu_llm(draft, "float32", max_num_requests=1, kernels=kernels, scheduling=scheduling)
+    same = load_draft(stored_draft(draft).source, bundled_target_model(), placement())
+    on_cpu = bundled_llm(same, same.config.num_draft_tokens)
     wanted = on_cpu.generate(prompts, PARAMS)
     found = on_gpu.generate(prompts, PARAMS)
+    for one, other in zip(found, wanted, strict=True):
+        for values, others in zip(one.draft_confidences, other.draft_confidences, strict=True):
+            assert values == pytest.approx(others, abs=1e-4)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
     assert [output.drafts for output in found] == [output.drafts for output in wanted]
     plain = gpu_llm(None, "float32", max_num_requests=1, kernels=kernels).generate(prompts, PARAMS)
@@ -74,10 +81,12 @@ def test_float32_traces_equal_the_cpu(kernels: str, scheduling: str) -> None:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=str
 )
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], draft_sampling: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "draft_sampling"), [("tiny", "greedy"), *((draft, "probabilistic") for draft in ALL)]
+)
+def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], draft: str, draft_sampling: str) -> None:
     """Prefill, decode, admission and paging run under torch's sync detector (vllm#39546)."""
-    llm = gpu_llm("tiny", "bfloat16", max_num_requests=4, max_batched_tokens=40, draft_sampling=draft_sampling)
+    llm = gpu_llm(draft, "bfloat16", max_num_requests=4, max_batched_tokens=40, draft_sampling=draft_sampling)
     params = SamplingParams(max_new_tokens=40, **sampling)
     llm.generate(bundled_prompts()[:8], params)  # warm up: compile kernels and fill allocators
     for index, prompt in enumerate(bundled_prompts()[8:24]):

@@ -15,6 +15,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.gpu import gpu_llm, require_single_worker
 from dflash_testing.pairs import bundled_prompts
+from dflash_testing.walking_drafts import KINDS
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ def many_lengths(count: int) -> list[tuple[int, ...]]:
     return [tuple(text[7 * index : 8 * index + 1]) for index in range(count)]
 
 
-@pytest.mark.parametrize("draft", ["tiny", "tiny:reduced", None])
+@pytest.mark.parametrize("draft", ["tiny", "tiny:reduced", None, *KINDS])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_nothing_is_compiled_after_the_warm_up(draft: str | None, params: SamplingParams, draft_sampling: str) -> None:

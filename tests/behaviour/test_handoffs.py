@@ -37,6 +37,9 @@ BY_DEFAULT = {
     "causal": ("sync", "sampled"),
     "sliding": ("chunked", "greedy"),
     "reduced": ("sync", "greedy"),
+    "dflash2": ("chunked", "sampled"),
+    "dspark": ("sync", "greedy"),
+    "anchor-first": ("chunked", "greedy"),
 }
 """Mode and choice of the default case of each draft. The other cases are slow."""
 

@@ -10,15 +10,12 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
 from dflash_testing.pairs import (
-    bundled_draft,
-    bundled_draft_model,
     bundled_llm,
     bundled_prompts,
     placement,
@@ -26,6 +23,7 @@ from dflash_testing.pairs import (
     random_llm,
     random_prompts,
 )
+from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 NUM_DRAFTS = 7
@@ -117,13 +115,14 @@ def test_the_text_on_a_gpu_is_the_same(kind: str, tmp_path: Path) -> None:
     assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
 
 
-def test_the_bundled_pair_gives_the_traces_of_the_native_target() -> None:
+@pytest.mark.parametrize("name", sample_of_all("dspark"))
+def test_the_bundled_pair_gives_the_traces_of_the_native_target(name: str) -> None:
     hosted = load_target(open_target(tiny_directory() / "target"), placement(), "transformers")
-    draft = load_draft(bundled_draft().source, hosted, placement())
+    draft = draft_model(name, target=hosted)
     given = [prompt[:40] for prompt in bundled_prompts()[:6]]
     params = SamplingParams(max_new_tokens=32)
     ours = random_llm(hosted, draft, NUM_DRAFTS, max_num_requests=4, scheduling="async").generate(given, params)
-    native = bundled_llm(bundled_draft_model(), NUM_DRAFTS, max_num_requests=4, scheduling="async")
+    native = bundled_llm(draft_model(name), NUM_DRAFTS, max_num_requests=4, scheduling="async")
     for one, other in zip(ours, native.generate(given, params), strict=True):
         assert one.drafts == other.drafts
         assert one == other

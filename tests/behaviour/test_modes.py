@@ -13,10 +13,11 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import KINDS, draft_model, sample_of_all
 
 MODES: dict[str, tuple[Any, ...]] = {
-    "draft": ("tiny", "tiny:reduced"),
+    "draft": ("tiny", "tiny:reduced", *KINDS),
     "num_draft_tokens": (1, 3, 7),
     "scheduling": ("sync", "async"),
     "prefix_cache": (True, False),
@@ -24,7 +25,7 @@ MODES: dict[str, tuple[Any, ...]] = {
     "pool": ("roomy", "short", "forced"),  # short: requests wait; forced: preempts the youngest every five steps
     "max_num_requests": (1, 2, 5, 16),
 }
-BETWEEN = {"max_batched_tokens": 4, "max_num_requests": 2}
+BETWEEN: dict[str, Any] = {"draft": "dspark", "max_batched_tokens": 4, "max_num_requests": 2}
 """Values that the selection leaves out, since neighbouring values test the same cases."""
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
@@ -73,9 +74,7 @@ def expected(
     draft: str, num_draft_tokens: int, max_new_tokens: int, lengths: tuple[int, ...] = FEWER
 ) -> list[RequestOutput]:
     """The outputs of a synchronous engine that runs one request at a time, without prefix cache or chunks."""
-    llm = bundled_llm(
-        bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
-    )
+    llm = bundled_llm(draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False)
     return llm.generate(prompts(lengths), SamplingParams(max_new_tokens=max_new_tokens))
 
 
@@ -83,7 +82,7 @@ def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) 
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
     num_pages = 12 if pool == "short" else 1000
-    draft = bundled_draft_model(name, torch.float64)
+    draft = draft_model(name, torch.float64)
     llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
     requests = [
         Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=max_new_tokens))
@@ -129,14 +128,16 @@ def test_everything(combo: dict[str, Any]) -> None:
 def test_all_drafts_give_the_text_of_plain_decoding() -> None:
     params = SamplingParams(max_new_tokens=SHORT)
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(FEWER), params)
-    for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
+    bundled = [draft for draft in MODES["draft"] if draft not in KINDS]
+    for draft, num_draft_tokens in (*product(bundled, MODES["num_draft_tokens"]), *product(KINDS, (7,))):
         texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
-    draft = bundled_draft_model(dtype=torch.float64)
+@pytest.mark.parametrize("name", sample_of_all("anchor-first"))
+def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int) -> None:
+    draft = draft_model(name, torch.float64)
     params = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)
     ]
@@ -152,9 +153,18 @@ def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str, max_new_tokens: int) -> None:
-    draft = bundled_draft_model(dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("name", "draft_sampling"),
+    [
+        ("tiny", "greedy"),
+        *(
+            pytest.param(*param.values, "probabilistic", marks=param.marks)
+            for param in sample_of_all("dflash2", "dspark")
+        ),
+    ],
+)
+def test_a_text_does_not_depend_on_its_batch_mates(name: str, draft_sampling: str, max_new_tokens: int) -> None:
+    draft = draft_model(name, torch.float64)
     params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]
     alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
     llm = bundled_llm(

@@ -10,7 +10,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.config import RopeConfig
-from dflash_runtime.drafts.draft import Draft, load_draft
+from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv_transfer.handoff import STATE
 from dflash_runtime.models import own_cache
@@ -29,8 +29,8 @@ from dflash_testing.hosted_models import (
     plain_text,
 )
 from dflash_testing.pairs import (
-    bundled_draft,
-    bundled_draft_model,
+    DFLASH2,
+    DSPARK,
     bundled_llm,
     bundled_prompts,
     placement,
@@ -39,6 +39,7 @@ from dflash_testing.pairs import (
     random_prompts,
 )
 from dflash_testing.refusals import refuses
+from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 NUM_DRAFTS = 7
@@ -163,6 +164,19 @@ def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str, num_toke
     assert [item.num_loaded for item in found] == list(LENGTHS)
 
 
+@pytest.mark.parametrize("changes", [DFLASH2, DSPARK], ids=["dflash2", "dspark"])
+def test_a_text_with_a_draft_that_walks_goes_on_in_another_engine(stateful: Any, changes: dict[str, Any]) -> None:
+    model, target = stateful
+    given, params = random_prompts((1, 17, 33), target.config.vocab_size), replace(PARAMS, max_new_tokens=FEW)
+    draft = random_draft(target, rope=RopeConfig(theta=10_000.0), **changes)
+    settings: dict[str, Any] = {"scheduling": "async", "max_num_requests": 3, "max_batched_tokens": 24}
+    one, sender, receiver = (random_llm(target, draft, NUM_DRAFTS, **settings) for _ in range(3))
+    wanted = one.generate(given, params)
+    assert [list(item.token_ids) for item in wanted] == [plain_text(model, prompt, FEW) for prompt in given]
+    found = go_on(receiver, given, params, hand_off(sender, given, params))
+    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+
+
 def test_a_state_of_another_target_is_refused(stateful: Any, tmp_path: Path) -> None:
     """A part is missing, unknown to this target, or of another dtype."""
     _, target = stateful
@@ -275,14 +289,15 @@ class TestWithoutRestoring:
             host_own_cache(tmp_path)
 
 
-def test_the_bundled_pair_gives_the_traces_of_the_native_target() -> None:
+@pytest.mark.parametrize("name", sample_of_all("dflash2"))
+def test_the_bundled_pair_gives_the_traces_of_the_native_target(name: str) -> None:
     target = load_target(open_target(tiny_directory() / "target"), placement(), "transformers-cache")
-    draft = load_draft(bundled_draft().source, target, placement())
+    draft = draft_model(name, target=target)
     given = [prompt[:40] for prompt in bundled_prompts()[:6]]
     params = SamplingParams(max_new_tokens=32)
     settings: dict[str, Any] = {"max_num_requests": 4, "scheduling": "async", "prefix_cache": False}
     ours = random_llm(target, draft, NUM_DRAFTS, **settings)
-    native = bundled_llm(bundled_draft_model(), NUM_DRAFTS, **settings)
+    native = bundled_llm(draft_model(name), NUM_DRAFTS, **settings)
     outputs = ours.generate(given, params)
     assert outputs == native.generate(given, params)
     assert ours.check_lossless(outputs).is_lossless

@@ -14,25 +14,29 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import draft_model
 
 ROOMY: dict[str, Any] = {"scheduling": "sync", "max_num_requests": 3, "num_pages": 40}
 SHORT: dict[str, Any] = {"scheduling": "async", "max_num_requests": 4, "num_pages": 14, "max_batched_tokens": 11}
 
 
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "engine"),
+    ("draft", "num_draft_tokens", "engine"),
     [
-        (1, SHORT),
-        (3, ROOMY),
-        (7, SHORT),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ROOMY), (3, SHORT), (7, ROOMY))),
+        ("tiny", 1, SHORT),
+        ("tiny", 3, ROOMY),
+        ("tiny", 7, SHORT),
+        ("dflash2", 7, SHORT),
+        ("dspark", 3, ROOMY),
+        ("anchor-first", 8, SHORT),
+        *(pytest.param("tiny", *case, marks=pytest.mark.slow) for case in ((1, ROOMY), (3, SHORT), (7, ROOMY))),
     ],
     ids=str,
 )
 def test_written_slots_are_owned_unshared_and_unpublished(
-    num_draft_tokens: int, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    draft: str, num_draft_tokens: int, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = bundled_llm(bundled_draft_model(), num_draft_tokens, **engine)
+    llm = bundled_llm(draft_model(draft), num_draft_tokens, **engine)
     checked = check_every_step(llm, monkeypatch)
     prompt = max(bundled_prompts(), key=len)
     for index in range(8):

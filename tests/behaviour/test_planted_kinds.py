@@ -3,6 +3,10 @@
 Only readings of one factor are tried, so that a cell takes a fraction of a second.
 """
 
+import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +56,39 @@ def diagnosed(kind: Any, strength: str, factor: str, tmp_path: Path, monkeypatch
     return plant_kinds.diagnose(tmp_path / "draft", "windowed")[1]
 
 
+def test_a_cell_that_takes_too_long_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        name, families = "endless", ("windowed",)
+
+        @staticmethod
+        def plant(*_: Any) -> None:
+            try:
+                time.sleep(60)
+            except Exception:
+                pytest.fail("the limit is no exception that a handler could catch")
+
+    monkeypatch.setattr(plant_kinds, "_process", {"faults": {"endless": Endless}, "lengths": {"windowed": 7.0}})
+    row = plant_kinds.run_cell(("windowed", "endless", "mild"), 1)
+    assert row["too_long"] == 1
+    assert word_of(row, "plain", None) == "too long"
+
+
+@pytest.mark.slow
+def test_cells_run_in_processes_and_resume(tmp_path: Path) -> None:
+    faults, out = tmp_path / "faults.py", tmp_path / "rows.jsonl"
+    faults.write_text(
+        "class Lost:\n    name, families = 'lost', ('windowed',)\n\n    @staticmethod\n"
+        "    def plant(config, tensors, strength):\n        del config['dflash_config']['mask_token_id']\n\n\n"
+        "FAULTS = [Lost]\n"
+    )
+    command = [sys.executable, plant_kinds.__file__, "--faults", str(faults), "--out", str(out), "--jobs", "2"]
+    for _ in range(2):
+        subprocess.run([*command, "--families", "windowed", "--markdown", str(tmp_path / "page.md")], check=True)
+        assert {row["strength"] for row in map(json.loads, out.read_text().splitlines())} == {"", "mild", "strong"}
+        assert len(out.read_text().splitlines()) == 3
+    assert "| windowed | lost | mild |  |  | named |  |  | C12 " in (tmp_path / "page.md").read_text()
+
+
 def test_the_page_counts_words_by_cost() -> None:
     kind = KINDS["causal"]
     named = {"has_cause": True, "rule": "R02", "sentence": "the causality differs; next: x", "findings": []}
@@ -67,5 +104,5 @@ def test_the_page_counts_words_by_cost() -> None:
         {"family": "hybrid", "name": kind.name, "strength": "mild", "length": 7.0, "loss": 0.2, "plain": low},
     ]
     lines = render(rows, [kind]).splitlines()
-    assert "| all | plain | 2 | 1 | 0 | 1 | 0 | 0 |" in lines
-    assert "| cost more than half | plain | 1 | 1 | 0 | 0 | 0 | 0 |" in lines
+    assert "| all | plain | 2 | 1 | 0 | 0 | 1 | 0 | 0 | 0 |" in lines
+    assert "| cost more than half | plain | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in lines

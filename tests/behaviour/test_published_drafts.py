@@ -38,18 +38,19 @@ def test_it_is_read_converted_and_run(item: PublishedDraft, tmp_path: Path) -> N
         assert outcome.code == 0, outcome.out
     is_reduced = item.shape.draft_vocab != item.shape.vocab
     out = tmp_path / "out"
-    done = support.invoke("convert", draft, out, "--to", "vllm" if is_reduced else "native", "--target", target)
+    to = "vllm" if is_reduced else "native"
+    done = support.invoke("convert", draft, out, "--to", to, "--target", target, *item.options)
     assert done.code == 0, done.err
-    texts = [generate(target, path, tmp_path) for path in (draft, out)]
+    texts = [generate(target, draft, tmp_path, *item.options), generate(target, out, tmp_path)]
     assert texts[0] == texts[1]
     assert texts[0]["token_ids"] == generate(target, None, tmp_path)["token_ids"]
 
 
-def generate(target: Path, draft: Path | None, folder: Path) -> dict[str, object]:
+def generate(target: Path, draft: Path | None, folder: Path, *options: str) -> dict[str, object]:
     """Return the token ids and acceptance lengths of one prompt."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6, 7, 8]}\n')
-    which = ("-k", 0) if draft is None else ("-d", draft)
+    which = ("-k", 0) if draft is None else ("-d", draft, *options)
     done = support.invoke("generate", "-t", target, "-p", prompts, "-o", "-", "-n", 5, "--ignore-eos", *which)
     assert done.code == 0, done.err
     row = json.loads(done.out)

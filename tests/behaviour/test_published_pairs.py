@@ -65,12 +65,14 @@ def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:
 
 def check_conversion(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Convert to another dialect, or require the row's refusal. The native dialect cannot hold a reduced head."""
-    to = "speculators" if pair.dialect == "native" else "vllm"
-    outcome = support.invoke(
-        "convert", draft, draft.parent / "out", "--to", to, "--target", target, "--target-name", pair.of, "--dry-run"
-    )
-    assert outcome.code == (5 if pair.not_converted else 0), outcome.err
+    to = "native" if pair.kind else "speculators" if pair.dialect == "native" else "vllm"
+    command = ("convert", draft, draft.parent / "out", "--to", to, "--target", target, "--target-name", pair.of)
+    outcome = support.invoke(*command, "--dry-run")
+    refused = 3 if "P06" in pair.errors else 5
+    assert outcome.code == (refused if pair.not_converted else 0), outcome.err
     assert pair.not_converted in outcome.err
+    if pair.has_unknown_layout:
+        assert support.invoke(*command, "--dry-run", "--layout", "anchor-first").code == 0
 
 
 def test_the_most_used_pairs_are_clean() -> None:

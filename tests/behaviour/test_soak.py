@@ -14,7 +14,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import Request, SamplingParams
-from dflash_testing.pairs import random_draft, random_llm, random_target
+from dflash_testing.pairs import DFLASH2, DSPARK, random_draft, random_llm, random_target
 
 PAGE = 8
 NUM_PAGES = 1 + 18
@@ -45,11 +45,14 @@ class Accidents:
         raise self._generator.choice([torch.OutOfMemoryError("out of memory"), ValueError("odd"), KeyboardInterrupt()])
 
 
-def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
-    """Run requests that arrive at random steps, and abort some of them. Returns counts of what happened."""
+def soak(num_requests: int, seed: int, *, failing: float, **changes: Any) -> dict[str, int]:
+    """Run requests that arrive at random steps, and abort some of them. Returns counts of what happened.
+
+    `changes` make a draft of another family, with 7 draft tokens.
+    """
     generator = random.Random(seed)
     target = random_target(torch.float64, num_layers=2, max_position_embeddings=96)
-    draft = random_draft(target, torch.float64, target_layer_ids=(0,), num_layers=1)
+    draft = random_draft(target, torch.float64, target_layer_ids=(0,), num_layers=1, **changes)
     requests = [random_request(index, generator) for index in range(num_requests)]
     accidents = Accidents(target, generator, failing)
     llm = random_llm(
@@ -165,6 +168,21 @@ def test_soak() -> None:
     assert seen["failed"] < 3
     assert seen["dropped"] > 3
     assert seen["pages checked"] > 200
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "changes"),
+    [
+        pytest.param(num_requests, changes, id=f"{changes['family']}-{num_requests}", marks=marks)
+        for num_requests, marks in ((40, ()), (1000, pytest.mark.slow))
+        for changes in (DFLASH2, DSPARK)
+    ],
+)
+def test_soak_with_a_draft_that_walks(num_requests: int, changes: dict[str, Any]) -> None:
+    seen = soak(num_requests, seed=2, failing=0.03, **changes)
+    assert seen["hits"] > num_requests / 10
+    assert seen["preemptions"] > 0
+    assert seen["failures"] > 0
 
 
 @pytest.mark.slow

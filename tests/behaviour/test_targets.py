@@ -116,7 +116,8 @@ def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(DFlashError) as refused:
         load_target(source, placement(), "native")
     kind, is_native = source.facts.model_type, source.facts.model_type in target_families()
-    if is_native and isinstance(source.facts, TargetConfig):
+    is_read = isinstance(source.facts, TargetConfig) or (is_native and hasattr(target_families()[kind], "read_config"))
+    if is_native and is_read:
         assert refused.value.id == ("tensor-mismatch" if source.facts.quantization is None else "quantised-weights")
     else:
         assert refused.value.id == ("target-not-run" if is_native else "target-without-native-family")

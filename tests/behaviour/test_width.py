@@ -24,6 +24,7 @@ from dflash_testing.pairs import (
     random_prompts,
     random_target,
 )
+from dflash_testing.walking_drafts import draft_model, sample_of_all
 from dflash_testing.widths import ListedWidths, RandomWidths
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -34,9 +35,9 @@ def short_prompts(count: int) -> list[tuple[int, ...]]:
     return [prompt[: 12 + 5 * index] for index, prompt in enumerate(bundled_prompts()[:count])]
 
 
-def exact_llm(num_draft_tokens: int = 7, **engine: Any) -> LLM:
+def exact_llm(num_draft_tokens: int = 7, name: str = "tiny", **engine: Any) -> LLM:
     """An engine in float64, in which the batch shape does not change any token."""
-    draft = bundled_draft_model(dtype=torch.float64) if num_draft_tokens else None
+    draft = draft_model(name, torch.float64) if num_draft_tokens else None
     return bundled_llm(draft, num_draft_tokens, dtype=torch.float64, **engine)
 
 
@@ -136,15 +137,17 @@ def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
     assert {step.verify_width for request in requests for step in request.steps} == set(range(2, 9))
 
 
-def test_widths_change_what_is_verified_and_not_what_is_drafted() -> None:
+@pytest.mark.parametrize("name", sample_of_all("dflash2", "dspark"))
+def test_widths_change_what_is_verified_and_not_what_is_drafted(name: str) -> None:
     """With changing widths every step drafts and accepts the same tokens as a fresh engine at that position."""
     prompt, params = bundled_prompts()[0][:20], SamplingParams(max_new_tokens=40)
-    llm = exact_llm()
+    llm = exact_llm(name=name)
     llm.engine.scheduler.width_policy = RandomWidths(1, 8)
     output = llm.generate([prompt], params)[0]
     whole = prompt + output.token_ids
     for step in output.drafts[::3]:
-        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=2))[0].drafts[0]
+        before = whole[: 20 + step.start - 1]
+        fresh = exact_llm(name=name).generate([before], SamplingParams(max_new_tokens=2))[0].drafts[0]
         assert step.draft_ids == fresh.draft_ids[: step.verify_width - 1]
         assert step.num_accepted == min(fresh.num_accepted, step.verify_width - 1)
 
@@ -181,13 +184,18 @@ def made_up(row_ms: float) -> StepTimes:
     )
 
 
-@pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
-def test_an_adaptive_run_has_the_text_of_plain_decoding(scheduling: str, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheduling", "sampling"),
+    [("tiny", "sync", {}), ("tiny", "async", SAMPLED), ("dflash2", "async", SAMPLED), ("dspark", "async", {}),
+     ("anchor-first", "sync", {})],
+    ids=str,
+)  # fmt: skip
+def test_an_adaptive_run_has_the_text_of_plain_decoding(name: str, scheduling: str, sampling: dict[str, Any]) -> None:
     """Rows are so slow that the width falls when requests arrive and grows when they end."""
     prompts = short_prompts(5)
     params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
     wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
-    llm = exact_llm(scheduling=scheduling, max_num_requests=4, num_pages=24)
+    llm = exact_llm(name=name, scheduling=scheduling, max_num_requests=4, num_pages=24)
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == wanted

@@ -27,8 +27,10 @@ import importlib.machinery
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +48,9 @@ from dflash_testing import config_cases
 
 Reading = dict[str, Any]
 Load = Callable[[Path, Path], Reading]
+NEWEST_VLLM = "vllm 0.33.0"
+OPERATORS: list[Any] = []
+"""Libraries with operators that are declared and never called. A library that is freed takes them away."""
 STAND_INS = "STAND_INS"
 """The environment variable that lists the modules to replace by empty stand-ins."""
 
@@ -175,9 +180,14 @@ def start_vllm() -> Load:
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
     from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+    release = vllm_release(Path(sys.argv[2]))
     vllm.config.vllm.HAS_TRITON = True  # releases before 0.33 refuse the V2 runner without a GPU's Triton
+    if not hasattr(torch.ops._C, "silu_and_mul"):  # 0.28 to 0.30 look the compiled operator up, also on a CPU
+        OPERATORS.append(torch.library.Library("_C", "FRAGMENT"))
+        OPERATORS[-1].define("silu_and_mul(Tensor! out, Tensor x) -> ()")
     registry._run_in_subprocess = lambda function: function()
     platforms._current_platform = CpuPlatform()
+    time.sleep = lambda seconds: None  # vLLM reads a refused config three times, with pauses
     rendezvous = tempfile.mkdtemp()
 
     def load(draft: Path, target: Path) -> Reading:
@@ -193,13 +203,14 @@ def start_vllm() -> Load:
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{rendezvous}/store", 0, "gloo")
                 initialize_model_parallel(1)
-            found, _ = registry.ModelRegistry.resolve_model_cls(
-                speculative.draft_model_config.hf_config.architectures, speculative.draft_model_config
-            )
+            drafted = speculative.draft_model_config.hf_config
+            if release == (0, 28):  # dflash/utils.py:23 writes the style of the target, whose rope is in halves
+                drafted.is_neox_style = True
+            found, _ = registry.ModelRegistry.resolve_model_cls(drafted.architectures, speculative.draft_model_config)
             model = found(vllm_config=whole)
             model.load_weights(weights_of(draft))
-        drafted = speculative.draft_model_config.hf_config
-        if (getattr(drafted, "dflash_config", None) or {}).get("sample_from_anchor", False):
+        nested = getattr(drafted, "dflash_config", None) or {}
+        if release >= (0, 27) and nested.get("sample_from_anchor", False):  # 0.27 dflash/speculator.py:64
             raise ValueError("dflash/speculator.py: sample_from_anchor")
         mask = get_parallel_drafting_token_id(drafted)
         aux = get_eagle3_aux_layers_from_config(speculative) or ()
@@ -210,23 +221,30 @@ def start_vllm() -> Load:
         torch.nn.functional.embedding(torch.tensor([mask]), torch.zeros(config_cases.SHAPE.vocab, 2))
         layers = [layer.self_attn for layer in model.model.layers]
         rotary = layers[0].rotary_emb
+        # 0.24 and 0.25 dflash/utils.py:14: one flag for all layers. 0.24 has no windows, 0.30 has no value scale.
+        flag = nested.get("causal", False)
         return {
             "model": type(model).__name__,
             "taps": captured,
             "mask_token_id": mask,
-            "windows": [layer.sliding_window for layer in layers],
-            "causal": [bool(layer.causal) for layer in layers],
+            "windows": [getattr(layer, "sliding_window", None) for layer in layers],
+            "causal": [bool(layer.causal if release >= (0, 26) else flag) for layer in layers],
             "rope": plain_rope(drafted),
             "neox": getattr(rotary, "is_neox_style", True),
             "eps": layers[0].q_norm.variance_epsilon,
-            "value_scale": layers[0].v_scale,
-            "sinks": layers[0].attention_sink_bias is not None,
+            "value_scale": getattr(layers[0], "v_scale", None),
+            "sinks": getattr(layers[0], "attention_sink_bias", None) is not None,
             "logit_scale": model.logits_processor.scale,
             "draft_vocab_size": drafted.draft_vocab_size,
             "maps_ids": model.draft_id_to_target_id is not None,
         }
 
     return load
+
+
+def vllm_release(code: Path) -> tuple[int, ...]:
+    """The release of the folder `vllm-0.33.0`, as (0, 33)."""
+    return tuple(map(int, code.name.partition("-")[2].split(".")[:2]))
 
 
 def start_sglang() -> Load:
@@ -396,7 +414,10 @@ def start_llama() -> Load:
         extra = {name for name in stored.keys() - expected.keys() if not name.startswith(OPTIONAL_IN_LLAMA)}
         if extra or any(stored.get(name) != shape for name, shape in expected.items()):
             raise ValueError(f"dflash.cpp: create_tensor, or a tensor that cannot be mapped: {sorted(extra)[:1]}")
-        pattern = found.get("sliding_window_pattern") or [False] * hparams["num_hidden_layers"]
+        if found["mask_token_id"] >= config_cases.SHAPE.vocab:  # no batch with such a token is decoded
+            raise ValueError("llama-batch.cpp init: invalid token")
+        pattern = found.get("sliding_window_pattern") or []  # dflash.cpp:86 checks no length
+        pattern = [*pattern, *[False] * hparams["num_hidden_layers"]][: hparams["num_hidden_layers"]]
         return {
             "taps": [layer - 1 for layer in found["target_layers"]],
             "block_size": found["block_size"],
@@ -419,7 +440,7 @@ def weights_of(draft: Path) -> Iterator[tuple[str, Any]]:
 
 def plain_rope(config: Any) -> Reading:
     """The rope parameters that the engine builds its rotary embedding from."""
-    return {key: value for key, value in config.rope_parameters.items() if key != "type"}
+    return {key: value for key, value in (config.rope_parameters or {}).items() if key != "type"}
 
 
 def main() -> None:
@@ -466,25 +487,40 @@ def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
     except ModuleNotFoundError:
         raise
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).replace(folder, "").split())
+        text = re.sub(" at 0x[0-9a-f]+", "", " ".join(str(error).replace(folder, "").split()))
         return {"stops": f"{type(error).__name__}: {text[:150]}"}
 
 
 def record(output: Path, engine: str, found: dict[str, Reading]) -> None:
-    """Replace the engine's entry. A reading states only its differences from the base `full`."""
+    """Replace the engine's entry. A reading states only its differences from the base `full`.
+
+    For a release of vLLM before the newest one, only the cases are kept in which it differs from the newest one.
+    """
+    document = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     plain = found["full: as it is"]
+    is_older = engine.startswith("vllm ") and engine != NEWEST_VLLM
+    kept = {name: item for name, item in found.items() if not is_older or differs(name, item, document[NEWEST_VLLM])}
     entry = {
         "versions": {name: version(name) for name in ("transformers", "torch")},
         "plain": plain,
         "cases": {name: {key: value for key, value in reading.items() if "stops" in reading or value != plain[key]}
-                  for name, reading in found.items()},
+                  for name, reading in kept.items()},
     }  # fmt: skip
-    document = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     document = dict(sorted({**document, engine: entry}.items()))
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
     output.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     stops = sum("stops" in reading for reading in found.values())
     print(f"{engine}: {len(found)} cases, {stops} stop, {sum(not item for item in entry['cases'].values())} as plain")
+    if is_older:
+        print(f"{len(kept)} differ from {NEWEST_VLLM}")
+
+
+def differs(name: str, reading: Reading, newest: Reading) -> bool:
+    """Whether a reading is not that of the newest release. Two stops are equal, whatever their errors."""
+    other = newest["cases"][name]
+    if "stops" in other or "stops" in reading:
+        return ("stops" in other) != ("stops" in reading)
+    return reading != {**newest["plain"], **other}
 
 
 def _lines(entry: Reading) -> str:

@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import WalkDraws, candidate_walk, candidate_walk_ref
+from dflash_kernels.candidate_walk import Codebooks, WalkDraws, candidate_walk, candidate_walk_ref
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_testing.tensors import DEVICE, normal
 
 
 def inputs(
-    requests: int, positions: int, num: int, rank: int, vocab: int = 61, dtype: torch.dtype = torch.float32
+    requests: int,
+    positions: int,
+    num: int,
+    rank: int,
+    vocab: int = 61,
+    dtype: torch.dtype = torch.float32,
+    parts: int = 1,
 ) -> dict[str, Any]:
     order = torch.stack([torch.randperm(vocab, generator=torch.Generator().manual_seed(n))
                          for n in range(requests * positions)])  # fmt: skip
@@ -20,9 +26,8 @@ def inputs(
     return {
         "logits": normal(requests, positions, num, dtype=dtype),
         "candidates": candidates,
-        "hidden": normal(requests, positions, rank, dtype=dtype, seed=1),
-        "predecessors": normal(vocab, rank, dtype=dtype, seed=2),
-        "successors": normal(vocab, rank, dtype=dtype, seed=3),
+        "hidden": normal(parts, requests * positions, rank, dtype=dtype, seed=1),
+        "codebooks": Codebooks(normal(vocab, rank, dtype=dtype, seed=2), normal(vocab, rank, dtype=dtype, seed=3)),
         "anchors": torch.arange(requests, device=DEVICE) * 7 % vocab,
     }
 
@@ -43,8 +48,10 @@ def test_the_walk_is_the_best_path_choice_by_choice() -> None:
     before = int(given["anchors"][0])
     for position in range(3):
         ids = given["candidates"][0, position].tolist()
-        left = given["predecessors"][before] * given["hidden"][0, position]
-        scores = [float(given["logits"][0, position, n] + left @ given["successors"][ids[n]]) for n in range(4)]
+        left = given["codebooks"].predecessors[before] * given["hidden"][0, position]
+        scores = [
+            float(given["logits"][0, position, n] + left @ given["codebooks"].successors[ids[n]]) for n in range(4)
+        ]
         torch.testing.assert_close(walk.scores[0, position].tolist(), scores)
         before = ids[scores.index(max(scores))]
         assert int(walk.token_ids[0, position]) == before
@@ -52,11 +59,28 @@ def test_the_walk_is_the_best_path_choice_by_choice() -> None:
 
 @pytest.mark.parametrize(("requests", "positions", "num", "rank"), [(1, 1, 1, 1), (3, 7, 16, 33), (2, 4, 5, 256)])
 def test_the_kernel_equals_the_reference(requests: int, positions: int, num: int, rank: int) -> None:
-    given = inputs(requests, positions, num, rank)
+    given = inputs(requests, positions, num, rank, parts=requests)
     for how in (None, draws(requests, positions, *(0.0, 0.7, 2.0)[:requests])):
-        found, wanted = candidate_walk(**given, draws=how), candidate_walk_ref(**given, draws=how)
-        assert torch.equal(found.token_ids, wanted.token_ids)
-        torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-5, atol=1e-4)
+        check(given, how)
+
+
+def check(given: dict[str, Any], how: WalkDraws | None = None) -> None:
+    found, wanted = candidate_walk(**given, draws=how), candidate_walk_ref(**given, draws=how)
+    assert torch.equal(found.token_ids, wanted.token_ids)
+    torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-5, atol=1e-4)
+
+
+def test_without_hidden_states_of_a_smaller_vocabulary() -> None:
+    """As a Markov head among the best tokens of a draft with a reduced vocabulary."""
+    given = inputs(3, 4, 5, 8)
+    own = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:61].to(DEVICE)
+    books = Codebooks(normal(200, 8, seed=4), given["codebooks"].successors, 0.5, own)
+    check(given | {"hidden": None, "codebooks": books, "anchors": given["anchors"] + 100})
+
+
+@pytest.mark.gpu
+def test_in_bfloat16() -> None:
+    check(inputs(4, 15, 16, 256, vocab=5000, dtype=torch.bfloat16), draws(4, 15, 0.0, 0.7, 1.0, 2.0))
 
 
 @pytest.mark.parametrize("walk", [pytest.param(candidate_walk_ref, marks=pytest.mark.reference), candidate_walk])
@@ -70,8 +94,8 @@ def test_of_equal_scores_the_lowest_id_is_chosen(walk: Any) -> None:
 def test_a_draw_does_not_depend_on_the_other_requests() -> None:
     given, how = inputs(3, 4, 6, 8), draws(3, 4, 0.9, 1.1, 0.5)
     together = candidate_walk_ref(**given, draws=how)
-    shared = {"predecessors", "successors"}
-    alone = {name: value if name in shared else value[1:2] for name, value in given.items()}
+    alone = {name: value[1:2] for name, value in given.items() if name not in ("codebooks", "hidden")}
+    alone |= {"codebooks": given["codebooks"], "hidden": given["hidden"][:, 4:8]}
     assert torch.equal(candidate_walk_ref(**alone, draws=WalkDraws(*(item[1:2] for item in how))).token_ids[0],
                        together.token_ids[1])  # fmt: skip
 
@@ -88,10 +112,9 @@ def test_draws_follow_the_scores() -> None:
     given = inputs(1, 1, 3, 4)
     scores: Tensor = candidate_walk_ref(**given).scores[0, 0].double() / 0.8
     count = 4000
-    many = {
-        name: value if name in {"predecessors", "successors"} else value.expand(count, *value.shape[1:])
-        for name, value in given.items()
-    }
+    books, hidden = given.pop("codebooks"), given.pop("hidden")
+    many = {name: value.expand(count, *value.shape[1:]) for name, value in given.items()}
+    many |= {"codebooks": books, "hidden": hidden.expand(1, count, -1)}
     seeds = torch.arange(count, device=DEVICE)
     how = WalkDraws(
         torch.full((count,), 0.8, dtype=torch.float64, device=DEVICE), seeds, torch.zeros_like(seeds)[:, None]

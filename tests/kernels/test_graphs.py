@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.candidate_walk import WalkDraws
+from dflash_kernels.candidate_walk import Codebooks, WalkDraws
+from dflash_kernels.delta_prompts import PromptChunks
+from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
+from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
@@ -59,6 +62,13 @@ def inputs(seed: int) -> Inputs:
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
+        "channels": normal(R * N, 2 * D + H * D, dtype=BFLOAT, seed=seed), "gates": normal(2, R * N, H, dtype=BFLOAT),
+        "taps": normal(2 * D + H * D, 4, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
+        "ring": normal(R, N + 3, 2 * D + H * D, dtype=BFLOAT, seed=seed), "states": normal(R, H, D, D, seed=seed),
+        "records": normal(R, 2 * N, (H + 1) * D + H, seed=seed), "replayed": draw(0, N + 1, R),
+        "texts": torch.randperm(R, generator=generator).to(DEVICE),
+        "chunks": torch.tensor([[0, 7], [7, 5], [9 * seed, 0], [2, 0], [0, 1]]).to(DEVICE),
+        "pieces": torch.tensor([[0, 7, 0], [7, 5, 0]]).to(DEVICE), "run_of": torch.tensor([0] * 7 + [1] * 5).to(DEVICE),
         "gained": draw(1, 90, 4), "ends": torch.tensor([2, 3, 9]).to(DEVICE) + seed,
     }  # fmt: skip
 
@@ -86,9 +96,10 @@ def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return keys, values
 
 
-def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+def rope_store(kernels: Kernels, at: Inputs, *, is_wide: bool = False) -> tuple[Tensor, ...]:
     place = KVPlace(*empty_caches(), at["slots"])
     norms = at["weights"][:1].expand(H + KV, D)
+    norms = norms.float() if is_wide else norms
     rows = kernels.rope_store(at["qkv"], norms, 1e-6, at["cos"], at["sin"], KV, place)
     return rows, place.key_cache, place.value_cache
 
@@ -143,8 +154,48 @@ def walk(kernels: Kernels, at: Inputs, *, is_sampled: bool) -> tuple[Tensor, ...
     rows = (at["scores"], at["experts"].sort(-1).values % len(codebook), at["qkv"][0])
     logits, candidates, hidden = (item.view(R, N, -1)[:, 1:].contiguous() for item in rows)
     draws = WalkDraws(at["temperatures"], at["seeds"], at["positions"][:, 1:]) if is_sampled else None
-    anchors = at["places"] % len(codebook)
-    return tuple(kernels.candidate_walk(logits, candidates, hidden, codebook, codebook.flip(0), anchors, draws))
+    anchors, books = at["places"] % len(codebook), Codebooks(codebook, codebook.flip(0))
+    return tuple(kernels.candidate_walk(logits.float(), candidates, hidden.flatten(0, 1)[None], books, anchors, draws))
+
+
+def convolve(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    dynamic = at["cos"].view(1, R * N, L, D // 2)
+    convolved = kernels.block_conv(at["residual"], at["weights"], dynamic, N)
+    norm = at["weights"][0]
+    return convolved, *kernels.conv_add_norm(at["parts"], at["weights"], dynamic, N, at["residual"], norm, 1e-6)
+
+
+def markov_walk(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """Exact and different scores, so that the choice is unique: two bits of the token, plus its place in an order."""
+    before, after = at["routed"], at["router"]
+    anchors, logits = at["places"] % len(before), at["scores"].new_zeros(2, 3, E)
+    return (kernels.markov_walk(logits, before.repeat(3, 1), after, anchors[:2].contiguous() % R),)
+
+
+def gates_of(at: Inputs) -> Gates:
+    return Gates(*at["gates"], *at["rates"])
+
+
+def delta_rule(kernels: Kernels, at: Inputs, *, is_at_once: bool = False) -> tuple[Tensor, ...]:
+    keys, deltas, decays = at["records"].split((D, H * D, H), -1)
+    records = (keys.unflatten(-1, (1, D)), deltas.unflatten(-1, (H, D)), -decays.abs())
+    memory = DeltaMemory(at["states"].clone(), *(item.contiguous() for item in records))
+    texts = BlockTexts(at["texts"], at["places"], at["places"] + at["replayed"])
+    run = kernels.delta_blocks if is_at_once else kernels.delta_rule
+    return run(at["channels"], gates_of(at), memory, texts), *memory
+
+
+def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    states = at["states"].clone()
+    chunks = PromptChunks(at["chunks"], at["pieces"])
+    return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states.to(BFLOAT)
+
+
+def convolve_recent(kernels: Kernels, at: Inputs, *, is_short: bool) -> tuple[Tensor, ...]:
+    ring = at["ring"].clone()
+    firsts, counts, starts, texts, _ = at["chunks"]
+    runs = RowRuns(at["texts"], at["places"]) if is_short else RowRuns(texts, starts, firsts, counts, at["run_of"])
+    return kernels.recent_conv(at["channels"], at["taps"], ring, runs, is_short=is_short), ring
 
 
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,7 +206,9 @@ CALLS: dict[str, Call] = {
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),
+    "add_rms_norm wide": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0].float(), 1e-6),
     "rope_store": rope_store,
+    "rope_store wide": lambda k, at: rope_store(k, at, is_wide=True),
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
@@ -165,9 +218,20 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
-    "block_conv": lambda k, at: (k.block_conv(at["residual"], at["weights"], at["cos"].view(R * N, L, D // 2), N),),
+    "block_conv and conv_add_norm": convolve,
+    "top_tokens": lambda k, at: k.top_tokens(at["logits"], 16),
+    "markov_walk": markov_walk,
     "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
     "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
+    "recent_conv": lambda k, at: convolve_recent(k, at, is_short=True),
+    "recent_conv of chunks": lambda k, at: convolve_recent(k, at, is_short=False),
+    "delta_rule": delta_rule,
+    "delta_blocks": lambda k, at: tuple(item.to(BFLOAT) for item in delta_rule(k, at, is_at_once=True)),
+    "delta_prompts": delta_prompts,
+    "gated_norm": lambda k, at: (
+        k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][:D, 0].contiguous(), 1e-6),
+    ),
+    "output_gate": lambda k, at: (k.output_gate(at["residual"], at["parts"]),),
     "open_step": open_step,
     "close_step": close_step,
     "change_rows": change_rows,

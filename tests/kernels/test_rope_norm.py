@@ -41,6 +41,22 @@ def test_add_and_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert_mostly_equal(normed, add_rms_norm_ref(parts, residual, weight, 1e-5)[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_wide_weights_are_not_rounded(dtype: torch.dtype) -> None:
+    """Rows of 16 bits with float32 weights are rounded once, at the end."""
+    rows, weight = normal(5, 64, dtype=dtype), 1 + normal(64, seed=1) / 300
+    parts = normal(2, 5, 64, seed=2)
+    assert_mostly_equal(rms_norm(rows, weight, 1e-6), rms_norm_ref(rows, weight, 1e-6))
+    found, expected = (call(parts, rows, weight, 1e-6)[0] for call in (add_rms_norm, add_rms_norm_ref))
+    assert_mostly_equal(found, expected)
+    cos, sin = rope_tables(5, 16, dtype)
+    norms = weight.view(4, 16)[:3]
+    heads, wanted = (call(parts, norms, 1e-6, cos, sin, 1, None) for call in (rope_store, rope_store_ref))
+    assert_mostly_equal(heads, wanted)
+    rounded = rms_norm_ref(rows, weight.to(dtype), 1e-6)
+    assert (rounded != rms_norm(rows, weight, 1e-6)).double().mean() > 0.03
+
+
 def test_norm_of_views_reads_the_right_rows() -> None:
     wide = normal(4, 6, 40)
     weight = normal(8, seed=1)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.rules.rule import FIX_COPY, FIX_RUN_LEVEL, Problem, check
-from dflash_cli.rules.shapes import different_values, stated_scales
+from dflash_cli.rules.rule import FIX_COPY, FIX_RUN_LEVEL, FIX_TO_COMMON, Problem, check
+from dflash_cli.rules.shapes import different_values, layout_in_words, stated_scales
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.json_values import is_int, is_number
 
@@ -154,12 +154,37 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
     source="vllm-project/vllm#54154",
 )
 def anchor_is_not_sampled(subject: Subject) -> Iterator[Problem]:
-    """The draft predicts at the mask tokens only, not at the anchor."""
+    """The draft predicts at the mask tokens only, not at the anchor, unless its family may."""
+    if subject.format.samples_from_anchor:
+        return
     for item in subject.stated.statements("sample_from_anchor"):
         if item.value is True:
             yield Problem(
                 subject.location(item.key), "true: the draft also predicts at the anchor, as DSpark drafts do"
             )
+
+
+@check(
+    "C50",
+    "warning",
+    effect="an engine that assumes the other layout accepts almost no token, and does not report it",
+    fix=f"{FIX_TO_COMMON} --layout anchor-first # or fill-in; the trainer knows which",
+    source="vllm-project/vllm#56792 (0.9 % accepted); ggml-org/llama.cpp#26275",
+    is_about_training=True,
+)
+def layout_is_stated(subject: Subject) -> Iterator[Problem]:
+    """A DSpark draft states whether its blocks are anchor-first (sample_from_anchor true) or fill-in (false).
+
+    In an anchor-first block of N rows, every row predicts the token after it: N draft tokens. In a fill-in block, each
+    mask predicts its own token: N - 1 draft tokens. If the key is missing, vLLM and SGLang serve native files as
+    anchor-first, and vLLM and llama.cpp serve speculators files as fill-in.
+    """
+    if subject.parsed is None or not subject.parsed.has_unknown_layout:
+        return
+    assumed = {str(engine): engine.served_layout(subject) for engine in subject.plan.engines}
+    known = [f"{name} assumes {layout_in_words(value)}" for name, value in assumed.items() if value is not None]
+    message = "missing, expected true (anchor-first) or false (fill-in)"
+    yield Problem(subject.expected_at("sample_from_anchor"), "; ".join([message, *known]))
 
 
 @check(

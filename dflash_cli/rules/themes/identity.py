@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.decoder_body import BODY_FIELDS
+from dflash_cli.formats.dialect import servers_of
+from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.formats.unserved import MODE_KEYS, PLAIN_PROJECTORS
 from dflash_cli.rules.rule import FIX_COPY, Outcome, Problem, Severity, check
@@ -39,7 +41,8 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
     """The checkpoint is a DFlash draft, neither a related kind of draft nor a target.
 
     Several related kinds of draft use DFlash's architecture name. Without their extra tensors they compute something
-    that nobody trained.
+    that nobody trained. A draft of a kind that dflash checks is an error only for the named engines that do not serve
+    it.
     """
     detection = subject.detection
     if detection is None:
@@ -52,7 +55,9 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
         )
         return
     difference, kind = detection.format.difference, detection.format.kind
-    if difference:
+    if isinstance(detection.format, Kind):
+        yield from _another_kind(subject, detection.format, detection.evidence)
+    elif difference:
         yield Problem(
             subject.location("architectures"),
             f"found {article(detection.format.title)} draft ({detection.evidence}), expected DFlash; "
@@ -62,6 +67,41 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
     if kind is not None and subject.config.get(kind[0]) != kind[1]:
         found = subject.config.get(kind[0])
         yield Problem(subject.location(kind[0]), f"found {found!r}, expected {kind[1]!r}")
+
+
+def _fix_for(engine: str, kind: Kind, subject: Subject) -> str:
+    """The conversion after which an engine serves the draft, if only names differ; else nothing."""
+    reading = subject.kind_reading
+    renaming = reading.renaming(engine) if reading is not None else None
+    if renaming is None or kind.service(engine) is None:
+        return ""
+    return f"dflash convert {{draft}} {{out}} --to {renaming.to} # writes the names that {engine} reads"
+
+
+def _another_kind(subject: Subject, kind: Kind, evidence: str) -> Iterator[Problem]:
+    """An error about each named engine that does not serve the kind, and a sentence about the draft."""
+    location = subject.location("architectures")
+    for engine in subject.plan.engines:
+        reason = engine.refuses_kind(kind, subject.config)
+        if reason is not None:
+            yield Problem(
+                location,
+                f"found {article(kind.title)} draft ({evidence}), which {engine} does not serve: {reason}",
+                effect=f"an engine that takes it for a DFlash draft stops or proposes poor tokens: {kind.difference}",
+                fix=_fix_for(engine.name, kind, subject),
+                engines=(engine.name,),
+            )
+    is_served = bool(subject.plan.engines or servers_of(kind, subject.config))
+    fixes = [fix for service in kind.services if (fix := _fix_for(service.engine, kind, subject))]
+    severity: Severity = "info" if is_served else "warning" if fixes else "error"
+    yield Problem(
+        location,
+        f"found {article(kind.title)} draft ({evidence}); {served_in_words(kind, subject.config)}",
+        effect=f"dflash describes and checks the draft, but does not run it: {kind.difference}",
+        fix="" if is_served or not fixes else fixes[0],
+        severity=severity,
+        outcome="stops" if severity == "error" else "serves",
+    )
 
 
 @check(
@@ -77,7 +117,7 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
     C01 recognises Domino and DSpark by their projectors. dflash does not know drafts with any other projector.
     """
     value = subject.stated.value("projector_type")
-    if value not in PLAIN_PROJECTORS:
+    if value not in (*PLAIN_PROJECTORS, *subject.format.projectors):
         yield Problem(subject.at("projector_type"), f"found {value!r}, which is not a DFlash projector")
 
 

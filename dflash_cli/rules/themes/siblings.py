@@ -109,7 +109,7 @@ def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
-    """The largest singular value of a matrix exceeds that of noise, unless no sibling's does."""
+    """The largest singular value of a matrix exceeds that of noise, unless that of a sibling does not."""
 
     def edge(matrix: "torch.Tensor") -> float:
         import torch
@@ -124,7 +124,8 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
 
     found = list(_beside(subject, edge, dim=2))
     for name, own, others in found:
-        if own < NOISE_EDGE and median(others or [value for _, value, _ in found]) > TRAINED_EDGE:
+        usual = min(others) if others else median(value for _, value, _ in found)
+        if own < NOISE_EDGE and usual > TRAINED_EDGE:
             yield Problem(f"{WEIGHTS}:{name}", f"its largest singular value is {own:.2f} times the value of noise")
 
 

@@ -12,6 +12,8 @@ from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import (
+    CODEBOOK,
+    CONFIDENCE,
     DRAFT_TO_TARGET,
     EMBEDDING,
     HEAD,
@@ -30,6 +32,7 @@ PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
+ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
     (r"(embed_tokens|lm_head)\.", "a draft borrows the target's"),
@@ -84,7 +87,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
         if name.startswith("verifier_") and stopping:
             yield Problem(f"{WEIGHTS}:{name}", "unexpected: left over from training", engines=stopping)
     beyond = [name for name in unexpected if any(index >= dims.num_layers for index in layer_indices([name]))]
-    biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
+    biases = [name for name in unexpected if ATTENTION_BIAS.match(name) and name not in beyond]
     for name in unexpected:
         if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
             continue
@@ -181,8 +184,7 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
     """Attention biases, including the bias of o_proj, are present exactly if attention_bias is true."""
     if subject.tensors is None:
         return
-    pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
-    biases = [name for name in subject.tensors if pattern.match(name)]
+    biases = [name for name in subject.tensors if ATTENTION_BIAS.match(name)]
     if biases and subject.stated.body.get("attention_bias") is not True:
         yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
 
@@ -264,9 +266,9 @@ def _checked_sizes(subject: Subject) -> DraftConfig | None:
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> its shape; fc and hidden_norm under their usual names."""
+    """Tensor name -> its shape; fc, hidden_norm and codebooks under their usual names."""
     return {
-        canonical_name(name) if name.startswith(ALIASES) else name: info.shape
+        canonical_name(name) if name.startswith(ALIASES) or CODEBOOK.match(name) else name: info.shape
         for name, info in (subject.tensors or {}).items()
     }
 
@@ -277,9 +279,10 @@ def fused_names(subject: Subject) -> list[str]:
 
 
 def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
-    """The draft's own tensors, without the id map and copies of the target's tensors."""
+    """The draft's own tensors, without the id map, copies of the target's tensors, and a head in float32 by design."""
     skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
-    return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
+    every = (subject.tensors or {}).items()
+    return {name: info for name, info in every if name not in skipped and not name.startswith(CONFIDENCE)}
 
 
 def extra_tensor(subject: Subject, problem: Problem) -> Iterator[Problem]:

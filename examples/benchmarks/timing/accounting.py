@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 KINDS = {
+    "recurrent layers": r"delta_|recent_conv|keep_rows|gated_norm|output_gate",
     "attention": r"attention|attend|flash|fmha|combine",
-    "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts",
-    "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins",
-    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv",
+    "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts|markov",
+    "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins"
+    r"|top_tokens|group_keys|pair_scores|candidate_walk",
+    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv|block_conv",
 }
 """Kind of kernel -> pattern of names. The first match decides; other kernels are bookkeeping."""
 

@@ -6,7 +6,7 @@ of cuBLAS calls by torch, with nothing between two products.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,19 +62,19 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[Product]:
     """The matrix products of one decode step, in order."""
-    target, draft, taps = random.target_weights, random.draft_weights, len(random.shape.taps)
-    head = target["model.embed_tokens.weight" if random.shape.is_tied else "lm_head.weight"]
+    draft, taps, pair = random.draft_weights, len(random.shape.taps), random.pair
+    head = pair.target.head.weight
     if not is_drafting:
-        return [*_layers(target, "model.", random.shape.layers, batch), (batch, head)]
+        return [*_layers(pair.target, batch), (batch, head)]
     rows = batch * BLOCK
-    keys_and_values = 2 * random.shape.kv_heads * random.shape.head_dim
+    _, kv_heads, head_dim = random.shape.heads_of_draft
     names = (f"layers.{index}.self_attn.qkv_proj.weight" for index in range(random.shape.draft_layers))
-    context = torch.cat([draft[name][-keys_and_values:] for name in names])
+    context = torch.cat([draft[name][-2 * kv_heads * head_dim :] for name in names])
     assert draft["fc.weight"].shape[1] == taps * random.shape.hidden
     return [
-        *_layers(draft, "", random.shape.draft_layers, rows),
+        *_layers(pair.draft, rows),
         (rows - batch, head),
-        *_layers(target, "model.", random.shape.layers, rows),
+        *_layers(pair.target, rows),
         (rows, head),
         (rows, draft["fc.weight"]),
         (rows, context),
@@ -101,9 +101,14 @@ def chain_ms(products: Sequence[Product]) -> float:
     return device_ms(run, products[0][1].device)
 
 
-def _layers(weights: Mapping[str, Tensor], prefix: str, num_layers: int, rows: int) -> list[Product]:
-    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    return [(rows, weights[f"{prefix}layers.{index}.{part}.weight"]) for index in range(num_layers) for part in parts]
+def _layers(model: object, rows: int) -> list[Product]:
+    """The products of a model's layers. A mixer with several inputs makes them in one product."""
+    products = []
+    for layer in model._decoder.layers:  # type: ignore[attr-defined]
+        inputs = layer.mixer.inputs if hasattr(layer.mixer, "inputs") else layer.mixer.qkv
+        linears = (inputs, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
+        products += [(rows, linear.weight) for linear in linears]
+    return products
 
 
 def _wall_ms(call: Callable[[], object]) -> float:

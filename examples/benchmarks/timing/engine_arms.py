@@ -29,6 +29,9 @@ LEAST_ROOM = 13
 FILL_ROWS = 8192
 """Prompt rows per step while a cell is filled, which is not timed."""
 
+AT_ONCE = "dflash-at-once"
+"""The arm in which recurrent layers run the rows of a block at once."""
+
 PAGE_SIZE = 16
 ADAPTIVE_WARM_STEPS = 64
 """Untimed steps of the adaptive arm, in which it learns acceptance and tries other widths."""
@@ -134,6 +137,9 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
         graphs=cell.has_graphs, max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
     )  # fmt: skip
     llm = LLM(pair)
+    states = llm.engine.runner.states
+    if states is not None:
+        states.is_exact = cell.arm != AT_ONCE
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
     capture_widths(llm, requests)
     for request in requests:

@@ -53,11 +53,21 @@ class StepFloor:
     itemsize: int = 2
 
     @property
-    def layer(self) -> int:
-        """Number of weights in one layer."""
-        shape = self.shape
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        return shape.hidden * (2 * queries + 2 * keys + 3 * shape.inner)
+    def body(self) -> int:
+        """Number of weights in all layers of the target."""
+        shape, own = self.shape, self.shape.recurrence
+        num_recurrent = len(shape.recurrent_layers)
+        attending = self._attending(shape.heads, shape.kv_heads, shape.head_dim)
+        if own is None:
+            return shape.layers * attending
+        attending += shape.hidden * shape.heads * shape.head_dim  # the gate
+        values = own.value_heads * own.head_size
+        recurrent = shape.hidden * (own.channels + 2 * values + 2 * own.value_heads + 3 * shape.inner)
+        return num_recurrent * recurrent + (shape.layers - num_recurrent) * attending
+
+    def _attending(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Number of weights in one layer that attends."""
+        return self.shape.hidden * (2 * heads * head_dim + 2 * kv_heads * head_dim + 3 * self.shape.inner)
 
     @property
     def head(self) -> int:
@@ -65,18 +75,20 @@ class StepFloor:
 
     def plain(self, batch: int, context: float) -> list[Work]:
         """Work of a plain decoding step."""
-        return self._forward(self.shape.layers, batch, 1, context, head_rows=1)
+        return self._target(batch, 1, context)
 
     def verify(self, batch: int, context: float, width: float = BLOCK) -> list[Work]:
         """Work of the target in a step."""
-        return self._forward(self.shape.layers, batch, width, context, head_rows=width)
+        return self._target(batch, width, context)
 
     def draft(self, batch: int, context: float, acceptance: float) -> list[Work]:
         """Work of the draft in a step, context KV of the committed tokens included."""
         shape = self.shape
         features = shape.hidden * shape.hidden * len(shape.taps)
-        context_kv = shape.draft_layers * 2 * shape.kv_heads * shape.head_dim * shape.hidden
-        weights, attention = self._forward(shape.draft_layers, batch, BLOCK, context, head_rows=BLOCK - 1)
+        heads = shape.heads_of_draft
+        context_kv = shape.draft_layers * 2 * heads[1] * heads[2] * shape.hidden
+        body = shape.draft_layers * self._attending(*heads)
+        weights, attention = self._forward(body, shape.draft_layers, heads, batch, BLOCK, context, head_rows=BLOCK - 1)
         entered = 2 * batch * acceptance * (features + context_kv)
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
 
@@ -89,21 +101,33 @@ class StepFloor:
     def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
         """Work of prompts until each has its first token. Each row attends to the rows before it."""
         shape, lengths = self.shape, list(lengths)
-        numbers = self.layer * shape.layers
+        numbers, num_attending = self.body, shape.layers - len(shape.recurrent_layers)
         if has_draft:
             numbers += shape.hidden**2 * len(shape.taps)
-            numbers += shape.draft_layers * 2 * shape.kv_heads * shape.head_dim * shape.hidden
+            _, kv_heads, head_dim = shape.heads_of_draft
+            numbers += shape.draft_layers * 2 * kv_heads * head_dim * shape.hidden
         pairs = sum(length * length / 2 for length in lengths)
         products = 2 * (numbers * sum(lengths) + self.head * len(lengths))
-        attention = 4 * pairs * shape.heads * shape.head_dim * shape.layers
+        attention = 4 * pairs * shape.heads * shape.head_dim * num_attending
         return [Work(self.itemsize * (numbers + self.head), products), Work(0, attention)]
 
-    def _forward(self, layers: int, batch: int, width: float, context: float, *, head_rows: float) -> list[Work]:
-        shape = self.shape
-        body = self.layer * layers
+    def _target(self, batch: int, width: float, context: float) -> list[Work]:
+        """Work of the target. Each recurrent layer reads and writes one state of a request."""
+        shape, own = self.shape, self.shape.recurrence
+        num_recurrent = len(shape.recurrent_layers)
+        heads = (shape.heads, shape.kv_heads, shape.head_dim)
+        parts = self._forward(self.body, shape.layers - num_recurrent, heads, batch, width, context, head_rows=width)
+        return parts if own is None else [*parts, Work(2 * batch * num_recurrent * own.state_bytes, 0)]
+
+    def _forward(
+        self, body: int, layers: int, heads: tuple[int, int, int], batch: int, width: float, context: float,
+        *, head_rows: float,
+    ) -> list[Work]:  # fmt: skip
+        """Work of a forward with `body` weights and `layers` that attend."""
+        num_heads, kv_heads, head_dim = heads
         products = 2 * batch * (body * width + self.head * head_rows)
-        kv_bytes = self.itemsize * 2 * layers * shape.kv_heads * shape.head_dim
-        attention = 4 * batch * width * (context + width) * shape.heads * shape.head_dim * layers
+        kv_bytes = self.itemsize * 2 * layers * kv_heads * head_dim
+        attention = 4 * batch * width * (context + width) * num_heads * head_dim * layers
         return [
             Work(self.itemsize * (body + self.head), products),
             Work(batch * (context + width) * kv_bytes, attention),

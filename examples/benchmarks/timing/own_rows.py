@@ -1,11 +1,13 @@
 """Rows of our own engine, and of the device's limits."""
 
+import statistics
 from functools import partial
 
 import torch
 
 from timing.accounting import StepAccount, waterfall
 from timing.ceilings import chain_ms, step_products
+from timing.draft_kinds import KindCell, add_kinds, measure_kinds, ratios
 from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
 from timing.floors import Rates, least_ms, stated_rates
 from timing.pairs import RandomPair, build_pair
@@ -24,8 +26,41 @@ def run_ours(plan: Plan) -> None:
     for cell in plan.cells():
         what = {"arm": cell.arm, "batch": cell.batch, "context": cell.context, "graphs": cell.has_graphs}
         plan.recorder.guard(what, partial(measure_cell, plan, random, cell))
+    if "drafts" in plan.arms:
+        random = add_kinds(random, plan.kinds)
+        for cells in plan.kind_cells():
+            first = cells[0]
+            what = {"arm": "drafts", "batch": first.batch, "context": first.context, "block": first.num_rows}
+            plan.recorder.guard(what, partial(measure_drafts, plan, random, cells))
     if "prefill" in plan.arms:
         measure_prefills(plan, random)
+
+
+def measure_drafts(plan: Plan, random: RandomPair, cells: list[KindCell]) -> None:
+    """Record one row for each kind of draft, with its ratio to the first kind."""
+    found = measure_kinds(random, cells, has_profile=plan.is_cuda)
+    first = found[cells[0].arm]
+    for cell in cells:
+        times = found[cell.arm]
+        over = ratios(times, first)
+        row: Row = {
+            "arm": cell.arm, "shape": plan.shape_name, "batch": cell.batch, "context": cell.context,
+            "block": cell.num_rows, "graphs": cell.has_graphs, "acceptance_asked": cell.acceptance,
+            "acceptance": "real" if cell.acceptance is None else "synthetic", "acceptance_achieved": times.acceptance,
+            "ms": times.ms, "rounds": times.rounds, "ratio": statistics.median(over), "ratios": over,
+            "watts": statistics.median(times.power), "mhz": statistics.median(times.clock),
+            "least_ratio": min(over), "most_ratio": max(over), "least_ms": min(times.rounds),
+            "most_ms": max(times.rounds),
+        }  # fmt: skip
+        if times.account is not None:
+            row |= {
+                "busy_ms": times.account.busy_ms, "nodes": times.account.num_nodes,
+                "kernels_us": dict(times.account.kinds_us), "top": times.account.top,
+            }  # fmt: skip
+        plan.recorder.add("draft", row)
+        say(f"{title(row)}, block {cell.num_rows}: {times.ms:.3f} ms per step, {row['ratio']:.3f} of {cells[0].arm}")
+        if times.account is not None and plan.shows_kernels:
+            _show_kernels(times.account)
 
 
 def measure_ceilings(plan: Plan, random: RandomPair) -> None:

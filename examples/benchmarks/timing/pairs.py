@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, EngineConfig, RecurrenceConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 
@@ -25,8 +26,31 @@ MASK_FROM_END = 267
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """Sizes of the recurrent layers of a target, of which every `attention_every`-th attends."""
+
+    key_heads: int
+    value_heads: int
+    head_size: int = 128
+    taps: int = 4
+    attention_every: int = 4
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * self.head_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one layer's state of a text, in float32."""
+        return 4 * self.value_heads * self.head_size**2
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of a target. Its draft has layers of the same kind."""
+    """Sizes of a target. Its draft has layers of the same kind, with other heads if `draft_heads` are given.
+
+    draft_heads  query heads, KV heads and head size of the draft
+    """
 
     hidden: int
     inner: int
@@ -39,11 +63,49 @@ class Shape:
     head_dim: int = 128
     draft_layers: int = 5
     positions: int = 40960
+    draft_heads: tuple[int, int, int] | None = None
+    recurrence: Recurrence | None = None
+
+    @property
+    def heads_of_draft(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and head size of the draft."""
+        return self.draft_heads or (self.heads, self.kv_heads, self.head_dim)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        if self.recurrence is None:
+            return ()
+        return tuple(index for index in range(self.layers) if (index + 1) % self.recurrence.attention_every)
 
 
 SHAPES = {
     "qwen3-8b": Shape(4096, 12288, 36, 32, (1, 9, 17, 25, 33), is_tied=False),
     "qwen3-4b": Shape(2560, 9728, 36, 32, (1, 9, 17, 25, 33), is_tied=True),
+    "qwen3.5-4b": Shape(
+        2560,
+        9216,
+        32,
+        16,
+        (1, 8, 15, 22, 29),
+        is_tied=True,
+        vocab=248320,
+        kv_heads=4,
+        head_dim=256,
+        draft_heads=(32, 8, 128),
+        recurrence=Recurrence(key_heads=16, value_heads=32),
+    ),
+    "small-hybrid": Shape(
+        128,
+        256,
+        4,
+        4,
+        (0, 3),
+        is_tied=True,
+        vocab=512,
+        kv_heads=2,
+        draft_layers=1,
+        recurrence=Recurrence(key_heads=2, value_heads=4, head_size=32),
+    ),
     "small": Shape(128, 256, 2, 4, (0, 1), is_tied=True, vocab=512, kv_heads=2, draft_layers=1),
 }
 
@@ -91,10 +153,11 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
     target_config, draft_config = model_configs(shape)
-    target_shapes = Qwen3Target.expected_shapes(target_config)
-    target_weights = stack_projections(_normal_weights(target_shapes, placement))
-    draft_weights = stack_projections(_normal_weights(owned_shapes(draft_config), placement))
-    target = Qwen3Target(target_config, target_weights, placement)
+    family = Qwen35Target if shape.recurrence is not None else Qwen3Target
+    target_shapes = family.expected_shapes(target_config)
+    target_weights = stack_projections(normal_weights(target_shapes, placement))
+    draft_weights = stack_projections(normal_weights(owned_shapes(draft_config), placement))
+    target = family(target_config, target_weights, placement)
     limits = Limits(
         num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
         max_batched_tokens=rows_of_a_step(EngineConfig(), placement.kernels),
@@ -141,9 +204,12 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
         "max_position_embeddings": shape.positions, "rope": RopeConfig(theta=1e6), "vocab_size": shape.vocab,
     }  # fmt: skip
     target = TargetConfig(
-        model_type="qwen3", num_layers=shape.layers, tie_word_embeddings=shape.is_tied,
-        windows=(None,) * shape.layers, eos_token_ids=(), **common,
+        model_type="qwen3" if shape.recurrence is None else "qwen3_5_text", num_layers=shape.layers,
+        tie_word_embeddings=shape.is_tied, windows=(None,) * shape.layers, eos_token_ids=(),
+        recurrence=_recurrence(shape), rotary_dim=None if shape.recurrence is None else shape.head_dim // 4, **common,
     )  # fmt: skip
+    heads, kv_heads, head_dim = shape.heads_of_draft
+    common |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     draft = DraftConfig(
         num_layers=shape.draft_layers, block_size=BLOCK, target_layer_ids=shape.taps,
         mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
@@ -152,7 +218,17 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
     return target, draft
 
 
-def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
+def _recurrence(shape: Shape) -> RecurrenceConfig | None:
+    own = shape.recurrence
+    if own is None:
+        return None
+    return RecurrenceConfig(
+        layers=shape.recurrent_layers, num_key_heads=own.key_heads, num_value_heads=own.value_heads,
+        key_size=own.head_size, value_size=own.head_size, num_taps=own.taps,
+    )  # fmt: skip
+
+
+def normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """Random matrices, and norm weights of 1. Zeros would make products too fast."""
     for name, shape in shapes.items():
         if len(shape) == 1:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
 
-from timing.engine_arms import Cell
+from timing.draft_kinds import KindCell
+from timing.engine_arms import AT_ONCE, Cell
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES, Shape
 from timing.report import Recorder, Row, say
@@ -33,6 +34,8 @@ class Plan:
     vllm_timeout_s: float
     recorder: Recorder
     rates: Rates
+    kinds: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     chains: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @property
@@ -51,16 +54,25 @@ class Plan:
         """Cells of our own decode steps. Arms vary fastest, so that compared arms run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
         for context, batch in product(self.contexts, self.batches):
-            for arm in (item for item in self.arms if item in OURS):
+            for arm in (item for item in self.arms if item in (*OURS, AT_ONCE)):
                 acceptances = self.acceptances if arm != "plain" else [None]
                 # Widths adapt only if steps are graphs.
                 for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
                     yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
 
+    def kind_cells(self) -> Iterator[list[KindCell]]:
+        """Groups of cells of all kinds of drafts, which are measured in turns."""
+        is_asked = "drafts" in self.arms
+        for context, batch, block in product(self.contexts, self.batches, self.blocks if is_asked else []):
+            for acceptance in self.acceptances:
+                yield [
+                    KindCell(kind, batch, context, self.steps, acceptance, self.is_cuda, block) for kind in self.kinds
+                ]
+
     @property
     def max_model_len(self) -> int:
         """Longest text of all arms, in tokens."""
-        cells = [cell.max_model_len for cell in self.cells()]
+        cells = [cell.max_model_len for cell in (*self.cells(), *chain.from_iterable(self.kind_cells()))]
         return max([*cells, *(max(lengths) + 8 * BLOCK for lengths in self.prefills), max(self.contexts) + 1024])
 
 

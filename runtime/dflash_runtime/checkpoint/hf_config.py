@@ -84,14 +84,14 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
         InvalidConfig: the width, depth or vocabulary is missing, or the list of layers has another length.
     """
     text, _ = decoder_config(config, path)
-    facts = _facts(config, text, path)
+    facts = common_facts(config, text, path)
     rope, unread = _readable_rope(text, path)
     return TargetFacts(
         hidden_size=read_hidden_size(text, path),
         num_layers=read_depth(text, path),
         rope=rope,
         ropes=_ropes_by_kind(text, facts["layer_kinds"], rope, path),
-        not_known=(*_foreign_parts(config, text, path), *unread),
+        not_known=(*foreign_parts(config, text, path), *unread),
         **facts,
     )
 
@@ -106,14 +106,14 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     text, _ = decoder_config(config, path)
     model_type = str(text.get("model_type", ""))
     has_experts = model_type in WITH_EXPERTS
-    foreign = _foreign_parts(config, text, path, known=("experts",) if has_experts else ())
+    foreign = foreign_parts(config, text, path, known=("experts",) if has_experts else ())
     if foreign:
         raise not_run(model_type, *foreign, path=path)
     body = read_body(text, path)
     body["windows"] = _read_target_windows(text, model_type, body["num_layers"], path)
     body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
     body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
-    return TargetConfig(**{**_facts(config, text, path), **body})
+    return TargetConfig(**{**common_facts(config, text, path), **body})
 
 
 def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Path | None = None) -> UnsupportedError:
@@ -128,7 +128,7 @@ def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Pa
     )
 
 
-def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def common_facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Read the fields that every kind of target states in the same way."""
     dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
     size = text if text.get("vocab_size") is not None else outer
@@ -143,15 +143,17 @@ def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dic
     }
 
 
-def _foreign_parts(
+def foreign_parts(
     outer: Mapping[str, Any], text: Mapping[str, Any], path: Path, known: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Name each part of a target that is more than dense attention with one rope in a text model."""
     nested_in = decoder_config(outer, path)[1]
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
-    parts = [f"part of a multimodal model ({nested_in})"] if nested_in is not None else []
-    parts += [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
+    is_part = nested_in is not None and "multimodal" not in known
+    parts = [f"part of a multimodal model ({nested_in})"] if is_part else []
+    kinds_in_words = f"layer_types {', '.join(sorted(foreign))}"
+    parts += [kinds_in_words] if foreign and kinds_in_words not in known else []
     for words, keys in FOREIGN.items():
         stated = next((key for key in keys if _says_something(text.get(key))), None)
         if stated is not None and words not in known:

@@ -43,6 +43,9 @@ PREFIXES = ("model.", "dflash_module.", "draft_model.")
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 """Other names of two tensors. Sources: SGLang 0.5.23 models/dflash.py, vLLM 0.33.0 models/qwen3_dflash.py."""
 
+CODEBOOK = re.compile(rf"({SELECTOR}\.(predecessor|successor)_codebook)\.weight$")
+"""A codebook under the name that transformers gives it in memory. Files have it without `.weight`, as engines need."""
+
 FUSED = {
     "self_attn.qkv_proj.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
     "mlp.gate_up_proj.": ("mlp.gate_proj.", "mlp.up_proj."),
@@ -148,6 +151,8 @@ def canonical_name(stored: str) -> str:
     name = stored
     while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
+    if match := CODEBOOK.match(name):
+        return match[1]
     alias = next((alias for alias in ALIASES if name.startswith(alias)), None)
     return name if alias is None else ALIASES[alias] + name.removeprefix(alias)
 

@@ -37,6 +37,7 @@ class Proposal:
 
     token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
     distribution: Distribution | Tensor | None = None  # over ids of the draft
+    confidences: Tensor | None = None  # [R, W - 1] predictions that the target accepts, if the draft makes them
 
     @classmethod
     def empty(cls, anchors: Tensor) -> "Proposal":

@@ -115,11 +115,19 @@ class DecodeGraphs:
         """State rows, padded to the size of their bucket."""
         return [*rows, *[self.padding_row] * (bucket_of(len(rows), self._max_requests) - len(rows))]
 
+    def is_prepared(self, num_requests: int, mode: StepMode) -> bool:
+        """Whether the graph of this many requests was captured, or failed to be."""
+        return (bucket_of(num_requests, self._max_requests), mode) in self._graphs
+
+    def prepare(self, num_requests: int, mode: StepMode) -> None:
+        """Capture the graph of this many requests, if that was not tried yet."""
+        if not self.is_prepared(num_requests, mode):
+            self.capture(bucket_of(num_requests, self._max_requests), mode)
+
     def replay(self, rows: Sequence[int], mode: StepMode) -> tuple[Tensor, ...]:
         """Queue a step of these state rows -> its results, which the next replay overwrites."""
         bucket = bucket_of(len(rows), self._max_requests)
-        if (bucket, mode) not in self._graphs:
-            self.capture(bucket, mode)
+        self.prepare(len(rows), mode)
         graph = self._graphs[bucket, mode]
         sent = torch.tensor(self.padded(rows), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         if graph is None:

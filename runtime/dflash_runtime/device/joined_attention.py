@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax, room_for
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
 from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
@@ -34,6 +35,17 @@ class JoinedAttention:
         """Join the attention of blocks and prompts."""
         assert blocks.slots is not None
         return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)), prompt_stream)
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `models.layers.Recall`."""
+        count = len(self.slots) - len(self.prompts.slots)
+        given, parts = (None, None) if out is None else (out[:count], out[count:]), gates.split(count)
+        with self._beside():
+            prompts = self.prompts.recall(layer, rows[count:], taps, parts[1], given[1])
+        blocks = self.blocks.recall(layer, rows[:count], taps, parts[0], given[0])
+        if self.prompt_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.prompt_stream)
+        return torch.cat((blocks, prompts)) if out is None else out
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.models.layers import Recall
 from dflash_runtime.models.placement import Placement
 
 
@@ -26,22 +28,24 @@ class KVCache:
 
     pages          [P, L, 2, page_size, W], keys then values. A page is contiguous over all layers: one piece to send.
     keys, values   views [L, P, page_size, KV, D], or [L, P, page_size, 1, W] if layers differ in their heads
-    layers         views of each layer's keys and values in its own shape, [P, page_size, KV, D]
+    layers         number of a layer -> views of its keys and values in its own shape, [P, page_size, KV, D]
+
+    L counts the layers with KV.
     """
 
     def __init__(
         self, config: TargetConfig | DraftConfig, num_pages: int, page_size: int, placement: Placement
     ) -> None:
-        shapes, width = config.kv_shapes, _width(config)
+        shapes, width = {layer: config.kv_shapes[layer] for layer in config.kv_layers}, _width(config)
         self.page_size = page_size
-        self.pages = _zeros((num_pages, config.num_layers, 2, page_size, width), placement)
-        common = shapes[0] if len(set(shapes)) == 1 else (1, width)
+        self.pages = _zeros((num_pages, len(shapes), 2, page_size, width), placement)
+        common = next(iter(shapes.values())) if len(set(shapes.values())) == 1 else (1, width)
         by_layer = self.pages.permute(2, 1, 0, 3, 4)
         self.keys, self.values = by_layer.view(*by_layer.shape[:4], *common)
-        self.layers = [
-            (_shaped(by_layer[0, layer], *shape), _shaped(by_layer[1, layer], *shape))
-            for layer, shape in enumerate(shapes)
-        ]
+        self.layers = {
+            layer: (_shaped(by_layer[0, index], *shape), _shaped(by_layer[1, index], *shape))
+            for index, (layer, shape) in enumerate(shapes.items())
+        }
 
     @property
     def page_bytes(self) -> int:
@@ -67,12 +71,12 @@ def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> i
     own_cache = getattr(config, "own_cache", None)
     if own_cache is not None:
         return int(own_cache.token_bytes)
-    return 2 * config.num_layers * _width(config) * dtype.itemsize
+    return 2 * len(config.kv_layers) * _width(config) * dtype.itemsize
 
 
 def _width(config: TargetConfig | DraftConfig) -> int:
     """Numbers in the keys of one token in the widest layer."""
-    return max(heads * size for heads, size in config.kv_shapes)
+    return max((heads * size for heads, size in (config.kv_shapes[layer] for layer in config.kv_layers)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class PagedAttention:
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
     slots: Tensor | None = None
+    memory: Recall | None = None
 
     @classmethod
     def in_order(
@@ -98,11 +103,17 @@ class PagedAttention:
         context_len: int,
         causal: tuple[bool, ...],
         windows: tuple[int | None, ...],
+        memory: Recall | None = None,
     ) -> "PagedAttention":
         """Attention of one request with its context in the cache's first pages, in order. Its block is not stored."""
         num_pages = max(1, -(-context_len // cache.page_size))
         table = torch.arange(num_pages, device=cache.pages.device)[None]
-        return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
+        return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows, memory=memory)
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `models.layers.Recall`."""
+        assert self.memory is not None
+        return self.memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""

@@ -12,6 +12,7 @@ import torch
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.recurrent import state_bytes
 from dflash_runtime.device.row_buckets import row_buckets
 from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
@@ -97,7 +98,7 @@ class Fit:
         if self.config.num_pages is not None or self.config.kv_memory_bytes is not None:
             return 0
         scratch = scratch_bytes(self.config, self.target, self.draft, self.limits, self.placement)
-        return scratch + own_cache_bytes(self.target, self.limits)
+        return scratch + text_bytes(self.target, self.limits, self.placement.dtype)
 
     def _borrowed_bytes(self) -> int:
         """Bytes of copies of a spread target's embedding and head on the engine's device, for draft and sampling."""
@@ -136,7 +137,7 @@ def fit_num_pages(
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
-        withheld = scratch_bytes(config, target, draft, limits, placement) + own_cache_bytes(target, limits)
+        withheld = scratch_bytes(config, target, draft, limits, placement) + text_bytes(target, limits, placement.dtype)
         share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
         budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
         logger.info("%s reserved for steps", _gib(withheld))
@@ -188,10 +189,15 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
     """An upper bound on the bytes that a forward holds per row.
 
     It counts the residual stream before and after a layer, its norm and the sublayer's output; queries, keys and values
-    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features.
+    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features; and in a draft
+    with convolutions the convolved rows and the kernels of the row.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size
+    convolution = config.convolution if isinstance(config, DraftConfig) else None
+    if convolution is not None:
+        groups = config.hidden_size // convolution.group_size
+        numbers += 2 * config.hidden_size + 2 * convolution.kernel_size * groups
     return numbers * dtype.itemsize
 
 
@@ -224,11 +230,31 @@ def _decode_bytes(
     has_distributions = config.draft_sampling == "probabilistic" and placement.kernels.name == "reference"
     logits = (num_drafted + num_verified) * limits.vocab_size
     distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
-    return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
+    walked = num_drafted * limits.vocab_size * _walk_bytes(config, draft, dtype)
+    return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize + walked
 
 
-def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
-    """Bytes of a target's own cache for texts of any length, and of its attention scores; 0 for KV in pages."""
+def _walk_bytes(config: EngineConfig, draft: DraftConfig | None, dtype: torch.dtype) -> int:
+    """Bytes per drafted token and token id that a draft holds besides its logits while it walks.
+
+    A selector writes the scores of a sampled token in float32 or wider. A Markov head writes the logits with their
+    bias, before it the logits of the best tokens alone, and of sampled tokens all scores once more.
+    """
+    if draft is None:
+        return 0
+    is_sampled = config.draft_sampling == "probabilistic"
+    selected = max(dtype.itemsize, torch.float32.itemsize) if draft.selector is not None and is_sampled else 0
+    markov = draft.markov
+    return selected + (0 if markov is None else (1 + (markov.top_k is not None) + is_sampled) * dtype.itemsize)
+
+
+def text_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
+    """Bytes that texts of any length need beside pages: states of recurrent layers, or the target's own cache.
+
+    The target's own cache also needs memory for its attention scores.
+    """
+    if target.recurrence is not None:
+        return (limits.max_num_requests + 1) * state_bytes(target.recurrence, limits.num_lookahead_tokens, dtype)
     if target.own_cache is None:
         return 0
     scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))

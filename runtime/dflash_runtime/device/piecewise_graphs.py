@@ -5,9 +5,11 @@ whole forward cannot be captured, because the division of rows into prompts and 
 attention depends on that division. So everything else is captured for a bucket of rows, and attention is launched
 between the pieces over the rows of the step. No KV is stored for padding rows of the bucket, and nobody reads them.
 
-The target's code need not know of pieces: every call of `Attend.read` ends a piece and begins the next.
+The target's code need not know of pieces: every call of `Attend.read` or `Attend.recall` ends a piece and begins the
+next.
 
-Axis letters: T flat rows, M rows of the largest bucket, H heads, KV heads of keys and values, D head dim, F features.
+Axis letters: T flat rows, M rows of the largest bucket, H heads, KV heads of keys and values, D head dim, F features,
+C channels of a recurrent layer, V size of its values.
 """
 
 import logging
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
@@ -94,20 +97,52 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The launches before the attention of a layer, and the parameters of that attention."""
+class ReadCut:
+    """Attention of a layer between two pieces."""
 
-    replay: Replay
     layer: int
     shape: Shape
     softmax: Softmax
 
+    def run(self, buffers: "Buffers", num_rows: int, attend: RaggedAttention | JoinedAttention) -> None:
+        """Attend over the first rows of the buffers."""
+        query, keys, values, attended = buffers.at_attention(self.shape, num_rows)
+        attend.read(self.layer, query, keys, values, self.softmax, attended)
+
+
+@dataclass(frozen=True, slots=True)
+class RecallCut:
+    """The convolution and the delta rule of a recurrent layer between two pieces."""
+
+    layer: int
+    taps: Tensor  # [C, S]
+    log_rate: Tensor  # [H]
+    bias: Tensor  # [H]
+    value_size: int
+
+    def run(self, buffers: "Buffers", num_rows: int, attend: RaggedAttention | JoinedAttention) -> None:
+        """Run the first rows of the buffers."""
+        heads = len(self.bias)
+        rows, decay, beta = buffers.channels_of(len(self.taps), heads, num_rows).split(
+            (len(self.taps), heads, heads), dim=1
+        )
+        out = _shaped(buffers.attended, num_rows, heads, self.value_size)
+        attend.recall(self.layer, rows, self.taps, Gates(decay, beta, self.log_rate, self.bias), out)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The launches before attention or a recurrence, and its parameters."""
+
+    replay: Replay
+    cut: ReadCut | RecallCut
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A captured forward: its pieces, and the launches after the last attention."""
+    """A captured forward: its pieces, and the launches after the last cut."""
 
-    before_attention: tuple[Piece, ...]
+    before_cuts: tuple[Piece, ...]
     rest: Replay
 
 
@@ -120,8 +155,8 @@ class Buffers:
     slots: Tensor  # [M]
     hidden: Tensor  # [M, hidden]
     features: Tensor  # [M, F]
-    heads: Tensor  # queries, keys and values of one layer, for M rows of the widest layer
-    attended: Tensor  # outputs of attention, for M rows of the widest layer
+    heads: Tensor  # inputs of attention or of a recurrence, for M rows of the widest layer
+    attended: Tensor  # outputs of attention or of a recurrence, for M rows of the widest layer
 
     @classmethod
     def of(cls, target: Target, num_taps: int, num_rows: int, device: torch.device) -> "Buffers":
@@ -130,6 +165,9 @@ class Buffers:
         ints = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
         heads = max((config.num_heads + 2 * num_kv) * size for num_kv, size in config.kv_shapes)
         attended = max(config.num_heads * size for _, size in config.kv_shapes)
+        if config.recurrence is not None:
+            heads = max(heads, config.recurrence.num_channels + 2 * config.recurrence.num_value_heads)
+            attended = max(attended, config.recurrence.values_width)
         hidden = config.hidden_size
         parts = [
             torch.zeros((num_rows, width), dtype=dtype, device=device)
@@ -154,6 +192,10 @@ class Buffers:
         """Outputs of attention of T rows in the shape of one layer: [T, H, D]."""
         return _shaped(self.attended, num_rows, shape[0], shape[2])
 
+    def channels_of(self, num_channels: int, num_heads: int, num_rows: int) -> Tensor:
+        """Channels of T rows, and the inputs of their decays and betas: [T, C + 2 H]."""
+        return _shaped(self.heads, num_rows, 1, num_channels + 2 * num_heads)[:, 0]
+
     def at_attention(self, shape: Shape, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [T, H, D], keys and values [T, KV, D], and the output [T, H, D] of one layer's attention."""
         num_heads, num_kv, _ = shape
@@ -163,7 +205,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class CuttingAttention:
-    """An `Attend` without attention: `read` ends a piece and begins the next one.
+    """An `Attend` without attention and states: `read` and `recall` end a piece and begin the next one.
 
     Without a recorder it records nothing, which is a rehearsal of the forward.
     """
@@ -173,6 +215,7 @@ class CuttingAttention:
     buffers: Buffers
     num_rows: int
     recorder: Recorder | None
+    value_size: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
@@ -188,10 +231,21 @@ class CuttingAttention:
         """Copy the layer's heads into the buffers -> the buffer with the output of attention, [T, H, D]."""
         shape = (query.shape[1], *keys.shape[1:])
         torch.cat((query, keys, values), dim=1, out=self.buffers.heads_of(shape, self.num_rows))
-        if self.recorder is not None:
-            self.pieces.append(Piece(self.recorder.end(), layer, shape, softmax))
-            self.recorder.begin()
+        self._cut(ReadCut(layer, shape, softmax))
         return self.buffers.attended_of(shape, self.num_rows)
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """Copy the layer's channels and gates into the buffers -> the buffer with the output, [T, H, V]."""
+        heads = len(gates.bias)
+        room = self.buffers.channels_of(len(taps), heads, self.num_rows)
+        torch.cat((rows, gates.decay, gates.beta), dim=1, out=room)
+        self._cut(RecallCut(layer, taps, gates.log_rate, gates.bias, self.value_size))
+        return _shaped(self.buffers.attended, self.num_rows, heads, self.value_size)
+
+    def _cut(self, cut: ReadCut | RecallCut) -> None:
+        if self.recorder is not None:
+            self.pieces.append(Piece(self.recorder.end(), cut))
+            self.recorder.begin()
 
 
 class PiecewiseGraphs:
@@ -261,12 +315,9 @@ class PiecewiseGraphs:
     ) -> None:
         count = len(token_ids)
         buffers.fill(token_ids, positions, attend.slots, bucket)
-        shapes = {piece.shape for piece in pieces.before_attention}
-        rooms = {shape: buffers.at_attention(shape, count) for shape in shapes}
-        for piece in pieces.before_attention:
+        for piece in pieces.before_cuts:
             piece.replay()
-            query, keys, values, attended = rooms[piece.shape]
-            attend.read(piece.layer, query, keys, values, piece.softmax, attended)
+            piece.cut.run(buffers, count, attend)
         pieces.rest()
 
     @torch.inference_mode()
@@ -297,7 +348,9 @@ class PiecewiseGraphs:
 
     def _forward(self, bucket: int, buffers: Buffers, recorder: Recorder | None) -> list[Piece]:
         """Run the target without attention over a bucket of rows."""
-        attend = CuttingAttention(self._kernels, self._cache, buffers, bucket, recorder)
+        recurrence = self._target.config.recurrence
+        value_size = recurrence.value_size if recurrence is not None else 0
+        attend = CuttingAttention(self._kernels, self._cache, buffers, bucket, recorder, value_size)
         ids, positions = buffers.token_ids[:bucket], buffers.positions[:bucket]
         hidden, features = self._target(ids, positions, attend, self._taps)
         buffers.hidden[:bucket].copy_(hidden)

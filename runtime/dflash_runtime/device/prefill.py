@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
@@ -26,7 +28,9 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
+from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
@@ -41,6 +45,12 @@ class RaggedAttention:
     plans: Mapping[tuple[int, int], tuple[RaggedPlan, Tensor]]  # by KV heads and head size
     windows: tuple[int | None, ...]
     slots: Tensor  # [T]
+    memory: Recall | None = None
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `models.layers.Recall`."""
+        assert self.memory is not None
+        return self.memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
@@ -120,6 +130,7 @@ class PromptLayout:
     state: DeviceState
     upload: Uploader
     max_model_len: int
+    states: RecurrentStates | None = None
 
     def lay_out(self, chunks: Sequence[Chunk]) -> PromptRows:
         """The chunks of a step as flat rows, [0] if every chunk is empty.
@@ -134,8 +145,11 @@ class PromptLayout:
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)
         num_fresh = sum(not is_resumed(request) for request in ended)
-        *placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
+        pieces = chunk_ints(plan.segments, padding_text=len(self.state.done) - 1) if self.states is not None else []
+        upload = self.upload.lists
+        *placed, cuts, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = upload(
             *(item.ints for item in plans.values()),
+            pieces,
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
@@ -151,13 +165,22 @@ class PromptLayout:
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
         cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-        attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots)
+        memory = self.recall(cuts, len(plan.segments), len(token_ids))
+        attend = RaggedAttention(
+            self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots, memory
+        )
         fresh = tuple(ended[:num_fresh])
         return PromptRows(
             chunks=filled, token_ids=token_ids, positions=positions, slots=slots, attend=attend,
             fresh=fresh, mode=StepMode.of(fresh), last_rows=last_rows,
             rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
         )  # fmt: skip
+
+    def recall(self, ints: Tensor, num_chunks: int, num_rows: int) -> PromptRecall | None:
+        """The memory of recurrent layers for chunks that are given as `chunk_ints`. None without recurrent layers."""
+        if self.states is None:
+            return None
+        return PromptRecall.of(self.states, PromptChunks.cut(ints, num_chunks), num_rows)
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:

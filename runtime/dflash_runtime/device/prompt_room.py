@@ -11,6 +11,7 @@ Axis letters: T rows of the room, E prompts that may end.
 from collections.abc import Sequence
 from functools import partial
 
+from dflash_kernels.delta_prompts import PIECE, chunk_ints, even
 from dflash_kernels.launch_config import few_rows_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, room_for_plans
 from dflash_kernels.slot_mapping import slots_of
@@ -65,11 +66,19 @@ class PromptRoom:
         The captured step looks up the slots: the requests, and so their pages, change from step to step.
         """
         layout = self._layout
-        *placed, token_ids, positions, table_rows, last_rows, rows, kv_lens, remaining = self._ints.split(self._sizes)
+        *placed, pieces, token_ids, positions, table_rows, last_rows, rows, kv_lens, remaining = self._ints.split(
+            self._sizes
+        )
         slots = slots_of(layout.state.page_table, table_rows, positions, layout.cache.page_size)
         plans = {key: (plan, ints) for (key, plan), ints in zip(self._plans.items(), placed, strict=True)}
         attend = RaggedAttention(
-            layout.kernels, layout.cache, layout.state.page_table, plans, layout.config.windows, slots
+            layout.kernels,
+            layout.cache,
+            layout.state.page_table,
+            plans,
+            layout.config.windows,
+            slots,
+            layout.recall(pieces, self._num_prompts, self.num_rows),
         )
         return PromptRows(
             chunks=(), token_ids=token_ids, positions=positions, slots=slots, attend=attend,
@@ -85,9 +94,9 @@ class PromptRoom:
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The parts of the room's tensor for these chunks, padded to its size.
 
-        First come the plans of attention. Then come token ids, positions and rows of the page table, [T] each. The last
-        parts describe the prompts that end: last flat rows, rows of the state, KV lengths and remaining tokens, [E]
-        each.
+        First come the plans of attention, and the chunks for recurrent layers. Then come token ids, positions and rows
+        of the page table, [T] each. The last parts describe the prompts that end: last flat rows, rows of the state, KV
+        lengths and remaining tokens, [E] each.
         """
         segments, padding_row = segments_of(chunks), self._padding_row
         plans = self._plan(segments)
@@ -108,9 +117,17 @@ class PromptRoom:
         ]
         return [
             *(plan.padded(self._plans[key]).ints for key, plan in plans.items()),
+            self._chunks(segments),
             *(_filled(values, padding, self.num_rows) for values, padding in by_row),
             *(_filled(values, padding, self._num_prompts) for values, padding in by_prompt),
         ]
+
+    def _chunks(self, segments: Sequence[Segment]) -> list[int]:
+        """The chunks for recurrent layers; empty without such layers."""
+        if self._layout.states is None:
+            return []
+        num_chunks, num_pieces = even(self._num_prompts), self.num_rows // PIECE + self._num_prompts
+        return chunk_ints(segments, num_chunks, num_pieces, self._padding_row)
 
 
 def _filled(values: list[int], padding: int, count: int) -> list[int]:

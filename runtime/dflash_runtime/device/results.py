@@ -4,9 +4,10 @@ Each step packs its results into one small tensor, and queues a copy to pinned m
 only for that copy. The engine queues later steps before it reads the oldest one, so that the device always has work. A
 request may end before its last results are read. The scheduler recognises them by their generation number.
 
-Axis letters: R requests, N block rows.
+Axis letters: R requests, W verified rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,13 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PendingForward:
-    """A step in flight: the results that are being copied, its chunks, and its number of target rows."""
+    """A step in flight: the results that are being copied, its chunks, its number of target rows, and W."""
 
-    arriving: tuple[tuple[tuple[Request, ...], Tensor], ...]  # requests, [R, NUM_FIELDS + 2N - 1] int64 on the host
+    arriving: tuple[tuple[tuple[Request, ...], Tensor], ...]  # requests, [R, ...] int64 on the host
     event: torch.cuda.Event | None
     chunks: tuple[Chunk, ...]
     num_rows: int
+    verify_width: int
 
     @classmethod
     def send(
@@ -36,17 +38,22 @@ class PendingForward:
         event = torch.cuda.Event() if device.type == "cuda" else None
         if event is not None:
             event.record()
-        return cls(arriving, event, batch.chunks, batch.num_rows)
+        return cls(arriving, event, batch.chunks, batch.num_rows, batch.verify_width)
 
     def read(self) -> list[tuple[Request, StepOutput]]:
         """Wait for the step, and unpack its results."""
         if self.event is not None:
             self.event.synchronize()
         return [
-            (request, _unpacked(row))
+            (request, output)
             for requests, results in self.arriving
-            for request, row in zip(requests, results.tolist(), strict=True)
+            for request, output in zip(requests, _unpacked(results, self.verify_width), strict=True)
         ]
+
+
+def with_confidences(packed: Tensor, confidences: Tensor | None) -> Tensor:
+    """Return packed results [R, ...] with the bits of the draft's confidences [R, W - 1] in further columns."""
+    return packed if confidences is None else torch.cat((packed, confidences.double().view(torch.int64)), dim=1)
 
 
 def _sent(packed: Tensor) -> Tensor:
@@ -56,12 +63,31 @@ def _sent(packed: Tensor) -> Tensor:
     return torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
 
 
-def _unpacked(row: Sequence[int]) -> StepOutput:
-    """The output in one row of packed results; see `step_rows.pack_results`."""
-    num_rows = (len(row) - NUM_FIELDS + 1) // 2
+def _unpacked(results: Tensor, verify_width: int) -> list[StepOutput]:
+    """The outputs in packed results [R, ...]; see `step_rows.pack_results` and `with_confidences`.
+
+    A prompt's first token is a part of width 1.
+    """
+    width = verify_width if results.shape[1] > NUM_FIELDS + 1 else 1
+    num_columns = NUM_FIELDS + 2 * width - 1
+    confidences = read_confidences(results[:, num_columns:].view(torch.float64))
+    rows = results[:, :num_columns].tolist()
+    return [_output(row, width, own) for row, own in zip(rows, confidences, strict=True)]
+
+
+def read_confidences(values: Tensor) -> list[tuple[float | None, ...]]:
+    """The confidences of each row of a host or device tensor [R, K], with None for values that are no numbers."""
+    return [tuple(None if math.isnan(value) else value for value in row) for row in values.tolist()]
+
+
+def _output(row: Sequence[int], width: int, confidences: tuple[float | None, ...]) -> StepOutput:
     num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
-    is_finite = num_finite >= num_committed
-    token_ids = list(row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)])
-    draft_ids = list(row[NUM_FIELDS + num_rows :]) if is_drafting else []
-    accepted = num_accepted if is_drafting else None
-    return StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation, is_finite)
+    return StepOutput(
+        token_ids=list(row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)]),
+        draft_ids=list(row[NUM_FIELDS + width :]) if is_drafting else [],
+        num_accepted=num_accepted if is_drafting else None,
+        is_done=bool(is_done),
+        generation=generation,
+        is_finite=num_finite >= num_committed,
+        confidences=confidences if is_drafting else (),
+    )

@@ -40,7 +40,8 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates, recall_alone
+from dflash_runtime.device.results import PendingForward, with_confidences
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
@@ -67,6 +68,7 @@ class Runner:
         self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
         self.kernels = pair.placement.kernels
         self.device = pair.placement.device
+        self._placement = pair.placement
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
@@ -79,9 +81,13 @@ class Runner:
         # The last row is the padding row of graphs. No request gets it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
+        recurrence, block_rows = self.target.config.recurrence, self.limits.num_lookahead_tokens
+        num_texts = self.limits.max_num_requests + 1
+        self.states = RecurrentStates(recurrence, num_texts, block_rows, pair.placement) if recurrence else None
         self._layout = PromptLayout(
-            self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len
-        )
+            self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
+            self.states,
+        )  # fmt: skip
         caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
         if self.draft_kv is not None:
             caches[DRAFT_PAGES] = self.draft_kv
@@ -131,6 +137,8 @@ class Runner:
         """Give rows of the state to admitted requests, and pages to rows."""
         if self.texts is not None:
             self.texts.drop_ended()
+        if self.states is not None:
+            self.states.holders |= {row_of(request): request for request in batch.admitted}
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
@@ -152,8 +160,12 @@ class Runner:
         if room is None:
             packed, *_ = graphs.replay(_rows(batch), StepMode.of(batch.decode, batch.verify_width))
             return [(batch.decode, packed)]
-        fresh = room.fill(batch.chunks)
+        fresh = tuple(chunk.request for chunk in batch.chunks if chunk.is_last)
         mode = StepMode.of((*batch.decode, *fresh), batch.verify_width, room.num_rows)
+        if not graphs.is_prepared(len(batch.decode), mode):
+            room.fill(())  # the rehearsal of a capture must not advance the states of prompts
+            graphs.prepare(len(batch.decode), mode)
+        room.fill(batch.chunks)
         packed, first = graphs.replay(_rows(batch), mode)
         return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
 
@@ -245,7 +257,9 @@ class Runner:
         return chosen[:, 0], is_finite[:, 0]
 
     def take_state(self, request: Request) -> TextState:
-        """The state of a request right after its prompt; empty unless the target has its own cache."""
+        """The state of a request right after its prompt; empty for a target that keeps everything in pages."""
+        if self.states is not None:
+            return self.states.take(request)
         return self.texts.take(request) if self.texts is not None else TextState()
 
     @torch.inference_mode()
@@ -256,8 +270,10 @@ class Runner:
             HandoffMismatch: the target has its own cache, and the hand-off's state is of another target.
         """
         with as_current(self.device):
+            state = TextState(handoff.tensors, handoff.state_values)
+            if self.states is not None:
+                self.states.put(row_of(request), state, handoff.kv_len)
             if self.texts is not None:
-                state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
             row = row_of(request)
             self.state.seeds[row : row + 1].fill_(request.seed)  # assigning to one element would wait for the device
@@ -272,7 +288,9 @@ class Runner:
             text = self._upload.ints([*prompt_ids, *output_ids])
             positions = torch.arange(len(text) - 1, device=self.device)
             causal = (True,) * self.target.config.num_layers
-            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, self.target.config.windows)
+            config, placement = self.target.config, self._placement
+            memory = recall_alone(config.recurrence, len(positions), placement)
+            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, config.windows, memory)
             hidden, _ = self.target(text[:-1], positions, attend, ())
             rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
             said = text[len(prompt_ids) :].split(REGRET_ROWS)
@@ -306,9 +324,10 @@ class Runner:
         chosen, max_accepted, is_finite = self._choose(
             hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted
         )
-        return self.kernels.close_step(
+        packed, slots = self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
+        return with_confidences(packed, proposal.confidences), slots
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
         """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages."""
@@ -322,11 +341,10 @@ class Runner:
         is_greedy = sampling.mode.is_greedy or not self.samples_drafts
         if self._walks:
             drafted = step.positions[:, 1 : 1 + num_drafts]
-            has_filters = sampling.mode.has_filters
-            draws = None if is_greedy else Draws(*sampling.filters(), sampling.seeds, drafted, has_filters)
+            draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
-            return Proposal(self._to_target(walked.token_ids), walked.distribution)
+            return Proposal(self._to_target(walked.token_ids), walked.distribution, walked.confidences)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
         if is_greedy:
             return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
@@ -367,9 +385,10 @@ class Runner:
         """The target's attention over the pages of blocks. It also stores the KV of verified rows."""
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
-        causal = (True,) * config.num_layers
+        causal, lens = (True,) * config.num_layers, step.context_lens
+        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens)
         return PagedAttention(
-            self.kernels, self.target_kv, page_table, step.context_lens, causal, config.windows, step.slots
+            self.kernels, self.target_kv, page_table, lens, causal, config.windows, step.slots, memory
         )
 
     def _write_context(self, rows: ContextRows | None) -> None:

@@ -162,7 +162,8 @@ def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
 
 def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
     """KV bytes per token that every step reads. A layer with a window reads few of them, which are not counted."""
-    share = sum(window is None for window in config.windows) / len(config.windows)
+    windows = [config.windows[layer] for layer in config.kv_layers]
+    share = sum(window is None for window in windows) / max(1, len(windows))
     return share * bytes_per_token(config, runner.target_kv.pages.dtype)
 
 

@@ -7,14 +7,17 @@ Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import MAX_GRID
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.drafts.draft import Draft, draft_places
+from dflash_runtime.device.recurrent import recall_alone
+from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
 
@@ -29,6 +32,9 @@ MOST_LOSS = 12.0
 
 Anchor = tuple[int, int]
 """The number of a text, and the position of a block's first row in it."""
+
+BlockInputs = tuple[Tensor, Tensor, PagedAttention]
+"""Ids [R, N] and positions [R, N] of blocks, and their attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +78,57 @@ class TextPages:
         return cache
 
     @torch.inference_mode()
-    def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
-        """The most likely draft tokens at each anchor, as ids of the target: [R, K]."""
+    def propose(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that a greedy draft proposes at each anchor, as ids of the target [R, K], and its confidences."""
         with as_current(self._placement.device):
-            blocks = self._blocks(draft, cache, anchors, num_drafts)
-            return torch.cat([self._ids(draft, logits) for logits in blocks])
+            found = [
+                self._propose(draft, self._inputs(draft, cache, piece, num_drafts), num_drafts)
+                for piece in self._pieces(draft, anchors, num_drafts)
+            ]
+        confidences = [own for _, own in found if own is not None]
+        return torch.cat([ids for ids, _ in found]), torch.cat(confidences) if confidences else None
+
+    def _propose(self, draft: Draft, inputs: BlockInputs, num_drafts: int) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(draft, WalkingDraft):
+            return self._ids(draft, draft.logits(*inputs)), None
+        drawn = draft.propose(*inputs, num_drafts, None)
+        ids = drawn.token_ids if draft.target_ids is None else draft.target_ids[drawn.token_ids]
+        return ids, drawn.confidences
 
     @torch.inference_mode()
     def foretell(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> "Foretold":
         """The draft's blocks at each anchor, and its probabilities. The text must go on for the whole block."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         with as_current(self._placement.device):
-            rows = draft_places(draft, draft.config.vocab_size)
-            texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
-            for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
-                chances = logits.float().log_softmax(dim=-1)
-                wanted = text if rows is None else rows[text]
-                losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-                losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
-                ids = self._ids(draft, logits)
-                found.append((ids, chances.amax(dim=-1).exp(), losses.masked_fill(wanted < 0, MOST_LOSS)))
+            for logits, chances, losses in self._judged(draft, cache, anchors, num_drafts):
+                found.append((self._ids(draft, logits), chances.amax(dim=-1).exp(), losses))
         return Foretold(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def losses(self, draft: Draft, features: Tensor, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+        """The losses of `foretell`, [R, K], with gradients for the draft's weights. The draft has reference kernels."""
+        pages = copy(self)
+        pages._placement = replace(self._placement, kernels=REFERENCE)
+        with as_current(self._placement.device):
+            cache = KVCache(draft.config, self._num_pages, self._page_size, self._placement)
+            cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)
+            draft.write_context(features, self._positions, cache, self._slots)
+            cache.layers = dict(enumerate(zip(cache.keys, cache.values, strict=True)))
+            return torch.cat([losses for _, _, losses in pages._judged(draft, cache, anchors, num_drafts)])
+
+    def _judged(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Logits and log-probabilities of blocks, [R, K, V'], and the losses of the text's tokens, [R, K]."""
+        rows = draft_places(draft, draft.config.vocab_size)
+        texts = self._after(anchors, num_drafts).split(self._piece(draft, max(at for _, at in anchors), num_drafts))
+        for text, logits in zip(texts, self._blocks(draft, cache, anchors, num_drafts), strict=True):
+            chances = logits.float().log_softmax(dim=-1)
+            wanted = text if rows is None else rows[text]
+            losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+            losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
+            yield logits, chances, losses.masked_fill(wanted < 0, MOST_LOSS)
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
         """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""
@@ -109,12 +145,25 @@ class TextPages:
         return ids if draft.target_ids is None else draft.target_ids[ids]
 
     def _blocks(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Tensor]:
-        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows."""
+        """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows.
+
+        A draft that walks chooses each token after the tokens of the text.
+        """
+        for piece in self._pieces(draft, anchors, num_drafts):
+            inputs = self._inputs(draft, cache, piece, num_drafts)
+            if isinstance(draft, WalkingDraft):
+                yield draft.logits_along(*inputs, self._after(piece, num_drafts))
+            else:
+                yield draft.logits(*inputs)
+
+    def _pieces(self, draft: Draft, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Sequence[Anchor]]:
+        """The anchors, as many at a time as memory allows."""
         piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
         for begin in range(0, len(anchors), piece):
-            yield self._logits(draft, cache, anchors[begin : begin + piece], num_drafts)
+            yield anchors[begin : begin + piece]
 
-    def _logits(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+    def _inputs(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> BlockInputs:
+        """Ids and positions of the anchors' blocks, and their attention to the texts before."""
         config, kernels = draft.config, self._placement.kernels
         first, positions = self._locate(anchors)
         longest = max(position for _, position in anchors)
@@ -124,8 +173,7 @@ class TextPages:
         masks = first.new_full((len(first), num_drafts), config.mask_token_id)
         block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
         rows = positions[:, None] + torch.arange(num_drafts + 1, device=first.device)
-        attend = PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
-        return draft.logits(block, rows, attend)
+        return block, rows, PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
 
     def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
         """The first slot of each anchor's text, and the anchor's position in the text, [R] each."""
@@ -149,7 +197,9 @@ def read_features(
     device, config = placement.device, target.config
     with as_current(device):
         cache = KVCache(config, 1, page_size, placement)
-        attend = PagedAttention.in_order(placement.kernels, cache, 0, (True,) * config.num_layers, config.windows)
+        memory = recall_alone(config.recurrence, len(text), placement)
+        causal = (True,) * config.num_layers
+        attend = PagedAttention.in_order(placement.kernels, cache, 0, causal, config.windows, memory)
         _, features = target(torch.tensor(text, device=device), torch.arange(len(text), device=device), attend, layers)
     assert features is not None, "layers to tap"
     return features

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import WalkDraws
-from dflash_kernels.rope_norm import sum_parts_ref
+from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.suite import Kernels
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
@@ -22,7 +21,7 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, Linear
+from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, Linear, RMSNorm
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.models.weights import Weights
@@ -42,36 +41,49 @@ class BlockConvolution:
         return cls(weights[f"{name}.base_kernel"].contiguous(), projection, suite)
 
     def dynamic(self, normed: Tensor) -> Tensor:
-        """Return the parts of the kernels that depend on the row: [T, H] -> [T, 2, S, G]."""
-        return self.projection(normed).view(len(normed), *self.kernels.shape[:2], -1)
+        """Return the parts of the kernels that depend on the row, as parts of a product: [T, H] -> [P, T, 2, S, G]."""
+        parts = self.projection.parts(normed)
+        return parts.view(*parts.shape[:2], *self.kernels.shape[:2], -1)
 
-    def __call__(self, hidden: Tensor, dynamic: Tensor, side: int, num_rows: int) -> Tensor:
-        """Convolve blocks of `num_rows` rows, [T, H] -> [T, H]. Side 0 is before the sublayer, 1 after it."""
-        return self.suite.block_conv(hidden, self.kernels[side], dynamic[:, side], num_rows)
+    def before(self, normed: Tensor, dynamic: Tensor, num_rows: int) -> Tensor:
+        """Convolve the input of the sublayer in blocks of `num_rows` rows, [T, H] -> [T, H]."""
+        return self.suite.block_conv(normed, self.kernels[0], dynamic[:, :, 0], num_rows)
+
+    def after(
+        self, parts: Tensor, dynamic: Tensor, num_rows: int, residual: Tensor, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve the output of the sublayer, [P, T, H], add it to the residual, and apply the next norm."""
+        dynamic = dynamic[:, :, 1]
+        return self.suite.conv_add_norm(parts, self.kernels[1], dynamic, num_rows, residual, norm.weight, norm.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedLayer:
-    """A decoder layer with convolutions around attention and feed-forward."""
+    """A decoder layer with convolutions around attention and feed-forward, and the norm after it."""
 
     layer: DecoderLayer
     around_attention: BlockConvolution
     around_mlp: BlockConvolution
+    next_norm: RMSNorm
 
     def __call__(
         self, index: int, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend, num_rows: int
     ) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer`. Blocks have `num_rows` rows."""
+        """See `DecoderLayer`, but the residual includes the layer, and the rows are normalised for the next one.
+
+        Blocks have `num_rows` rows.
+        """
         attention, conv = self.layer.attention, self.around_attention
         dynamic = conv.dynamic(normed)
-        query, keys, values = attention.project(conv(normed, dynamic, 0, num_rows), cos, sin, attend.place(index))
+        convolved = conv.before(normed, dynamic, num_rows)
+        query, keys, values = attention.project(convolved, cos, sin, attend.place(index))
         attended = attend.read(index, query, keys, values, attention.softmax)
-        added = conv(attention.output(attended.flatten(-2)), dynamic, 1, num_rows)
-        normed, residual = self.layer.mlp_norm.add(added[None], residual)
+        added = attention.output.parts(attended.flatten(-2))
+        normed, residual = conv.after(added, dynamic, num_rows, residual, self.layer.mlp_norm)
         conv = self.around_mlp
         dynamic = conv.dynamic(normed)
-        added = sum_parts_ref(self.layer.mlp(conv(normed, dynamic, 0, num_rows)), residual.dtype)
-        return conv(added, dynamic, 1, num_rows)[None], residual
+        added = self.layer.mlp(conv.before(normed, dynamic, num_rows))
+        return conv.after(added, dynamic, num_rows, residual, self.next_norm)
 
 
 class ConvolvedStack(DecoderStack):
@@ -79,19 +91,19 @@ class ConvolvedStack(DecoderStack):
 
     def __init__(self, weights: Weights, config: DraftConfig, placement: Placement) -> None:
         super().__init__(weights, "", config, placement)
-        names = [[f"layers.{index}.{name}" for name in CONVOLUTIONS] for index in range(config.num_layers)]
-        self.convolved = [
-            ConvolvedLayer(layer, *(BlockConvolution.read(weights, name, placement.kernels) for name in both))
-            for layer, both in zip(self.layers, names, strict=True)
-        ]
+        suite = placement.kernels
+        self.convolved = []
+        for index, layer in enumerate(self.layers):
+            names = (f"layers.{index}.{name}" for name in CONVOLUTIONS)
+            attention, mlp = (BlockConvolution.read(weights, name, suite) for name in names)
+            self.convolved.append(ConvolvedLayer(layer, attention, mlp, self.norms[index + 1]))
 
     def denoise(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Embedded rows of blocks [R * N, hidden] at positions [R, N] -> normalised rows [R * N, hidden]."""
         cos, sin = self.rope.rows(positions.flatten())
         normed, residual = self.norms[0](hidden), hidden
         for index, layer in enumerate(self.convolved):
-            added, residual = layer(index, normed, residual, cos, sin, attend, positions.shape[1])
-            normed, residual = self.norms[index + 1].add(added, residual)
+            normed, residual = layer(index, normed, residual, cos, sin, attend, positions.shape[1])
         return normed
 
 
@@ -110,8 +122,9 @@ class DFlash2Draft(DFlashDraft):
             )
         super().__init__(config, weights, target, placement)
         self._top_k = config.selector.top_k
-        self._predecessors = weights[f"{SELECTOR}.predecessor_codebook"].contiguous()
-        self._successors = weights[f"{SELECTOR}.successor_codebook"].contiguous()
+        names = (f"{SELECTOR}.{part}_codebook" for part in ("predecessor", "successor"))
+        predecessors, successors = (weights[name].contiguous() for name in names)
+        self._codebooks = Codebooks(predecessors, successors)
         self._projection = Linear.read(weights, f"{SELECTOR}.hidden_projection", placement.kernels)
 
     def _read_layers(self, weights: Weights, config: DraftConfig, placement: Placement) -> ConvolvedStack:
@@ -128,12 +141,14 @@ class DFlash2Draft(DFlashDraft):
         """See `drafts.draft.WalkingDraft`. The filters of a request apply to the target only."""
         hidden = self._denoise(block_ids, positions, attend, num_drafts)
         logits = self._score(hidden).unflatten(0, (-1, num_drafts))
-        candidates = logits.topk(self._top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        best, values = self._kernels.top_tokens(logits.flatten(0, 1), self._top_k)
+        candidates = best.view(*logits.shape[:2], -1)
         how = None if draws is None else WalkDraws(draws.temperatures, draws.seeds, draws.positions)
+        projected = self._projection.parts(hidden)
+        anchors = block_ids[:, 0].contiguous()
         walk = self._kernels.candidate_walk(
-            logits.gather(-1, candidates), candidates, self._projection(hidden).unflatten(0, (-1, num_drafts)),
-            self._predecessors, self._successors, block_ids[:, 0].contiguous(), how,
-        )  # fmt: skip
+            values.view_as(candidates), candidates, projected, self._codebooks, anchors, how
+        )
         if draws is None:
             return Drawn(walk.token_ids)
         scores = torch.full(logits.shape, -torch.inf, dtype=walk.scores.dtype, device=logits.device)
@@ -144,3 +159,15 @@ class DFlash2Draft(DFlashDraft):
             has_filters=False, purpose=DRAFT,
         )  # fmt: skip
         return Drawn(walk.token_ids, described.distribution)
+
+    def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
+        """See `drafts.draft.WalkingDraft`."""
+        hidden = self._denoise(block_ids, positions, attend, text.shape[1])
+        logits = self._score(hidden).view(*text.shape, -1)
+        best, _ = self._kernels.top_tokens(logits.flatten(0, 1), self._top_k)
+        candidates = best.view(*text.shape, -1)
+        values = logits.gather(-1, candidates)
+        before = torch.cat((block_ids[:, :1], text[:, :-1]), dim=1)
+        reading = self._codebooks.predecessors[before] * self._projection(hidden).view(*text.shape, -1)
+        pairs = (reading[:, :, None] * self._codebooks.successors[candidates]).sum(-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, values + pairs)

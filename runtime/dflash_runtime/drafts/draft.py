@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Distribution
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import MASK_FILE
-from dflash_runtime.checkpoint.layout import owned_shapes, select_tensors
+from dflash_runtime.checkpoint.layout import CONFIDENCE, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftLike
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
@@ -57,26 +57,26 @@ class Draft(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How R requests sample K drafted tokens each.
+    """How R requests sample K drafted tokens each. The top-k and top-p of a request apply to the target only.
 
-    temperatures [R] float64, top_ks [R] int64, top_ps [R] float64, seeds [R] int64   of the requests
-    positions [R, K] int64   positions of the drafted tokens
-    has_filters              whether some top_k or top_p may remove tokens
+    temperatures [R] float64, seeds [R] int64   of the requests
+    positions [R, K] int64                      positions of the drafted tokens
     """
 
     temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
     seeds: Tensor
     positions: Tensor
-    has_filters: bool
 
 
 class Drawn(NamedTuple):
-    """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were."""
+    """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were.
+
+    `confidences` [R, K] are the draft's predictions that the target accepts a token, if the draft makes them.
+    """
 
     token_ids: Tensor
     distribution: Distribution | Tensor | None = None
+    confidences: Tensor | None = None
 
 
 @runtime_checkable
@@ -87,6 +87,14 @@ class WalkingDraft(Draft, Protocol):
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
     ) -> Drawn:
         """Choose the first `num_drafts` tokens of blocks [R, N]: the best ones, or with `draws` at temperatures."""
+        ...
+
+    def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
+        """Return the logits [R, K, V'] by which `propose` would choose each token after the tokens of a text [R, K].
+
+        As long as the text has the best tokens, these are the logits of a greedy block. A token that the draft cannot
+        choose has minus infinity.
+        """
         ...
 
 
@@ -130,8 +138,11 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 
 
 def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
-    """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`."""
-    return load_weights(source.checkpoint, owned_tensors(source), placement)
+    """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`.
+
+    A confidence head keeps its dtype, because engines compute it in float32 beside a bfloat16 draft.
+    """
+    return load_weights(source.checkpoint, owned_tensors(source), placement, as_stored=CONFIDENCE)
 
 
 def draft_places(draft: Draft, vocab_size: int) -> Tensor | None:

@@ -14,10 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dflash_kernels.candidate_walk import Codebooks
 from dflash_kernels.sampling import Chosen
+from dflash_kernels.top_tokens import MOST_TOP_TOKENS
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import MARKOV
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.drafts.confidence import ConfidenceHead
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
 from dflash_runtime.models.layers import Attend, Linear
@@ -40,27 +43,34 @@ class MarkovHead:
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head_type)
         inner = None if name is None else Linear.read(weights, f"{MARKOV}.{name}", placement.kernels)
         after = Linear.read(weights, f"{MARKOV}.markov_w2", placement.kernels)
-        return cls(head_type, weights[f"{MARKOV}.markov_w1.weight"], after, inner)
+        return cls(head_type, weights[f"{MARKOV}.markov_w1.weight"].contiguous(), after, inner)
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """The state before the first position, [R, E], for hidden states [R, H]."""
         return hidden.new_zeros(len(hidden), self.before.shape[1])
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens before [R], hidden states of the position [R, H], state [R, E] -> bias [R, V'], and the next state."""
+    def factors(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens before [R], hidden states of the position [R, H], state [R, E] -> factors [R, E], and the next state.
+
+        The bias is the product of the factors with `after`.
+        """
         embedded = self.before[tokens]
         if self.inner is None:
-            return self.after(embedded), state
+            return embedded, state
         if self.head_type == "gated":
-            return self.after(torch.sigmoid(self.inner(torch.cat((hidden, embedded), -1))) * embedded), state
+            return torch.sigmoid(self.inner(torch.cat((hidden, embedded), -1))) * embedded, state
         gate, fresh, out = self.inner(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
-        return self.after(torch.tanh(out)), gate * state + (1 - gate) * torch.tanh(fresh)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(fresh)
+
+    def add_bias(self, logits: Tensor, factors: Tensor, scale: float) -> None:
+        """Add the bias of factors [R, E] to logits [R, V'] in place, and round once."""
+        logits.addmm_(factors, self.after.weight.t(), alpha=scale)
 
 
 @DRAFTS.register("dspark")
 class DSparkDraft(DFlashDraft):
-    """A DFlash draft with a Markov head. Its prediction of acceptance is not read."""
+    """A DFlash draft with a Markov head, and a head that predicts which tokens the target accepts."""
 
     samples_from_anchor: ClassVar[bool] = True
 
@@ -68,6 +78,7 @@ class DSparkDraft(DFlashDraft):
         super().__init__(config, weights, target, placement)
         markov = config.markov
         self._markov = None if markov is None else MarkovHead.read(weights, markov.head_type, placement)
+        self._confidence = ConfidenceHead.read(weights, config, placement.dtype)
 
     def _denoise(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int) -> Tensor:
         if not self.config.sample_from_anchor:
@@ -82,52 +93,106 @@ class DSparkDraft(DFlashDraft):
     def propose(
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
     ) -> Drawn:
+        """See `drafts.draft.WalkingDraft`. As in vLLM 0.33.0, the filters of a request apply to the target only."""
+        anchors, hidden = self._read_block(block_ids, positions, attend, num_drafts)
+        drawn = self._draw(block_ids, anchors, hidden, num_drafts, draws)
+        if self._confidence is None:
+            return drawn
+        before = torch.cat((block_ids[:, :1], self._to_target(drawn.token_ids[:, :-1])), 1)
+        return drawn._replace(confidences=self._confidence(hidden.view(*before.shape, -1), before))
+
+    def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
         """See `drafts.draft.WalkingDraft`."""
+        anchors, hidden = self._read_block(block_ids, positions, attend, text.shape[1])
+        logits, rows = self._limit(self._score(hidden).view(*text.shape, -1)), hidden.view(*text.shape, -1)
+        if self._markov is None:
+            return logits
+        state = self._first_state(self._markov, rows, block_ids[:, 0], anchors)
+        before, biased = torch.cat((block_ids[:, :1], text[:, :-1]), dim=1), []
+        for position in range(text.shape[1]):
+            factors, state = self._markov.factors(before[:, position], rows[:, position], state)
+            biased.append(logits[:, position] + self.config.logit_scale * self._markov.after(factors))
+        return torch.stack(biased, dim=1)
+
+    def _read_block(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return hidden states of anchors [R, H] if the state of the bias begins there, and of drafts [R * K, H]."""
         has_anchor_step = self._markov is not None and self._markov.head_type == "rnn"
         if has_anchor_step and not self.config.sample_from_anchor:
             rows = self._rows(block_ids, positions, attend)[:, : 1 + num_drafts]
-            anchors, hidden = rows[:, 0], rows[:, 1:].flatten(0, 1)
-        else:
-            anchors, hidden = None, self._denoise(block_ids, positions, attend, num_drafts)
+            return rows[:, 0], rows[:, 1:].flatten(0, 1)
+        return None, self._denoise(block_ids, positions, attend, num_drafts)
+
+    def _draw(
+        self, block_ids: Tensor, anchors: Tensor | None, hidden: Tensor, num_drafts: int, draws: Draws | None
+    ) -> Drawn:
+        """Choose the tokens of blocks [R, N] from the hidden states of `_read_block`."""
         logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
+        if self._markov is not None and self._markov.inner is None and draws is None:
+            return Drawn(self._best(self._markov, logits, block_ids[:, 0].contiguous()))
         if self._markov is not None:
             logits = self._limit(logits)
         return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
 
+    def _best(self, markov: MarkovHead, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Choose the best tokens from left to right with a bias that reads only the token before: [R, K]."""
+        scale, top_k = self.config.logit_scale, self._top_k(logits)
+        if top_k is None or top_k > MOST_TOP_TOKENS:
+            logits = self._limit(logits)
+            return self._kernels.markov_walk(
+                logits, markov.before, markov.after.weight, anchors, scale, self.target_ids
+            )
+        best, values = (item.view(*logits.shape[:2], -1) for item in self._top_tokens(logits, top_k))
+        codebooks = Codebooks(markov.before, markov.after.weight, scale, self.target_ids)
+        return self._kernels.candidate_walk(values, best, None, codebooks, anchors).token_ids
+
+    def _top_k(self, logits: Tensor) -> int | None:
+        """How many of the best tokens of a position the bias chooses among; None: among all."""
+        top_k = self.config.markov.top_k if self.config.markov is not None else None
+        return None if top_k is None or top_k >= logits.shape[-1] else top_k
+
+    def _top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        return self._kernels.top_tokens(logits.flatten(0, 1), top_k)
+
     def _limit(self, logits: Tensor) -> Tensor:
         """Leave only the best tokens of each position, if the config says how many."""
-        top_k = self.config.markov.top_k if self.config.markov is not None else None
-        if top_k is None or top_k >= logits.shape[-1]:
+        top_k = self._top_k(logits)
+        if top_k is None:
             return logits
-        best = logits.topk(top_k, dim=-1)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best.indices, best.values)
+        best, values = self._top_tokens(logits, top_k)
+        return torch.full_like(logits, -torch.inf).flatten(0, 1).scatter_(-1, best, values).view_as(logits)
 
     def _walk(
         self, logits: Tensor, hidden: Tensor, tokens: Tensor, anchors: Tensor | None, draws: Draws | None
     ) -> Drawn:
         """Choose tokens from left to right: logits [R, K, V'], hidden states [R, K, H], anchor tokens [R].
 
+        Each position's bias is added to the logits in place.
         `anchors` [R, H] are the anchors' own hidden states, if the state of the bias begins at the anchor.
         """
-        state = None
-        if self._markov is not None:
-            state = self._markov.first_state(hidden[:, 0])
-            if anchors is not None:
-                _, state = self._markov(tokens, anchors, state)
-        drafted, scored = [], []
+        state = None if self._markov is None else self._first_state(self._markov, hidden, tokens, anchors)
+        drafted = []
         for position in range(logits.shape[1]):
             scores = logits[:, position]
             if self._markov is not None and state is not None:
-                bias, state = self._markov(tokens, hidden[:, position], state)
-                scores = scores + bias * self.config.logit_scale  # as vLLM 0.33.0 qwen3_dspark.py
-            chosen = self._choose(scores.contiguous(), draws, position)
-            tokens = chosen if self.target_ids is None else self.target_ids[chosen]
+                factors, state = self._markov.factors(tokens, hidden[:, position], state)
+                self._markov.add_bias(scores, factors, self.config.logit_scale)  # as vLLM 0.33.0 qwen3_dspark.py
+            chosen = self._choose(scores, draws, position)
+            tokens = self._to_target(chosen)
             drafted.append(chosen)
-            scored.append(scores)
         token_ids = torch.stack(drafted, 1)
         if draws is None:
             return Drawn(token_ids)
-        return Drawn(token_ids, self._sample(torch.stack(scored, 1).flatten(0, 1), draws, draws.positions).distribution)
+        return Drawn(token_ids, self._sample(logits.flatten(0, 1), draws, draws.positions).distribution)
+
+    def _first_state(self, markov: MarkovHead, hidden: Tensor, tokens: Tensor, anchors: Tensor | None) -> Tensor:
+        """The state of the bias [R, E] before the first drafted position; see `_walk`."""
+        state = markov.first_state(hidden[:, 0])
+        return state if anchors is None else markov.factors(tokens, anchors, state)[1]
+
+    def _to_target(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self.target_ids is None else self.target_ids[token_ids]
 
     def _choose(self, scores: Tensor, draws: Draws | None, position: int) -> Tensor:
         """[R, V'] -> [R], ids of the draft."""
@@ -136,7 +201,8 @@ class DSparkDraft(DFlashDraft):
         return self._sample(scores, draws, draws.positions[:, position]).token_ids
 
     def _sample(self, scores: Tensor, draws: Draws, positions: Tensor) -> Chosen:
+        whole, all_ids = torch.ones_like(draws.temperatures), torch.zeros_like(draws.seeds)
         return self._kernels.sample(
-            scores, draws.temperatures, draws.top_ks, draws.top_ps, draws.seeds, positions.flatten(),
-            has_filters=draws.has_filters, purpose=DRAFT,
+            scores, draws.temperatures, all_ids, whole, draws.seeds, positions.flatten(), has_filters=False,
+            purpose=DRAFT,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.models.layers import Attend, DecoderStack, Linear
+from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights
 
@@ -25,12 +25,21 @@ class DecoderTarget:
     has_head_norms: ClassVar[bool] = False
     """Whether the queries and keys of each head are normalised."""
 
+    read_layer: ClassVar[LayerReader] = DecoderLayer.read
+    """Reads one layer."""
+
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
-        self.embedding = weights[f"{PREFIX}embed_tokens.weight"]
+        prefix = self.prefix(config)
+        self.embedding = weights[f"{prefix}embed_tokens.weight"]
         head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self.head = Linear(head, kernels=placement.kernels)
-        self._decoder = DecoderStack(weights, PREFIX, config, placement)
+        self._decoder = DecoderStack(weights, prefix, config, placement, type(self).read_layer)
+
+    @classmethod
+    def prefix(cls, config: TargetConfig) -> str:
+        """Return the prefix of the decoder's tensors."""
+        return PREFIX
 
     @property
     def follows_from_shapes(self) -> bool:
@@ -52,10 +61,10 @@ class DecoderTarget:
     @classmethod
     def expected_shapes(cls, config: TargetConfig) -> dict[str, Shape]:
         """Return every tensor that a target must have, with its shape."""
-        hidden = config.hidden_size
+        hidden, prefix = config.hidden_size, cls.prefix(config)
         shapes: dict[str, Shape] = {
-            f"{PREFIX}embed_tokens.weight": (config.vocab_size, hidden),
-            f"{PREFIX}norm.weight": (hidden,),
+            f"{prefix}embed_tokens.weight": (config.vocab_size, hidden),
+            f"{prefix}norm.weight": (hidden,),
         }
         if not config.tie_word_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -63,11 +72,16 @@ class DecoderTarget:
             parts = {
                 "input_layernorm.weight": (hidden,),
                 "post_attention_layernorm.weight": (hidden,),
-                **cls.attention_shapes(config),
+                **cls.mixer_shapes(config, index),
                 **cls.mlp_shapes(config, index),
             }
-            shapes |= {f"{PREFIX}layers.{index}.{name}": shape for name, shape in parts.items()}
+            shapes |= {f"{prefix}layers.{index}.{name}": shape for name, shape in parts.items()}
         return shapes
+
+    @classmethod
+    def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
+        """Return the tensors between a layer's first norm and its residual, by their names in the layer."""
+        return cls.attention_shapes(config)
 
     @classmethod
     def attention_shapes(cls, config: TargetConfig) -> dict[str, Shape]:

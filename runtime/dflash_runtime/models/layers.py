@@ -3,7 +3,7 @@
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, P pages.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
@@ -25,7 +26,7 @@ from dflash_runtime.models.weights import Weights
 
 
 class Attend(Protocol):
-    """The attention of one forward. It owns the KV pages.
+    """The attention of one forward. It owns the KV pages, and the states of recurrent layers.
 
     A model calls it with queries, keys and values, or takes two steps. First it asks for a layer's `place`, and stores
     keys and values there in the launch that makes them. Then it calls `read`.
@@ -41,6 +42,18 @@ class Attend(Protocol):
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """Compute the same attention as a call, after the keys and values have been stored."""
+        ...
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """See `Recall`."""
+        ...
+
+
+class Recall(Protocol):
+    """The memory of recurrent layers in one forward. It owns the states and the latest rows of every text."""
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        """Convolve rows [T, C] with taps [C, S], and run the gated delta rule over them -> `out` [T, H, V]."""
         ...
 
 
@@ -145,10 +158,18 @@ class Attention:
 
         All are views of wider rows. With a `place`, keys and values are stored there.
         """
-        parts = self.qkv.parts(hidden)
+        return self.rotate(self.qkv.parts(hidden), cos, sin, place)
+
+    def rotate(self, parts: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, after the product, in parts [P, T, (H + 2 KV) * D]."""
         rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place)
         query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, keys, values
+
+    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """See `Mixer`: rows [T, H * D]."""
+        query, keys, values = self.project(hidden, cos, sin, attend.place(layer))
+        return attend.read(layer, query, keys, values, self.softmax).flatten(-2)
 
     @property
     def key_norm(self) -> Tensor:
@@ -171,20 +192,46 @@ def _head_norms(weights: Weights, name: str, counts: tuple[int, int]) -> Tensor 
     return torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
 
 
+class Mixer(Protocol):
+    """A sublayer in which rows read each other: attention, or a recurrent layer."""
+
+    @property
+    def output(self) -> Linear:
+        """The projection to the residual stream."""
+        ...
+
+    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Normalised rows [T, hidden] -> rows for the output projection."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward on a residual stream, each after a norm. The caller applies the first norm."""
+    """Mixer and feed-forward on a residual stream, each after a norm. The caller applies the first norm."""
 
-    attention: Attention
+    mixer: Mixer
     mlp: MLP | Experts
     mlp_norm: RMSNorm
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
-        attention = Attention.read(weights, f"{name}.self_attn", config, kernels)
+        """Read a layer with attention."""
+        return cls.around(Attention.read(weights, f"{name}.self_attn", config, kernels), weights, name, config, kernels)
+
+    @classmethod
+    def around(
+        cls, mixer: Mixer, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels
+    ) -> "DecoderLayer":
+        """Read the feed-forward and its norm of a layer with this mixer."""
         mlp = _read_mlp(weights, f"{name}.mlp", config, kernels)
         norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
-        return cls(attention, mlp, norm)
+        return cls(mixer, mlp, norm)
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
     def __call__(
         self,
@@ -199,14 +246,16 @@ class DecoderLayer:
         """Normalised rows and residual stream, both [T, hidden] -> parts to add to the stream, and the stream.
 
         The next norm adds the parts and normalises in one pass. With `wanted` [S] both results have only these rows;
-        of other rows only keys and values are computed.
+        of other rows only the mixer is computed.
         """
-        query, keys, values = self.attention.project(normed, cos, sin, attend.place(layer))
-        attended = attend.read(layer, query, keys, values, self.attention.softmax)
+        mixed = self.mixer(layer, normed, cos, sin, attend)
         if wanted is not None:
-            attended, residual = attended[wanted], residual[wanted]
-        normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
+            mixed, residual = mixed[wanted], residual[wanted]
+        normed, residual = self.mlp_norm.add(self.mixer.output.parts(mixed), residual)
         return self.mlp(normed), residual
+
+
+LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
 
 
 def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
@@ -228,12 +277,20 @@ def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, k
 class DecoderStack:
     """The layers between an embedding and a head, with rope, each layer's input norm, and the final norm."""
 
-    def __init__(self, weights: Weights, prefix: str, config: TargetConfig | DraftConfig, placement: Placement) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        config: TargetConfig | DraftConfig,
+        placement: Placement,
+        read_layer: LayerReader = DecoderLayer.read,
+    ) -> None:
         kernels, layers = placement.kernels, range(config.num_layers)
-        self.layers = [DecoderLayer.read(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
+        self.layers = [read_layer(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
         names = [*(f"layers.{index}.input_layernorm" for index in layers), "norm"]
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
-        self.rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings, placement)
+        rotary_dim = config.rotary_dim if isinstance(config, TargetConfig) else None
+        self.rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings, placement, rotary_dim)
 
     @property
     def follows_from_shapes(self) -> bool:

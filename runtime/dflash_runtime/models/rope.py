@@ -14,13 +14,24 @@ from dflash_runtime.models.placement import Placement
 
 
 class RopeTable:
-    """Cosines and sines for positions `[0, num_positions)`, computed in float32 and rounded once."""
+    """Cosines and sines for positions `[0, num_positions)`, computed in float32 and rounded once.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, placement: Placement) -> None:
-        frequencies, scale = rope_frequencies(rope, head_dim, max_position_embeddings)
+    With `rotary_dim` only as many dimensions of a head are rotated, in pairs of the first dimensions of both halves.
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        max_position_embeddings: int,
+        placement: Placement,
+        rotary_dim: int | None = None,
+    ) -> None:
+        frequencies, scale = rope_frequencies(rope, rotary_dim or head_dim, max_position_embeddings)
         angles = torch.arange(placement.num_positions, dtype=torch.float32)[:, None] * frequencies
-        angles = torch.cat((angles, angles), dim=-1)  # [positions, D]
-        table = torch.stack((angles.cos(), angles.sin()), dim=1) * scale
+        table = torch.stack((angles.cos(), angles.sin()), dim=1) * scale  # [positions, 2, rotated / 2]
+        rest = torch.tensor([1.0, 0.0])[:, None].expand(len(table), 2, head_dim // 2 - table.shape[2])
+        table = torch.cat((table, rest, table, rest), dim=-1)
         self.table = table.to(placement.device, placement.dtype)  # [positions, 2, D]: one lookup gives cos and sin
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -186,7 +186,9 @@ def target_shapes(source: TargetSource) -> Shapes:
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
-    surplus = unapplied_tensors(found.keys() - expected.keys(), stored=found, num_layers=config.num_layers)
+    others = text_tensors(info for name, info in source.checkpoint.tensors.items() if name not in expected)
+    unread = others if config.nested_in is not None else found.keys() - expected.keys()
+    surplus = unapplied_tensors(unread, stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
         raise UnsupportedError(

@@ -28,17 +28,24 @@ def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
     return sum(info.num_elements * dtype.itemsize if info.is_floating else info.num_bytes for info in infos)
 
 
-def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:
+def load_weights(
+    checkpoint: Checkpoint, names: Iterable[str], placement: Placement, as_stored: str | None = None
+) -> Weights:
     """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
-    The device converts, which costs the host neither time nor memory.
+    The device converts, which costs the host neither time nor memory. Tensors with the prefix `as_stored` keep their
+    dtype.
     """
     wanted = list(names)
     tensors = (
-        (name, tensor.to(placement.dtype) if tensor.is_floating_point() else tensor)
+        (name, tensor.to(placement.dtype) if tensor.is_floating_point() and not _begins(name, as_stored) else tensor)
         for name, tensor in checkpoint.load_many(wanted, str(placement.device))
     )
     return stack_projections(_stack_experts(tensors, wanted))
+
+
+def _begins(name: str, prefix: str | None) -> bool:
+    return prefix is not None and name.startswith(prefix)
 
 
 def _stack_experts(tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -62,7 +62,8 @@ class Batch:
 class StepOutput:
     """Results of one step for one request: the committed tokens, and the verified draft tokens if it drafted.
 
-    With `is_finite` false, the logits after the last committed token were not finite, and the request must end.
+    `confidences` has the draft's prediction for each draft token; see `DraftStep`. With `is_finite` false, the logits
+    after the last committed token were not finite, and the request must end.
     """
 
     token_ids: list[int]
@@ -71,3 +72,4 @@ class StepOutput:
     is_done: bool = False
     generation: int = 0
     is_finite: bool = True
+    confidences: tuple[float | None, ...] = ()

@@ -84,7 +84,7 @@ def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
     trained = draft.num_draft_tokens if draft is not None else 0
     num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
     if num_draft_tokens > trained:
-        why = "without a draft" if draft is None else f"the draft was trained for blocks of {trained + 1}"
+        why = "without a draft" if draft is None else f"the draft was trained for blocks of {draft.block_size}"
         raise UsageError(
             id="too-many-draft-tokens", field="num_draft_tokens", found=num_draft_tokens,
             expected=f"at most {trained}: {why}",

@@ -135,12 +135,17 @@ class DraftStep:
     `draft_ids` are the verified draft tokens. The first `num_accepted` of them were accepted. Draft tokens beyond the
     verify width are left out, since nobody knows whether the target would accept them. The step committed
     `num_committed` output tokens from `start` on: the accepted drafts, then the bonus, cut at stops and limits.
+
+    `confidences` are the draft's own predictions that the target accepts each draft token if it accepts all before it.
+    They are empty for a draft that makes none, and None where the draft's value is not a number. Steps are compared
+    without them, because other requests of a batch change their last digits.
     """
 
     start: int
     draft_ids: tuple[int, ...]
     num_accepted: int
     num_committed: int
+    confidences: tuple[float | None, ...] = field(default=(), compare=False)
 
     @property
     def verify_width(self) -> int:
@@ -155,6 +160,11 @@ class DraftStep:
         """
         has_bonus = self.num_committed > self.num_accepted
         return self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else None
+
+
+def confidences_of(steps: Sequence[DraftStep]) -> tuple[tuple[float | None, ...], ...]:
+    """The draft's predictions for the tokens of each step; empty if no step has any."""
+    return tuple(step.confidences for step in steps) if any(step.confidences for step in steps) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +333,7 @@ class RequestOutput:
     committed_lengths    tokens left in the output after stops and limits
     rejected_ids         the draft token that the target replaced, or None
     drafts               the verified draft tokens
+    draft_confidences    the draft's predictions for these tokens; empty for a draft that makes none
 
     `num_cached` rows of the prompt came from the prefix cache, and `num_loaded` rows from a hand-off.
 
@@ -341,6 +352,7 @@ class RequestOutput:
     committed_lengths: tuple[int, ...] = ()
     rejected_ids: tuple[int | None, ...] = ()
     drafts: tuple[DraftStep, ...] = ()
+    draft_confidences: tuple[tuple[float | None, ...], ...] = field(default=(), compare=False)
     num_cached: int = 0
     num_loaded: int = 0
     num_preemptions: int = 0
@@ -391,6 +403,7 @@ class RequestOutput:
             committed_lengths=tuple(step.num_committed for step in request.steps),
             rejected_ids=tuple(step.rejected_id for step in request.steps),
             drafts=tuple(request.steps),
+            draft_confidences=confidences_of(request.steps),
             num_cached=request.num_cached,
             num_loaded=request.num_loaded,
             num_preemptions=request.num_preemptions,

@@ -135,7 +135,10 @@ class Scheduler:
         assert request.is_finished == output.is_done, "host and device disagree on the end of a request"
         draft_ids = output.draft_ids[: request.params.max_drafts]
         if output.num_accepted is not None and draft_ids:
-            request.steps.append(DraftStep(start, tuple(draft_ids), output.num_accepted, len(output.token_ids)))
+            confidences = output.confidences[: len(draft_ids)]
+            request.steps.append(
+                DraftStep(start, tuple(draft_ids), output.num_accepted, len(output.token_ids), confidences)
+            )
             self.width_policy.observe(len(draft_ids), output.num_accepted)
         self.cache.publish(request, request.kv_len)
         if request.is_finished:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, fetch_directory, is_hub_id, tiny_directory
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_hub_id, tiny_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
@@ -140,9 +140,10 @@ def test_a_directory_wins_over_the_bundled_pair(tmp_path: Path, monkeypatch: pyt
 def test_the_bundled_pair() -> None:
     assert fetch_directory(TINY, Role.DRAFT) == tiny_directory() / "draft"
     assert fetch_directory(TINY, Role.TARGET) == tiny_directory() / "target"
-    assert fetch_directory(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
-    with refuses(UsageError, "draft-as-target", field="--target", found=TINY_REDUCED):
-        fetch_directory(TINY_REDUCED, Role.TARGET)
+    for name in ("reduced", "dflash2", "dspark"):
+        assert fetch_directory(f"tiny:{name}", Role.DRAFT) == tiny_directory() / f"draft-{name}"
+        with refuses(UsageError, "draft-as-target", field="--target", found=f"tiny:{name}"):
+            fetch_directory(f"tiny:{name}", Role.TARGET)
 
 
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])

@@ -95,5 +95,5 @@ def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(Meter, "SECONDS", 0.0)
     with ReadingProgress() as progress:
         for index, name in enumerate(("config as it is", "rope base 10000")):
-            progress(name, index, 2)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 configs tried  rope base 10000")
+            progress(name, index, 2 + index)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("1/3 readings scored  rope base 10000")

@@ -134,7 +134,7 @@ class TestRefusal:
         assert outcome.out == ""
 
     def test_a_relative(self, tmp_path: Path) -> None:
-        draft = support.make_native(tmp_path / "draft", markov_rank=0)
+        draft = support.make_native(tmp_path / "draft", xpress_topc=0)
         target = support.make_target(tmp_path / "target")
         assert support.invoke("serve-command", draft, "--target", target, "--engine", "vllm").code == 5
 

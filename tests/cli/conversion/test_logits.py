@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
@@ -21,6 +22,7 @@ from dflash_testing import checkpoints as support
 from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN
 from dflash_testing.refusals import refuses
+from dflash_testing.walking_drafts import walking_folder
 
 RECORDED = json.loads((GOLDEN / "speculators_logits.json").read_text(encoding="utf-8"))
 
@@ -111,6 +113,27 @@ class TestVerifyLogits:
         support.write_config(out, config)
         with refuses(GateFailed, "logits-differ"):
             verify_logits(source, open_draft(out))
+
+    @pytest.mark.parametrize(
+        ("kind", "part"),
+        [
+            ("dflash2", "candidate_selector.predecessor_codebook"),
+            ("dflash2", "layers.1.mlp_conv.base_kernel"),
+            ("dspark", "markov_head.markov_w2.weight"),
+            ("anchor-first", "markov_head.gate_proj.weight"),
+        ],
+    )
+    def test_a_wrong_part_of_a_draft_that_walks_is_caught(self, kind: str, part: str, tmp_path: Path) -> None:
+        folder = walking_folder(kind)
+        tensors = load_file(folder / "model.safetensors")
+        for change, name in ((0.0, "same"), (1.0, "other")):
+            (tmp_path / name).mkdir()
+            changed = {**tensors, part: tensors[part] + change * tensors[part].roll(1, 0)}
+            save_file(changed, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+            (tmp_path / name / "config.json").write_text((folder / "config.json").read_text())
+        assert verify_logits(open_draft(folder), open_draft(tmp_path / "same")).max_difference == 0
+        with refuses(GateFailed, "logits-differ"):
+            verify_logits(open_draft(folder), open_draft(tmp_path / "other"))
 
     def test_a_dropped_head_proposes_the_same_among_its_ids(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", support.REDUCED)

@@ -62,7 +62,7 @@ def test_a_malformed_manifest_is_refused_with_the_field(name: str, document: dic
 def test_every_unknown_key_and_the_metadata_of_headers_are_named(tmp_path: Path) -> None:
     """By `inspect`, by `validate` and by conversion.json. A number that is not finite is carried."""
     config = support.native_config(time_step_limit=[0.0, float("inf")])
-    config["dflash_config"] |= {"thresh_head_direct_len": True, "is_causal": True}
+    config["dflash_config"] |= {"thresh_head_direct_len": False, "is_causal": True}
     draft = tmp_path / "draft"
     draft.mkdir()
     support.write_config(draft, config)

@@ -12,8 +12,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
-from dflash_cli.diagnosis.readings import (
-    MIN_TEST_PROMPTS,
+from dflash_cli.diagnosis.reading_results import (
     ReadingResult,
     ReadingSearch,
     combine,
@@ -21,9 +20,11 @@ from dflash_cli.diagnosis.readings import (
     confirm,
     find_best,
 )
+from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, SearchBudget
+from dflash_cli.diagnosis.suspect_parts import suspect_spots
 from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_cli.rules.validator import report_of
@@ -221,6 +222,24 @@ def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
     high = ReadingSearch(16, 1000, 6.1, (), 60)
     report = report_of_search(high, finding("N34", "model.safetensors:layers.1.mlp.down_proj.weight"))
     assert diagnose_report(report, draft="d", target="t").has_cause is False
+
+
+def test_a_size_beside_other_layers_is_no_cause_without_a_reading() -> None:
+    """With three layers, one layer may have been scaled, or the other two."""
+    low = ReadingSearch(16, 1000, 1.1, (), 60)
+    size = finding("N36", "model.safetensors:layers.2.self_attn.v_proj.weight")
+    found = [size, replace(finding("R06", "config.json", severity="error"), level="run")]
+    assert diagnose_report(report_of_search(low, *found), draft="d", target="t").has_cause is False
+    assert diagnose_report(report_of_search(low, replace(size, id="N38"), found[1]), draft="d", target="t").has_cause
+
+
+def test_suspect_norms_do_not_displace_matrices() -> None:
+    norms = [("self_attn.q_norm", 1), ("input_layernorm", 2), ("post_attention_layernorm", 0)]
+    spots = [("fc", None), *norms, ("self_attn.o_proj", 0), ("mlp.down_proj", 1), ("self_attn.v_proj", None)]
+    left_out = [result(3.0, 3.0, 0.0, "weights", touches=frozenset({spot})) for spot in spots]
+    found = suspect_spots(left_out, 1)
+    beside = {("self_attn.q_proj", 1), ("self_attn.k_proj", 1)}
+    assert found == {("fc", None), norms[0], *beside, ("self_attn.o_proj", 0), ("self_attn.v_proj", None)}
 
 
 def test_two_readings_change_a_draft_together_unless_they_change_the_same_setting() -> None:

@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import alternatives, readings
 from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.pair_validation import validate_running
+from dflash_cli.diagnosis.reading_results import ReadingSearch
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
-from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.subject import ValidationPlan
@@ -203,7 +204,7 @@ def test_an_exchange_that_half_of_it_explains_is_in_doubt(tmp_path: Path, monkey
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
     """The search on a bundled draft that is read with another causality."""
     budget = SearchBudget(num_prompts=8, max_new_tokens=32, factors=frozenset(factors))
-    draft = open_draft(fetch_directory(name, Role.DRAFT), causality=causality)
+    draft = open_draft(fetch_directory(name, Role.DRAFT), overrides=Overrides(causality))
     settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None)
     return search_readings(draft, open_target(TARGET), None, settings=settings)
 

@@ -34,6 +34,7 @@ OTHER_MEANINGS = {
     "main.py": "names of Python packages",
     "terminal/options.py": "names of the code that runs a target",
     "commands/tune.py": "engines with settings that are printed by default",
+    "formats/draft_kinds": "the engines that serve a kind of draft, so that a kind is one file",
     "commands/card.py": "engines with commands on a card by default",
 }
 """Files and folders in which a word that is also an engine's name means something else."""

@@ -157,9 +157,7 @@ def test_faults_that_differ_only_in_location_are_one_finding(tmp_path: Path) -> 
     assert "4" in found[0].message
 
 
-@pytest.mark.parametrize(
-    "change", [nested(conv_kernel_size=2), top(markov_rank=0), top(architectures=["LiLiCorrDraftModel"])]
-)
+@pytest.mark.parametrize("change", [top(architectures=["Gemma4DSparkModel"]), top(architectures=["OwnDFlash2Model"])])
 @pytest.mark.parametrize(
     "command", [("validate",), ("inspect",), ("serve-command", "--engine", "llama.cpp"), ("convert", "--to", "vllm")]
 )
@@ -177,14 +175,8 @@ def test_a_relative_that_no_engine_serves_is_unsupported_in_every_command(
 @pytest.mark.parametrize(
     ("engine", "architecture", "outcome"),
     [
-        ("vllm", "DFlash2DraftModel", "serves"),
-        ("vllm@0.27", "DFlash2DraftModel", "stops"),
-        ("sglang", "DFlash2DraftModel", "serves"),
-        ("transformers", "DFlash2DraftModel", "serves"),
-        ("llama.cpp", "DFlash2DraftModel", "serves"),
-        ("sglang", "Qwen3XPressModel", "stops"),
-        ("vllm", "Qwen3DSparkModel", "serves"),
-        ("vllm", "DominoDraftModel", "stops"),
+        ("vllm", "Gemma4DSparkModel", "serves"),
+        ("vllm@0.25", "Gemma4DSparkModel", "stops"),
     ],
 )
 def test_a_kind_that_dflash_does_not_run_may_be_served(
@@ -197,7 +189,7 @@ def test_a_kind_that_dflash_does_not_run_may_be_served(
     target = support.make_target(tmp_path / "target")
     served = support.invoke("serve-command", draft, "--target", target, "--engine", engine)
     assert served.code == (0 if outcome == "serves" else 5), served.err
-    assert ("dspark" in served.out) == (architecture == "Qwen3DSparkModel")
+    assert ("dspark" in served.out) == (outcome == "serves" and architecture == "Gemma4DSparkModel")
     described = support.invoke("inspect", draft)
     assert described.error is not None
     if "@" not in engine:
@@ -226,7 +218,7 @@ def test_a_draft_that_this_tool_would_misread_is_not_run(habit: str, tmp_path: P
 
 @pytest.mark.parametrize("command", ["diagnose", "generate", "eval-acceptance"])
 def test_a_relative_is_not_run(command: str, tmp_path: Path) -> None:
-    draft = build(Case(config=nested(conv_kernel_size=2)), tmp_path / "draft")
+    draft = build(Case(config=nested(gru_hidden_dim=2)), tmp_path / "draft")
     words = ("x", "-d", draft) if command == "generate" else (draft,)
     outcome = support.invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
     assert outcome.code == 5, outcome.err

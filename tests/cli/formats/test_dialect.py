@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.formats.dialect import all_formats, get_writable, writable_formats
+from dflash_cli.formats.dialect import all_formats, get_writable, word_of, writable_formats, writable_words
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -16,7 +16,7 @@ from dflash_testing.refusals import refuses
 
 def test_writable_dialects() -> None:
     assert [item.name for item in writable_formats()] == sorted(item.name for item in all_formats() if item.writable)
-    assert all(get_writable(item.name) is item for item in writable_formats())
+    assert all(get_writable(word_of(item), item.family) is item for item in writable_formats())
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ def test_writable_dialects() -> None:
     [
         ("natve", "unknown-dialect", ["'native'?", "mlx, native, sglang, speculators, vllm"]),
         ("xyz", "unknown-dialect", ["mlx, native, sglang, speculators, vllm"]),
+        ("dspark-native", "unknown-dialect", ["mlx, native, sglang, speculators, vllm"]),
         ("specforge", "read-only-dialect", ["mlx, native, sglang, speculators, vllm"]),
     ],
 )
@@ -38,7 +39,7 @@ def test_other_names_are_refused_in_one_line(name: str, id: str, named: list[str
 
 def test_help_lists_every_writable_dialect() -> None:
     text = " ".join(support.invoke("convert", "--help").out.split())
-    assert ", ".join(item.name for item in writable_formats()) in text
+    assert ", ".join(writable_words()) in text
 
 
 def texts(file: Path) -> Iterator[str]:

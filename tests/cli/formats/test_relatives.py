@@ -27,15 +27,6 @@ def native(architecture: str = "DFlashDraftModel", top: dict[str, Any] | None = 
 BY_CONFIG = {
     "domino by architecture": ("domino", native("DominoDraftModel")),
     "domino under DFlash's name": ("domino", native(projector_type="domino", gru_hidden_dim=8)),
-    "dspark by architecture": ("dspark", native("Qwen3DSparkModel")),
-    "dspark by projector": ("dspark", native(projector_type="dspark")),
-    "dspark with rank 0 that calls itself DFlash": ("dspark", native(top={"markov_rank": 0})),
-    "dspark in speculators": ("dspark", support.speculators_config(speculators_model_type="dspark")),
-    "dflash 2 by architecture": ("dflash2", native("DFlash2DraftModel")),
-    "dflash 2 of another family": ("dflash2", native("MiniMaxDFlash2DraftModel")),
-    "dflash 2 by its keys": ("dflash2", native(conv_kernel_size=2, selector_rank=256)),
-    "dflash 2 in speculators": ("dflash2", support.speculators_config(speculators_model_type="dflash2")),
-    "dspark by vLLM's keys": ("dspark", native(top={"dspark_noise_token_id": 31})),
     "domino by its keys": ("domino", native(pure_draft_prefix_len=1, shift_label=False)),
     "xpress by its key": ("xpress", native(top={"xpress_topc": 4})),
     "hunyuan": ("hunyuan", native("HunYuanDenseV1ForCausalLM")),
@@ -49,6 +40,11 @@ BY_CONFIG = {
     "xpress": ("xpress", native("Qwen3XPressModel")),
     "xpress in speculators": ("xpress", support.speculators_config(speculators_model_type="xpress")),
     "lilicorr": ("lilicorr", native("LiLiCorrDraftModel")),
+    "lilicorr with convolutions": ("lilicorr", native(lilicorr_num_layers=2, conv_kernel_size=2)),
+    "lilicorr by its projector": ("lilicorr", native(projector_type="lilicorr")),
+    "dflash 2 of beam": ("beam", native("DFlash2BeamDraftModel", conv_kernel_size=2)),
+    "adaflash": ("adaflash", native(thresh_head_direct_len=True)),
+    "jetspec": ("jetspec", support.speculators_config(speculators_model_type="jetspec")),
     "laguna": ("laguna", native("DFlashLagunaForCausalLM")),
     "muse": ("muse", native("MuseGlimmerAssistantModel")),
     "muse by its model type": ("muse", native(top={"model_type": "muse_glimmer_assistant"})),
@@ -59,6 +55,8 @@ BY_CONFIG = {
     "p-eagle in speculators": ("peagle", support.speculators_config(speculators_model_type="peagle")),
     "mtp in speculators": ("mtp", support.speculators_config(speculators_model_type="mtp")),
     "mtp": ("mtp", native("Qwen3NextMTP")),
+    "dspark with layers of Gemma 4": ("dspark-variant", native("Gemma4DSparkModel", markov_rank=4)),
+    "dflash 2 with unknown layers": ("dflash2-variant", native("OwnDFlash2Model", conv_kernel_size=2)),
 }
 
 BY_TENSORS = {
@@ -71,6 +69,9 @@ BY_TENSORS = {
     "midlayer.hidden_norm.weight": "eagle3",
     "aux_hidden_norms.0.weight": "laguna",
     "layers.0.self_attn.key_layernorm.weight": "hunyuan",
+    "lilicorr.slot_embedding": "lilicorr",
+    "xpress_head.mix.L": "xpress",
+    "thresh_head_two_model.out.bias": "adaflash",
 }
 
 
@@ -107,7 +108,7 @@ def test_a_checkpoint_on_disk_is_refused(tmp_path: Path) -> None:
         open_draft(path)
 
 
-@pytest.mark.parametrize("case", ["dflash 2 by its keys", "dspark with rank 0 that calls itself DFlash", "eagle 3"])
+@pytest.mark.parametrize("case", ["dspark with layers of Gemma 4", "dflash 2 with unknown layers"])
 def test_exit_codes(case: str, tmp_path: Path) -> None:
     name, config = BY_CONFIG[case]
     path = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
@@ -138,9 +139,14 @@ def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_switched_off_length_head_is_no_kind() -> None:
+    config = native(thresh_head_direct_len=False, use_thresh_head_two_model=False)
+    assert detect_from(config, frozenset(), PATH).format.name == "native"
+
+
 def test_a_config_alone_is_refused_by_the_name_of_its_kind(tmp_path: Path) -> None:
-    support.write_config(tmp_path, native("Qwen3DSparkModel"))
-    with refuses(UnknownFormat, "relative-of-dflash", found="dspark"):
+    support.write_config(tmp_path, native("Qwen3XPressModel"))
+    with refuses(UnknownFormat, "relative-of-dflash", found="xpress"):
         describe(tmp_path)
 
 

@@ -110,7 +110,11 @@ def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
 
 
 def test_a_relative_gets_one_finding(tmp_path: Path) -> None:
-    case = Case(rule="C01", config=nested(conv_kernel_size=2, mask_token_id=None))
+    def change(config: dict[str, Any]) -> None:
+        nested(mask_token_id=None)(config)
+        config["architectures"] = ["Gemma4DSparkModel"]
+
+    case = Case(rule="C01", config=change)
     assert [finding.id for finding in check(case, tmp_path).findings] == ["C01"]
 
 

@@ -64,7 +64,9 @@ def test_bfloat16_has_eight_bits() -> None:
 def test_only_matrices_are_rounded() -> None:
     matrix, vector, ids = VALUES.clone(), VALUES[0].clone(), torch.arange(4).view(2, 2)
     weights = {"layers.0.qkv_proj.weight": matrix, "experts.down_proj.weight": matrix[None], "norm.weight": vector,
-               "model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "d2t": ids}  # fmt: skip
+               "model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "d2t": ids,
+               "markov_head.markov_w1.weight": matrix, "markov_head.markov_w2.weight": matrix,
+               "candidate_selector.successor_codebook": matrix, "confidence_head.proj.weight": matrix[:1]}  # fmt: skip
     found = round_weights(weights, "int8")
     changed = {name for name, tensor in weights.items() if not torch.equal(found[name], tensor)}
-    assert changed == {"layers.0.qkv_proj.weight", "experts.down_proj.weight"}
+    assert changed == {"layers.0.qkv_proj.weight", "experts.down_proj.weight", "markov_head.markov_w2.weight"}

@@ -30,7 +30,10 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "model_type": "gpt_oss", "attention_bias": True, "layer_types": ABSENT,
         "sliding_window": ABSENT, "use_sliding_window": ABSENT, "is_causal": ABSENT, "rope_scaling": ABSENT,
     },
+    "speculators": {},
 }  # fmt: skip
+WRITERS = {"speculators": support.speculators_config}
+"""Base -> the function that writes its config, if not `native_config`."""
 
 SIZES: tuple[Any, ...] = (ABSENT, None, True, "64", 64.0, 0, -64)
 FLAGS: tuple[Any, ...] = (ABSENT, None, True, False, "true", 0, 1)
@@ -74,10 +77,10 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
         ["DFlashDraftModel", "Other"], ["Other", "DFlashDraftModel"],
     ),
     "model_type": (ABSENT, None, "", "nonsense", 3),
-    "hidden_size": (*SIZES, 128), "intermediate_size": (*SIZES, 128), "vocab_size": (*SIZES, 32, 128),
+    "hidden_size": (*SIZES, 128), "intermediate_size": (*SIZES, 128, 48), "vocab_size": (*SIZES, 32, 128),
     "num_hidden_layers": (ABSENT, None, True, "2", 2.0, 0, -1, 1, 3),
-    "num_attention_heads": (ABSENT, None, True, "4", 4.0, 0, 3, 8),
-    "num_key_value_heads": (ABSENT, None, True, "2", 2.0, 0, 3, 4),
+    "num_attention_heads": (ABSENT, None, True, "4", 4.0, 0, 3, 8, 2),
+    "num_key_value_heads": (ABSENT, None, True, "2", 2.0, 0, 3, 4, 1),
     "head_dim": (ABSENT, None, True, "32", 32.0, 0, 16, 64),
     "rms_norm_eps": (ABSENT, None, "1e-6", 0, 0.0, 1, 1e-5), "max_position_embeddings": (*SIZES, 256),
     "hidden_act": (ABSENT, None, "gelu", "relu", "swigluoai", "SiLU", "nonsense", 3),
@@ -185,6 +188,74 @@ TENSORS: Mapping[str, tuple[int, ...] | None] = {
 """Name of a tensor that is added or changed, with its shape; None to leave it out. On `full`."""
 
 
+BODY = "transformer_layer_config."
+METHODS = "speculators_config.proposal_methods"
+GREEDY = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+SPECULATORS: Mapping[str, tuple[Any, ...]] = {
+    "architectures": (ABSENT, None, [], ["Other"]), "model_type": ("qwen3", "speculators", "nonsense"),
+    "speculators_model_type": (ABSENT, None, "eagle3", "nonsense"), "speculators_version": (ABSENT, None),
+    "speculators_config": (ABSENT, None, {}, []), "speculators_config.default_proposal_method": (ABSENT, "other"),
+    METHODS: (
+        ABSENT, None, [], {}, [{}], [{"proposal_type": "greedy"}], [{**GREEDY, "speculative_tokens": None}],
+        [{**GREEDY, "speculative_tokens": "3"}], [{**GREEDY, "speculative_tokens": 0}],
+        [{**GREEDY, "speculative_tokens": 7}], [GREEDY, {**GREEDY, "speculative_tokens": 1}],
+    ),
+    "speculators_config.verifier": (ABSENT, None, {}),
+    "speculators_config.verifier.name_or_path": (ABSENT, None, "/models/target", 3),
+    "speculators_config.algorithm": (ABSENT, "other"),
+    "transformer_layer_config": (ABSENT, None, {}, []),
+    f"{BODY}model_type": (ABSENT, None, "", "llama", "qwen2", "gpt_oss", "mistral", "gemma3_text", "nonsense"),
+    f"{BODY}architectures": (["Qwen3ForCausalLM"], None), f"{BODY}hidden_size": (ABSENT, None, "64", 64.0, 128),
+    f"{BODY}num_hidden_layers": (ABSENT, None, 1, 3), f"{BODY}head_dim": (ABSENT, None, 16),
+    f"{BODY}num_key_value_heads": (ABSENT, None, 4), f"{BODY}vocab_size": (ABSENT, None, 32, 128),
+    f"{BODY}rms_norm_eps": (ABSENT, None, 1e-5), f"{BODY}hidden_act": (ABSENT, "gelu"),
+    f"{BODY}attention_bias": (ABSENT, True), f"{BODY}rope_theta": (ABSENT, 10000), f"{BODY}rope_scaling": (YARN, {}),
+    f"{BODY}rope_parameters": (FULL_ROPE, {**FULL_ROPE, "rope_theta": 10000.0}, {}),
+    f"{BODY}layer_types": (ABSENT, None, [], [FULL], [SLIDING] * 2), f"{BODY}sliding_window": (ABSENT, 16),
+    f"{BODY}use_sliding_window": (ABSENT, None, True), f"{BODY}max_position_embeddings": (ABSENT, 256),
+    f"{BODY}is_causal": (None, True, False), f"{BODY}dtype": (ABSENT, "bfloat16", "nonsense"),
+    f"{BODY}mask_token_id": (62,), f"{BODY}dflash_config": ({"causal": True}, {"mask_token_id": 62}),
+    "aux_hidden_state_layer_ids": (
+        ABSENT, None, [], "1,3", 2, [1], [3, 1], [1, 1], [0, 2], [1, 4], [1, 5], ["1", "3"], [1.0, 3.0], [1, 2.5],
+        [1, 2, 3],
+    ),
+    "mask_token_id": (ABSENT, None, "63", 63.0, 62.5, -1, 64), "block_size": (ABSENT, None, "4", 1, 8),
+    "draft_vocab_size": (ABSENT, None, 32, "64"), "target_hidden_size": (ABSENT, 64, 32, 0, "64"),
+    "sliding_window_non_causal": (ABSENT, None, False, "false", 0),
+    "sample_from_anchor": (ABSENT, None, True, "true"), "is_causal": (None, True, False), "layer_types": ([FULL] * 2,),
+    "dflash_config": ({}, {"causal": True}, {"use_swa": True}), "tie_word_embeddings": (ABSENT, None, True),
+    "quantization_config": (None, {}), "nonsense": (1,), "dtype": ("bfloat16",), "logit_scale": (0.5,),
+    "is_neox_style": (False,), "target_layer_ids": ([0, 1],), "eagle_aux_hidden_state_layer_ids": ([1, 2],),
+}  # fmt: skip
+"""Key -> its values on the base `speculators`."""
+
+_WINDOWED = {f"{BODY}sliding_window": 16, f"{BODY}use_sliding_window": True}
+SPECULATORS_TOGETHER: tuple[Mapping[str, Any], ...] = (
+    *(
+        {**_WINDOWED, f"{BODY}layer_types": kinds, "sliding_window_non_causal": flag}
+        for kinds in ([SLIDING] * 2, [SLIDING, FULL])
+        for flag in (ABSENT, None, False, True)
+    ),
+    {**_WINDOWED, f"{BODY}layer_types": ABSENT},
+    {**_WINDOWED, f"{BODY}layer_types": None, f"{BODY}max_window_layers": 0},
+    {**_WINDOWED, f"{BODY}layer_types": [SLIDING] * 2, f"{BODY}is_causal": False, "sliding_window_non_causal": False},
+    {f"{BODY}rope_theta": ABSENT, f"{BODY}rope_scaling": ABSENT, f"{BODY}rope_parameters": FULL_ROPE},
+    {f"{BODY}rope_theta": ABSENT, f"{BODY}rope_scaling": ABSENT, f"{BODY}rope_parameters": ABSENT},
+)  # fmt: skip
+"""Changes of several keys, on `speculators`."""
+
+MODEL_TYPES = (
+    "llama", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "mistral", "ministral", "mixtral",
+    "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "cohere2", "glm4", "deepseek_v3",
+    "minimax",
+)  # fmt: skip
+"""Types of decoders of targets, which exporters may leave in the config of a draft."""
+BY_TYPE: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("full", {}), ("bare", {}), ("sliding", {}), ("mixed", {}),
+    ("full", {"rope_theta": ABSENT, "rope_scaling": ABSENT}),
+)  # fmt: skip
+"""The bases and changes that each type is tried with."""
+
 READ_BY_LLAMA = (
     "architectures", "block_size", "dflash_config", "layer_types", "sliding_window", "use_sliding_window",
     "max_window_layers", "target_layer_ids", "mask_token_id", "num_target_layers", "model_type",
@@ -207,13 +278,18 @@ class ConfigCase:
     @property
     def is_read_by_llama(self) -> bool:
         """Whether it is about keys and tensors whose reading in llama.cpp's converter and loader is known."""
-        return self.base != "gpt_oss" and all(key.startswith(READ_BY_LLAMA) for key in self.changes)
+        return (
+            self.base not in ("gpt_oss", "speculators")
+            and self.changes.get("model_type") not in MODEL_TYPES
+            and all(key.startswith(READ_BY_LLAMA) for key in self.changes)
+        )
 
     @property
     def config(self) -> dict[str, Any]:
         """The draft's config."""
         changes = {**BASES[self.base], **self.changes}
-        config: dict[str, Any] = json.loads(json.dumps(support.native_config(SHAPE)))
+        write = WRITERS.get(self.base, support.native_config)
+        config: dict[str, Any] = json.loads(json.dumps(write(SHAPE)))
         for dotted, value in changes.items():
             *parents, key = dotted.split(".")
             container = config
@@ -266,3 +342,11 @@ def _cases() -> Iterator[ConfigCase]:
         yield ConfigCase(base="gpt_oss", changes={"rope_theta": ABSENT, "rope_parameters": value})
     for tensor in TENSORS:
         yield ConfigCase(base="full", tensor=tensor)
+    for key, values in SPECULATORS.items():
+        for value in values:
+            yield ConfigCase(base="speculators", changes={key: value})
+    for changes in SPECULATORS_TOGETHER:
+        yield ConfigCase(base="speculators", changes=changes)
+    for model_type in MODEL_TYPES:
+        for base, changes in BY_TYPE:
+            yield ConfigCase(base=base, changes={"model_type": model_type, **changes})

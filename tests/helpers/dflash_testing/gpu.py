@@ -13,14 +13,14 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_testing.pairs import bundled_draft
+from dflash_testing.walking_drafts import stored_draft
 
 
 def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
-    """Return an LLM of the bundled target and a bundled draft. None gives no draft."""
+    """Return an LLM of the bundled target and a bundled draft, or one of KINDS. None gives no draft."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
     config = EngineConfig(**settings)
-    draft = bundled_draft(name) if name is not None else None
+    draft = stored_draft(name) if name is not None else None
     return LLM(open_target(tiny_directory() / "target"), draft, config)
 
 

@@ -11,7 +11,8 @@ from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import KINDS, draft_model
 
 Params = SamplingParams | Sequence[SamplingParams]
 
@@ -26,13 +27,14 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("tiny", {"causal": (True, True, True)}),
     "sliding": ("tiny", {"windows": (16, None, 16)}),
     "reduced": ("tiny:reduced", {}),
+    **{kind: (kind, {}) for kind in KINDS},
 }
 
 
 def make_llm(draft: str = "full", **engine: Any) -> LLM:
     """The bundled pair with one of DRAFTS, in a small engine."""
     name, changes = DRAFTS[draft]
-    return bundled_llm(bundled_draft_model(name, **changes), NUM_DRAFTS, **{"max_num_requests": 4} | engine)
+    return bundled_llm(draft_model(name, **changes), NUM_DRAFTS, **{"max_num_requests": 4} | engine)
 
 
 @cache

@@ -16,6 +16,7 @@ from torch.nn.functional import one_hot
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend
@@ -295,6 +296,9 @@ class WindowedAttention:
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self._windows = windows
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("these models have no recurrent layer")
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         num_groups = query.shape[1] // keys.shape[1]

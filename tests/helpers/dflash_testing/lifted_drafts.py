@@ -109,6 +109,10 @@ class Spark:
     def num_drafts(self) -> int:
         return self.block_size if self.samples_from_anchor else self.block_size - 1
 
+    @property
+    def confidence_reads_token(self) -> bool:
+        return self.seed % 3 > 0
+
 
 def sparks() -> list[Spark]:
     """All recorded heads, those without a bias first."""
@@ -142,3 +146,11 @@ def markov_tensors(case: Spark, hidden: int, vocab_size: int) -> dict[str, Tenso
     found["markov_w2.weight"] *= 4 * case.noise
     found["markov_w1.weight"] *= 4 / rank**0.5
     return found
+
+
+def confidence_tensors(case: Spark, hidden: int) -> dict[str, Tensor]:
+    """The tensors of a confidence head, by the names of speculators' class."""
+    generator = torch.Generator().manual_seed(1000 + case.seed)
+    width = hidden + (case.rank if case.confidence_reads_token else 0)
+    weight = torch.randn((1, width), generator=generator) / hidden**0.5
+    return {"proj.weight": weight, "proj.bias": torch.randn((1,), generator=generator)}

@@ -14,6 +14,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_tar
 from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.delta_rule import Gates
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
@@ -21,6 +22,7 @@ from dflash_runtime.config import (
     ConvolutionConfig,
     DraftConfig,
     EngineConfig,
+    MarkovConfig,
     RopeConfig,
     SelectorConfig,
     TargetConfig,
@@ -201,6 +203,15 @@ DFLASH2: dict[str, Any] = {
 }
 """Changes that make a random draft a DFlash 2 draft."""
 
+DSPARK: dict[str, Any] = {
+    "family": "dspark",
+    "markov": MarkovConfig(rank=5, head_type="gated"),
+    "sample_from_anchor": True,
+    "block_size": 7,
+    "has_confidence": True,
+}
+"""Changes that make a random draft a DSpark draft with 7 draft tokens."""
+
 
 def random_llm(
     target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
@@ -241,6 +252,9 @@ class DenseAttention:
 
     def __init__(self, *, is_causal: bool) -> None:
         self._is_causal = is_causal
+
+    def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("these models have no recurrent layer")
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         assert softmax == PLAIN

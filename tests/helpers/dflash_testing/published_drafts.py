@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_testing import checkpoints as support
 from dflash_testing.checkpoints import REMOVED, SMALL, Arrays, Json, Shape
+from dflash_testing.families import MARKOV, is_of_family, own_shapes
 
 RUNS = "runs"
 
@@ -21,6 +22,7 @@ class PublishedDraft:
     outcome   RUNS, or the reason of the refusal in the table
     rule      id of the rule that refuses the draft
     named     a name in every refusal of the draft: a config key, or the draft's own kind
+    options   options that commands need to convert and run it
     """
 
     name: str
@@ -34,6 +36,7 @@ class PublishedDraft:
     dialect: str = "native"
     outcome: str = RUNS
     note: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def config(self) -> Json:
@@ -48,6 +51,8 @@ class PublishedDraft:
     @property
     def arrays(self) -> Arrays:
         arrays = support.body_arrays(self.shape)
+        if is_of_family(self.config):
+            arrays |= support.random_arrays(own_shapes(self.config, self.shape), seed=3)
         if self.shape.draft_vocab != self.shape.vocab:
             arrays |= support.reduced_arrays(self.shape, support.target_arrays(self.shape))
         return arrays
@@ -68,6 +73,8 @@ ZLAB: Json = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "is_causal":
 """z-lab's configs leave out causality: sliding layers are causal, full layers are not."""
 
 SPEC: Json = {"speculators_version": "0.5.0.dev163", "sliding_window_non_causal": REMOVED}
+
+CONVOLVED: Json = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4}
 
 PUBLISHED = (
     PublishedDraft(name="z-lab Qwen3-8B", beyond="nothing", shape=shape(5, 5, 16), changes=ZLAB),
@@ -172,54 +179,37 @@ PUBLISHED = (
         nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
     ),
     PublishedDraft(
-        name="HunYuan (vllm#43397)", beyond="rope before the norms of queries and keys", shape=shape(5, 5, 16),
-        changes={"model_type": "hunyuan_vl"}, outcome="it applies rope to queries and keys before their norms",
-        rule="C01", named="HunYuan",
-    ),
-    PublishedDraft(
         name="z-lab Qwen3.8-27B-DFlash2", beyond="convolutions, a candidate selector", shape=shape(5, 5, 8),
         changes={"architectures": ["DFlash2DraftModel"], "block_size": REMOVED},
-        nested={"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4},
-        outcome="convolutions surround each sublayer, and a candidate selector chooses", rule="C01", named="DFlash 2",
+        nested={"block_size": 8, **CONVOLVED},
     ),
     PublishedDraft(
         name="z-lab Muse-Glimmer-30B-DFlash2", beyond="as above, and scaled logits with a soft cap",
         shape=shape(5, 5, 16), changes={"architectures": ["DFlash2DraftModel"]},
-        nested={"conv_kernel_size": 2, "selector_rank": 4, "output_multiplier": 0.196, "final_logit_softcapping": 20},
-        outcome="DFlash 2", rule="C01", named="DFlash 2",
+        nested={**CONVOLVED, "output_multiplier": 0.196, "final_logit_softcapping": 20},
     ),
     PublishedDraft(
         name="RedHatAI Qwen3-8B dflash2", beyond="DFlash 2 in speculators", dialect="speculators",
-        shape=shape(8, 5, 16), changes={"speculators_model_type": "dflash2"}, outcome="DFlash 2", rule="C01",
-        named="DFlash 2",
+        shape=shape(8, 5, 16), changes={"speculators_model_type": "dflash2", **CONVOLVED},
     ),
     PublishedDraft(
         name="lightseekorg kimi-k3-dflash2", beyond="DFlash 2 with latent attention", shape=shape(5, 5, 8),
-        changes={"architectures": ["DFlash2DraftModel"]}, nested={"attention_mode": "mla"}, outcome="DFlash 2",
-        rule="C01", named="DFlash 2",
+        changes={"architectures": ["DFlash2DraftModel"]}, nested={**CONVOLVED, "attention_mode": "mla"},
+        outcome="latent attention, for which no engine has a model of a draft", rule="C48", named="attention_mode",
     ),
     PublishedDraft(
         name="RedHatAI GLM-5.3 dspark", beyond="predicts at the anchor; Markov and confidence heads",
-        dialect="speculators", shape=shape(5, 5, 8), outcome="it also predicts at the last committed token",
-        changes={"speculators_model_type": "dspark", "sample_from_anchor": True}, rule="C01", named="DSpark",
+        dialect="speculators", shape=shape(5, 5, 8), changes={"speculators_model_type": "dspark", **MARKOV},
     ),
     PublishedDraft(
-        name="deepseek-ai dflash_qwen3_8b_block7", beyond="DSpark without its head, under DFlash's name",
-        shape=shape(5, 5, 7), changes={"markov_rank": 0}, outcome="it also predicts at the last committed token",
-        rule="C01", named="DSpark",
+        name="deepseek-ai dflash_qwen3_8b_block7", beyond="DSpark without its head; its layout is not stated",
+        shape=shape(5, 5, 7), changes={"architectures": ["Qwen3DSparkModel"], "markov_rank": 0},
+        options=("--layout", "anchor-first"), note="with `--layout anchor-first`",
     ),
     PublishedDraft(
-        name="poolside Laguna XS.2, XS-2.1, S-2.1", beyond="gated attention, a norm for each tap",
-        shape=shape(6, 5, 16), changes={"architectures": ["DFlashLagunaForCausalLM"]},
-        outcome="its attention is gated, and the output of each tapped layer has a norm", rule="C01", named="Laguna",
-    ),
-    PublishedDraft(
-        name="meta-models Muse-Glimmer assistant", beyond="other names and settings", shape=shape(5, 5, 16),
-        changes={
-            "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
-            "dflash_config": {},
-        },
-        outcome="its context encoder has other tensor names", rule="C01", named="Muse Glimmer assistant",
+        name="deepseek-ai dflash_gemma4_12b_block7", beyond="DSpark with layers of Gemma 4", shape=shape(5, 5, 7),
+        changes={"architectures": ["Gemma4DSparkModel"], "markov_rank": 0},
+        outcome="its layers are not the ones of a DFlash draft", rule="C01", named="DSpark",
     ),
 )  # fmt: skip
 

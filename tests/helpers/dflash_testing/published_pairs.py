@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_testing.checkpoints import (
     Json,
     Shape,
@@ -19,6 +20,8 @@ from dflash_testing.checkpoints import (
     speculators_config,
     write_config,
 )
+from dflash_testing.families import is_of_family, own_shapes
+from dflash_testing.kinds import kind_of
 from dflash_testing.paths import ROOT
 
 TABLE = ROOT / "tests" / "data" / "pairs.jsonl"
@@ -37,6 +40,7 @@ class PublishedPair:
     served          the engines that serve the pair
     not_converted   a name in the refusal of a conversion to the other dialect, or nothing if it is converted
     asked           the number of tokens to draft, for a draft without a block size
+    kind            the other kind of the draft, whose table gives its tensors; empty for DFlash
     """
 
     draft: str
@@ -55,11 +59,17 @@ class PublishedPair:
     served: list[str] = field(default_factory=lambda: list(ENGINES))
     not_converted: str = ""
     asked: int | None = None
+    kind: str = ""
 
     @property
     def is_read(self) -> bool:
-        """Whether the draft's config can be read. Relatives of DFlash and drafts without a block size cannot."""
-        return not {"C01", "C03"} & self.errors.keys()
+        """Whether `inspect` describes the draft. Kinds without a table and drafts without a block size are refused."""
+        return bool(self.kind) or not {"C01", "C03"} & self.errors.keys()
+
+    @property
+    def has_unknown_layout(self) -> bool:
+        """Whether the draft's config does not state which rows of a block predict a token."""
+        return "C50" in self.warnings
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write the draft and the target to directories with their published names."""
@@ -75,8 +85,15 @@ class PublishedPair:
         tensors = {name: ("BF16", size) for name, size in body_shapes(shape).items()}
         if shape.draft_vocab != shape.vocab:
             tensors |= _reduced(shape)
+        stated = self._draft_config(shape, changes, config)
+        if self.kind:
+            expected = KindReading(kind_of(self.kind), stated).expected
+            tensors = {name: ("BF16", tuple(size or 0 for size in sizes)) for name, sizes in expected.items()}
+        elif is_of_family(stated):
+            own = own_shapes(stated, shape)
+            tensors |= {name: ("F32" if "confidence" in name else "BF16", size) for name, size in own.items()}
         tensors |= {name: ("BF16", tuple(size)) for name, size in self.tensors.items()}
-        write_headers(draft, self._draft_config(shape, changes, config), tensors)
+        write_headers(draft, stated, tensors)
         return draft, target
 
     def _target_config(self) -> Json:
@@ -129,7 +146,10 @@ class PublishedPair:
             config["transformer_layer_config"] |= changes | self.body
             verifier = {"name_or_path": self.of, "architectures": target["architectures"]}
             config["speculators_config"] = {**config["speculators_config"], "verifier": verifier}
+            if config.get("sample_from_anchor"):
+                config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = shape.block
         else:
+            given = {key: shape.vocab if value == "VOCAB" else value for key, value in given.items()}
             config = native_config(shape, **{**changes, **given})
             config["dflash_config"] |= self.nested
         return {key: value for key, value in config.items() if key not in removed}

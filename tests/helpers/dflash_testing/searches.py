@@ -7,14 +7,16 @@ from dflash_cli.diagnosis.run_settings import SearchBudget
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
-    """Use half or less of the new prompts, anchors, sampled leads, rare mask ids and runs.
+    """Use half or less of the new prompts, anchors, sampled leads, rare mask ids, suspect parts and runs.
 
-    The screen still tries every other reading, or every other reading of these factors.
+    The screen still tries every reading of the config, or every reading of these factors.
     """
     defaults = SearchBudget.__init__.__kwdefaults__ or {}
     changed = {"lead_len": 24, "factors": frozenset(factors) or None}
     monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, **changed})
     monkeypatch.setattr(readings, "MAX_RUN", 2)
+    monkeypatch.setattr(readings, "MAX_SUSPECTS", 1)
+    monkeypatch.setattr(readings, "MAX_PULLED", 1)
     monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
     monkeypatch.setattr(readings, "FEW_ANCHORS", 24)

@@ -35,7 +35,7 @@ def test_a_page_is_contiguous() -> None:
     assert cache.pages.shape == (5, TARGET.num_layers, 2, 16, 16)
     assert cache.page_bytes == cache.pages[0].nbytes == 16 * bytes_per_token(TARGET, torch.float32)
     assert [page.is_contiguous() for page in cache.pages] == [True] * 5
-    for layer, tensors in enumerate(cache.layers):
+    for layer, tensors in cache.layers.items():
         for kind, (tensor, whole) in enumerate(zip(tensors, (cache.keys, cache.values), strict=True)):
             assert torch.equal(tensor.flatten(2), cache.pages[:, layer, kind])
             assert (tensor.data_ptr(), tensor.stride()) == (whole[layer].data_ptr(), whole[layer].stride())
@@ -46,12 +46,12 @@ def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
     config = replace(TARGET, other_kv_shapes={1: (1, 24)})
     assert config.kv_shapes == ((2, 8), (1, 24), (2, 8), (2, 8))
     cache = KVCache(config, 3, 16, placement())
-    assert [tuple(keys.shape) for keys, _ in cache.layers] == [(3, 16, *shape) for shape in config.kv_shapes]
-    for layer, (keys, values) in enumerate(cache.layers):
+    assert [tuple(keys.shape) for keys, _ in cache.layers.values()] == [(3, 16, *shape) for shape in config.kv_shapes]
+    for layer, (keys, values) in cache.layers.items():
         keys.fill_(layer + 1)
         values.fill_(-layer - 1)
-    assert [keys.unique().tolist() for keys, _ in cache.layers] == [[1], [2], [3], [4]]
-    assert [values.unique().tolist() for _, values in cache.layers] == [[-1], [-2], [-3], [-4]]
+    assert [keys.unique().tolist() for keys, _ in cache.layers.values()] == [[1], [2], [3], [4]]
+    assert [values.unique().tolist() for _, values in cache.layers.values()] == [[-1], [-2], [-3], [-4]]
     assert cache.pages[..., 16:].count_nonzero() == 3 * 16 * 2 * 8  # numbers of the widest layer
     assert cache.keys.shape == (4, 3, 16, 1, 24)
     assert cache.pages.nbytes == 48 * bytes_per_token(config, torch.float32)

@@ -12,10 +12,21 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, OwnCache, RopeConfig, TargetConfig
+from dflash_runtime.config import (
+    ConvolutionConfig,
+    DraftConfig,
+    EngineConfig,
+    ExpertsConfig,
+    MarkovConfig,
+    OwnCache,
+    RopeConfig,
+    SelectorConfig,
+    TargetConfig,
+)
 from dflash_runtime.device import loading, memory, spreading
 from dflash_runtime.device.memory import (
     GRAPH_BYTES,
@@ -25,11 +36,12 @@ from dflash_runtime.device.memory import (
     WeightBytes,
     fit_num_pages,
     is_out_of_memory,
-    own_cache_bytes,
     row_bytes,
     scratch_bytes,
+    text_bytes,
 )
 from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.drafts.draft import load_draft_weights
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
@@ -38,8 +50,9 @@ from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins
-from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+from dflash_testing.pairs import bundled_draft, random_draft, random_llm, random_prompts, random_target
 from dflash_testing.refusals import refuses
+from dflash_testing.walking_drafts import KINDS, walking_folder
 
 GIB = 2**30
 GPU = Placement(torch.device("cuda", 0), torch.bfloat16, replace(REFERENCE, name="triton"), 40_976)
@@ -94,9 +107,9 @@ def test_only_references_write_distributions_of_sampled_drafts() -> None:
 def test_a_targets_own_cache_takes_its_measured_bytes() -> None:
     """1 MiB of state per text, and scores of 2048 rows for 32 heads. Pages count its tokens."""
     own = replace(TARGET, own_cache=OwnCache(token_bytes=1000, text_bytes=2**20))
-    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=2048)) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
-    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=16)) == 16 * 2**20 + 256 * 2**20
-    assert own_cache_bytes(TARGET, LIMITS) == 0
+    assert text_bytes(own, replace(LIMITS, max_batched_tokens=2048), torch.float32) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
+    assert text_bytes(own, replace(LIMITS, max_batched_tokens=16), torch.float32) == 16 * 2**20 + 256 * 2**20
+    assert text_bytes(TARGET, LIMITS, torch.float32) == 0
     limits = replace(LIMITS, num_draft_tokens=0)
     assert fit_num_pages(EngineConfig(kv_memory_bytes=16 * 1000 * 100), own, None, limits, GPU) == 100
     weightless = replace(TARGET, own_cache=OwnCache(text_bytes=2**20))
@@ -262,3 +275,36 @@ def test_host_objects_do_not_grow_with_steps() -> None:
     # The number of unfinished requests varies by a few. One leaked object per step would be 500 more.
     assert objects - first_objects < 100
     assert blocks - first_blocks < 400
+
+
+def test_logits_of_a_walk_take_memory() -> None:
+    """A Markov head writes the biased logits, the best tokens alone and sampled scores. A selector writes scores."""
+
+    def step(draft: DraftConfig, draft_sampling: str = "greedy") -> int:
+        config = EngineConfig(max_num_requests=64, draft_sampling=draft_sampling, graphs=False)
+        limits = replace(LIMITS, max_num_requests=64, max_batched_tokens=64)
+        return scratch_bytes(config, TARGET, draft, limits, GPU)
+
+    logits = 64 * LIMITS.num_draft_tokens * LIMITS.vocab_size
+    markov = replace(DRAFT, family="dspark", markov=MarkovConfig(rank=256))
+    limited = replace(markov, markov=MarkovConfig(rank=256, top_k=64))
+    selecting = replace(
+        DRAFT, family="dflash2", convolution=ConvolutionConfig(kernel_size=2, group_size=16),
+        selector=SelectorConfig(rank=256, top_k=16),
+    )  # fmt: skip
+    assert step(markov) - step(DRAFT) == 2 * logits
+    assert step(limited) - step(markov) == 2 * logits
+    assert step(markov, "probabilistic") - step(markov) == 2 * logits
+    assert step(selecting) == step(DRAFT)
+    assert step(selecting, "probabilistic") - step(DRAFT) == 4 * logits
+    rows = row_bytes(selecting, 0, torch.bfloat16) - row_bytes(DRAFT, 0, torch.bfloat16)
+    assert rows == 2 * (2 * DRAFT.hidden_size + 2 * 2 * DRAFT.hidden_size // 16)
+
+
+@pytest.mark.parametrize("kind", ["tiny", *KINDS])
+def test_codebooks_and_markov_tables_count_as_weights(kind: str) -> None:
+    source = bundled_draft().source if kind == "tiny" else open_draft(walking_folder(kind)).source
+    target = open_target(tiny_directory() / "target")
+    loaded = load_draft_weights(source, Placement(torch.device("cpu"), torch.float32, REFERENCE, 64))
+    found = loading._weight_bytes(target, source, torch.float32, "native").draft
+    assert found == sum(tensor.numel() * tensor.element_size() for tensor in loaded.values())

@@ -164,7 +164,7 @@ def test_context_adds_the_time_to_read_its_kv(runner: Runner, monkeypatch: pytes
     num_bytes = other.target_kv.pages.nbytes
     assert times.context_ms == pytest.approx(2 * 4 * 2 * 8 * 4 / num_bytes)  # four layers, the draft has two
     assert times.draft_context_ms == pytest.approx(times.context_ms / 2)
-    windowed = SimpleNamespace(**{name: getattr(other.target.config, name) for name in ("num_layers", "kv_shapes")})
+    windowed = SimpleNamespace(**{name: getattr(other.target.config, name) for name in ("kv_layers", "kv_shapes")})
     windowed.windows = (None, 16, 16, 16)
     whole = step_times._context_bytes(other.target.config, other)
     assert step_times._context_bytes(windowed, other) == whole / 4  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.walking_drafts import ALL, draft_model
 
 PAGE = 4
 
@@ -93,6 +94,9 @@ def test_without_a_cache_nothing_is_found() -> None:
     ("scheduling", "name"),
     [
         ("async", "tiny:reduced"),
+        ("async", "dflash2"),
+        ("async", "dspark"),
+        pytest.param("async", "anchor-first", marks=pytest.mark.slow),
         pytest.param("sync", "tiny", marks=pytest.mark.slow),
         pytest.param("sync", "tiny:reduced", marks=pytest.mark.slow),
         pytest.param("async", "tiny", marks=pytest.mark.slow),
@@ -100,7 +104,7 @@ def test_without_a_cache_nothing_is_found() -> None:
 )
 def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -> None:
     """Cached pages include the draft's context KV, so a hit drafts the same tokens (vllm#47930, llama.cpp#27342)."""
-    draft = bundled_draft_model(name, torch.float64)
+    draft = draft_model(name, torch.float64)
     prompts = [prompt for prompt in bundled_prompts() if len(prompt) > 34][:4]
     params = SamplingParams(max_new_tokens=20)
     cold = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
@@ -110,6 +114,21 @@ def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -
     for outputs in (first, second):
         assert [output.token_ids for output in outputs] == [output.token_ids for output in cold]
         assert [output.drafts for output in outputs] == [output.drafts for output in cold]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_hit_drafts_from_the_cached_context(name: str) -> None:
+    """With other context KV of the draft in cached pages, other tokens are drafted, and the text stays the same."""
+    prompt = next(prompt for prompt in bundled_prompts() if len(prompt) > 34)
+    llm = bundled_llm(draft_model(name), 7)
+    first = llm.generate([prompt], SamplingParams(max_new_tokens=20))[0]
+    cache = llm.engine.runner.draft_kv
+    assert cache is not None
+    cache.pages[:] = cache.pages.roll(1, dims=-1)
+    again = llm.generate([prompt], SamplingParams(max_new_tokens=20))[0]
+    assert again.num_cached
+    assert again.token_ids == first.token_ids
+    assert again.drafts != first.drafts
 
 
 @pytest.mark.parametrize("num_requests", [32, pytest.param(64, marks=pytest.mark.slow)])

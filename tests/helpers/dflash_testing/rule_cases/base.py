@@ -15,6 +15,7 @@ from dflash_cli.rules.rule import Finding, Level
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
+from dflash_testing.families import FAMILIES, own_shapes
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -23,6 +24,12 @@ SLIDING = replace(support.SMALL, windows=(16, 16))
 MIXED = replace(support.SMALL, windows=(16, None))
 YARN = {"rope_type": "yarn", "factor": 64.0}
 VERIFIER: dict[str, Any] = {"architectures": []}
+
+
+CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "native": support.native_config, SPEC: support.speculators_config, **FAMILIES
+}  # fmt: skip
+"""Dialect -> its config."""
 
 
 def nothing(_: dict[str, Any]) -> None:
@@ -89,8 +96,10 @@ def build(case: Case, path: Path) -> Path:
     arrays = support.body_arrays(shape)
     if shape.draft_vocab != shape.vocab:
         arrays |= support.reduced_arrays(shape, support.target_arrays(shape))
-    config = support.native_config(shape) if case.dialect == "native" else support.speculators_config(shape)
+    config = CONFIGS[case.dialect](shape)
     case.config(config)
+    if case.dialect in FAMILIES:
+        arrays |= support.random_arrays(own_shapes(config, shape), seed=3)
     case.tensors(arrays)
     support.write_checkpoint(path, config, arrays)
     _write(path, case.files)

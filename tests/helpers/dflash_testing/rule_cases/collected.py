@@ -1,6 +1,16 @@
 """Every case of this folder."""
 
-from dflash_testing.rule_cases import attention, config, engines, pair, tensors, vocabulary, weights
+from dflash_testing.rule_cases import (
+    attention,
+    config,
+    engines,
+    families,
+    other_kinds,
+    pair,
+    tensors,
+    vocabulary,
+    weights,
+)
 from dflash_testing.rule_cases.base import Case
 
 CASES: list[Case] = [
@@ -10,5 +20,7 @@ CASES: list[Case] = [
     *vocabulary.CASES,
     *pair.CASES,
     *engines.CASES,
+    *families.CASES,
     *weights.CASES,
+    *other_kinds.CASES,
 ]

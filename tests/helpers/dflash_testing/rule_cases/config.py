@@ -6,7 +6,7 @@ from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import SPEC, VERIFIER, Case, method, nested, nothing, outer, text, top, without
 
 CASES = [
-    Case(rule="C01", key="architectures", names=("DFlash 2", "conv_kernel_size"), config=nested(conv_kernel_size=2)),
+    Case(rule="C01", key="architectures", names=("Domino", "gru_hidden_dim"), config=nested(gru_hidden_dim=2)),
     Case(rule="C01", key="architectures", names=("None",), config=without("architectures", "dflash_config")),
     Case(
         rule="C01", key="speculators_model_type", names=("'medusa'",), dialect=SPEC,
@@ -158,7 +158,7 @@ CASES = [
     ),
     Case(
         rule="C49", key="dflash_config.thresh_head_direct_len", names=("thresh_head_direct_len",), severity="info",
-        config=nested(thresh_head_direct_len=True),
+        config=nested(thresh_head_direct_len=False),
     ),
     Case(
         rule="C49", key="dflash_config.is_causal", names=("is_causal",), severity="info",

@@ -1,0 +1,107 @@
+"""Reasons why the best reading may improve acceptance without being right.
+
+Training has minimised the loss under the right reading. So the right reading has the lowest loss by a margin, no other
+change on top of it lowers the loss much, and neither does a step of training.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.reading_results import SAME_LOSS, ReadingResult, combine, is_alike
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
+
+RESTORED = 0.85
+"""Share of the expected draft tokens from which a draft counts as restored."""
+
+FURTHER = 0.1
+"""Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
+perfect."""
+
+MARGIN, RATIO = 0.15, 1.2
+"""Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
+
+TRAINABLE, MIN_SAVED = 0.04, 0.03
+"""Share of the loss, and nats, that one step of training may save under the right reading.
+
+Sound drafts of the three families save up to 0.01, drafts that lost half of their accepted tokens 0.06 to 0.5. Texts
+unlike the training data also leave something to learn, so such a draft may get no cause.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingCase:
+    """The best reading, and the means to doubt it.
+
+    own, few     scores of the config's own reading, at many anchors and at few
+    screened     all readings, the lowest loss first; `on_top` of them are tried on top of the best one
+    score        the score of a reading, at few anchors or at many
+    train        the share of the loss that a step of training saves; None if memory does not suffice
+    """
+
+    best: ReadingResult
+    reading: AlternativeReading
+    own: Score
+    few: Score
+    screened: Sequence[ReadingResult]
+    on_top: int
+    score: Callable[[AlternativeReading, bool], Score]
+    train: Callable[[AlternativeReading], float | None]
+    expected: ExpectedFigure | None = None
+
+    def doubt(self) -> str | None:
+        """Why the best reading may not be right; None without a reason. The cheapest reasons come first."""
+        checks = (self._of_figures, self._of_rivals, self._of_halves, self._of_more, self._of_training)
+        return next((found for check in checks if (found := check()) is not None), None)
+
+    def _of_figures(self) -> str | None:
+        best = self.best
+        if found := falls_short(best, self.expected):
+            return found
+        if best.score.accepted - 1 < RESTORED * (best.score.expected - 1):
+            return f"the draft's own probabilities still expect {best.score.expected:.2f} tokens per step"
+        return None
+
+    def _of_rivals(self) -> str | None:
+        rival = next((item for item in self.screened if self._rivals(item)), None)
+        return None if rival is None else f"{rival.reading} gains as much"
+
+    def _rivals(self, item: ReadingResult) -> bool:
+        """Whether another cause lowers the loss about as much as the best reading."""
+        best = self.best
+        more = item.score.loss - best.score.loss
+        if is_alike(item, best) or abs(more) < SAME_LOSS:
+            return False
+        return more < MARGIN * (self.own.loss - best.score.loss) and item.score.loss < RATIO * best.score.loss
+
+    def _of_halves(self) -> str | None:
+        reading, limit = self.best.alternative, RATIO * self.best.score.loss
+        has_rival = any(self.score(replace(reading, rewrite=half), True).loss <= limit for half in reading.halves)
+        return "one half of the exchange gains as much" if has_rival else None
+
+    def _of_more(self) -> str | None:
+        """Another exchange of the same kind, in other layers, is tried on top as well."""
+        best, touched = self.best, self.best.alternative.touches
+        others = [item for item in self.screened if not (is_alike(item, best) and item.alternative.touches == touched)]
+        before = self.score(best.alternative, False).loss
+        most = min((1 - FURTHER) * before, before - FURTHER * (self.few.loss - before))
+        for item in others[: self.on_top]:
+            both = combine(best.alternative, item.alternative, self.reading)
+            if both is not None and self.score(both, False).loss < most:
+                return f"{item.reading} on top of it gains more"
+        return None
+
+    def _of_training(self) -> str | None:
+        gain = self.train(self.best.alternative)
+        if gain is None:
+            return "memory does not suffice to check whether a step of training would gain more"
+        if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
+            return None
+        return f"a step of training on top of it saves another {gain:.0%} of the loss"
+
+
+def falls_short(best: ReadingResult, expected: ExpectedFigure | None) -> str | None:
+    """The doubt that a reading does not restore the expected figure."""
+    if expected is None or best.acceptance_len - 1 >= RESTORED * (expected.value - 1):
+        return None
+    return f"it does not restore the expected {expected.value:.2f} tokens per step"

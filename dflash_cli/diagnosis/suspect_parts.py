@@ -1,0 +1,48 @@
+"""The parts of a draft to read in other ways: parts that it misses least, and parts whose scale matters most."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dflash_cli.diagnosis.reading_results import ReadingResult
+from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, NORMS, PARTS, QKV, Spot, part_of
+from dflash_runtime.config import DraftConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+FEATURES: frozenset[Spot] = frozenset({("fc", None)})
+
+
+def suspect_spots(left_out: Sequence[ReadingResult], count: int) -> frozenset[Spot]:
+    """The parts that a draft misses least: norms, and matrices, of all layers and of single layers, `count` of each.
+
+    A draft hardly misses a norm, so norms do not compete with matrices. A suspect norm of queries or keys makes both
+    projections of its layer suspect, and the columns of fc always are. `left_out` starts with the lowest loss.
+    """
+    ranked: dict[tuple[bool, bool], list[frozenset[Spot]]] = defaultdict(list)
+    for item in left_out:
+        spots = item.alternative.touches
+        if spots == FEATURES:
+            continue
+        ranked[all(part in NORMS for part, _ in spots), any(layer is None for _, layer in spots)].append(spots)
+    found = {spot for group in ranked.values() for spots in group[:count] for spot in spots}
+    beside = {(part, layer) for norm, layer in found if norm in HEAD_NORMS for part in QKV[:2]}
+    return FEATURES | found | beside
+
+
+def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
+    """The parts of all layers, and of single layers, whose scale changes the loss most. `pulls` sum to that change."""
+    single: dict[Spot, float] = {}
+    whole: dict[Spot, float] = {}
+    for part in PARTS:
+        found = [float(item.float().sum()) for item in _values(pulls, config, part)]
+        whole[part, None] = sum(map(abs, found))
+        single |= {} if part in ENDS else {(part, layer): abs(value) for layer, value in enumerate(found)}
+    return frozenset(spot for spots in (whole, single) for spot in sorted(spots, key=lambda at: -spots[at])[:count])
+
+
+def _values(pulls: "Mapping[str, Tensor]", config: DraftConfig, part: str) -> "list[Tensor]":
+    layers = [None] if part in ENDS else range(config.num_layers)
+    return [part_of(pulls, config, part, layer) for layer in layers]

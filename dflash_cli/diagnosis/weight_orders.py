@@ -1,0 +1,132 @@
+"""Regular orders of the rows and columns of a draft's matrices, and of the values of its norms."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+from dflash_cli.diagnosis import weight_rewrites as rewrites
+from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, LAYER_NORMS, QKV, Order
+from dflash_runtime.config import DraftConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_SHUFFLED_HEADS = 4
+SHARDS = (2, 4, 8)
+
+QUERY, KEY, VALUE = QKV
+OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+
+
+def _orders(count: int) -> dict[str, Order]:
+    """Regular orders of `count` items that are not the order itself."""
+    found: dict[str, Order] = {
+        "in reverse": rewrites.reverse,
+        "shifted by one": partial(rewrites.roll, 1),
+        "shifted back by one": partial(rewrites.roll, -1),
+    }
+    if count % 2 == 0:
+        found["with halves exchanged"] = rewrites.exchange_halves
+    for first in SHARDS:
+        if count % first == 0 and first < count:
+            found[f"interleaved by {first}"] = rewrites.transposed(first)
+            found[f"from {first} interleaved parts"] = rewrites.untransposed(first)
+            if count // first > 1 and first > 2:
+                found[f"with {first} parts in reverse"] = rewrites.of_heads(rewrites.reverse, count // first)
+            if (count // first) % 2 == 0:
+                found[f"with halves of {first} parts exchanged"] = rewrites.in_parts(rewrites.exchange_halves, first)
+    return found
+
+
+def _head_orders(count: int, groups: int) -> dict[str, Order]:
+    """Orders of heads: every order of a few, else regular ones; and heads tiled over groups instead of repeated."""
+    found = _orders(count) if count > 1 else {}
+    if 1 < count <= MOST_SHUFFLED_HEADS:
+        for order in sorted(permutations(range(count)))[1:]:
+            found[f"in the order {list(order)}"] = partial(_given, order)
+    if 1 < groups < count:
+        found["tiled over KV heads"] = rewrites.transposed(groups)
+        found["repeated for KV heads"] = rewrites.untransposed(groups)
+    return found
+
+
+def _given(order: tuple[int, ...], _: int) -> "Tensor":
+    import torch
+
+    return torch.tensor(order)
+
+
+def _paired_in(num_heads: int, num_rows: int) -> dict[str, Order]:
+    """The two layouts of rope, for the wrong number of heads."""
+    if num_rows % (2 * num_heads):
+        return {}
+    return {
+        f"in pairs of {num_heads} heads": rewrites.in_parts(rewrites.transposed(2), num_heads),
+        f"from pairs of {num_heads} heads": rewrites.in_parts(rewrites.untransposed(2), num_heads),
+    }
+
+
+def _orders_of_parts(count: int) -> dict[str, Order]:
+    """Every order of four equal parts, and exchanges of two of eight neighbouring parts."""
+    orders = {order: 4 for order in sorted(permutations(range(4)))[1:]} if count % 4 == 0 else {}
+    if count % 8 == 0:
+        orders |= {tuple(item ^ (item // 2 == pair) for item in range(8)): 8 for pair in range(4)}
+        orders[tuple(item ^ 1 for item in range(8))] = 8
+    return {
+        f"with {parts} parts in the order {list(order)}": rewrites.of_heads(partial(_given, order), count // parts)
+        for order, parts in orders.items()
+    }
+
+
+def _blocks_of_taps(hidden_size: int, taps: int) -> dict[str, Order]:
+    """The features of the taps by blocks of columns: a block of each tap, then the next block of each tap."""
+    found: dict[str, Order] = {}
+    for size in sorted({2, 4, 8, 16, 32, 64, 128, *(hidden_size // parts for parts in (2, 4, 8, 16))}):
+        if 1 < size < hidden_size and hidden_size % size == 0:
+            found[f"interleaved over taps by {size}"] = rewrites.of_heads(rewrites.transposed(taps), size)
+            found[f"from taps interleaved by {size}"] = rewrites.of_heads(rewrites.untransposed(taps), size)
+    return found
+
+
+def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, Order]]]:
+    """Each axis of matrices with the parts that it may have been reordered in, and its orders."""
+    size, heads, keys = config.head_dim, config.num_heads, config.num_kv_heads
+
+    def whole(count: int, groups: int) -> dict[str, Order]:
+        return {name: rewrites.of_heads(order, size) for name, order in _head_orders(count, groups).items()}
+
+    inside = {name: rewrites.in_heads(order, size) for name, order in _orders(size).items()}
+    yield "query heads", {QUERY: 0, OUT: 1}, whole(heads, keys)
+    yield "query heads", {QUERY: 0}, whole(heads, keys)
+    yield "query heads", {OUT: 1}, whole(heads, keys)
+    yield "KV heads", {KEY: 0, VALUE: 0}, whole(keys, 1)
+    yield "KV heads", {KEY: 0}, whole(keys, 1)
+    yield "KV heads", {VALUE: 0}, whole(keys, 1)
+    yield "dimensions of heads", {QUERY: 0, KEY: 0}, inside
+    yield "dimensions of heads", {QUERY: 0}, inside
+    yield "dimensions of heads", {KEY: 0}, inside
+    yield "dimensions of heads", {KEY: 0}, _paired_in(heads, keys * size)
+    yield "dimensions of heads", {QUERY: 0}, _paired_in(keys, heads * size)
+    yield "dimensions of heads", {VALUE: 0}, inside
+    yield "dimensions of heads", {OUT: 1}, inside
+    inner, hidden = _orders(config.intermediate_size), _orders(config.hidden_size)
+    for parts in ({DOWN: 1}, {GATE: 0}, {UP: 0}, {GATE: 0, UP: 0}):
+        yield "MLP channels", parts, inner
+    for part in (QUERY, KEY, VALUE, GATE, UP):
+        yield "input channels", {part: 1}, hidden
+    for part in (OUT, DOWN, "fc"):
+        yield "output channels", {part: 0}, hidden
+    yield "output channels", {"fc": 0}, _orders_of_parts(config.hidden_size)
+    taps = config.num_taps
+    if config.hidden_size % taps == 0 or taps > 1:
+        yield "features", {"fc": 1}, {
+            **{f"{name} within each tap": rewrites.in_parts(order, taps) for name, order in hidden.items()},
+            "interleaved over taps": rewrites.transposed(taps),
+            "from interleaved taps": rewrites.untransposed(taps),
+            **_blocks_of_taps(config.hidden_size, taps),
+            "with halves exchanged": rewrites.exchange_halves,
+            "in reverse": rewrites.reverse,
+        }  # fmt: skip
+    for norm in (*HEAD_NORMS, *LAYER_NORMS, "hidden_norm", "norm"):
+        yield "values", {norm: 0}, {"in reverse": rewrites.reverse, "with halves exchanged": rewrites.exchange_halves}

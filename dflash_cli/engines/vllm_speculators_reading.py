@@ -1,0 +1,115 @@
+"""The values that each release of vLLM reads from a speculators config.
+
+vLLM makes a config without a class of transformers from `transformer_layer_config`, so an absent key has no default.
+Source: the code of each release from 0.24.0 to 0.33.0, in transformers_utils/configs/speculators/base.py and algos.py;
+run on the configs of tests/golden/engine_verdicts.json.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_cli.engines.config_class import NONE, ConfigClass, EngineStops
+from dflash_cli.engines.engine_reading import EngineReading, resolve_with, whole
+from dflash_cli.engines.serving_engine import Release
+from dflash_cli.engines.vllm_reading import READS_IS_CAUSAL, READS_KINDS, read_model
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
+from dflash_cli.formats.stated import MAX_LAYERS
+from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.hf_config import FULL
+from dflash_runtime.json_values import is_number
+
+BODY = "transformer_layer_config"
+NO_BASE = 1000000.0
+"""The rope base of a decoder that states no rope key. Source: qwen3_dflash.py set_default_rope_theta."""
+
+
+class _Decoder(ConfigClass):
+    """vLLM's config of a speculators decoder. None is a default of no key that the model needs."""
+
+    def usual_layer_types(self, found: Mapping[str, Any]) -> list[str]:
+        count = found["num_hidden_layers"]
+        if count > MAX_LAYERS:
+            raise EngineStops("num_hidden_layers", f"found {count}")
+        return [FULL] * int(count)
+
+
+DECODER = _Decoder(
+    fields={
+        **{
+            key: ((int,), None)
+            for key in (
+                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "max_position_embeddings",
+            )
+        },
+        "rms_norm_eps": ((float, int), None),
+        "hidden_act": ((str,), None),
+        "attention_bias": ((bool,), False),
+        "head_dim": ((int, NONE), None),
+        "sliding_window": ((int, NONE), None),
+        "layer_types": ((list, NONE), None),
+        "rope_parameters": ((dict, NONE), None),
+    }
+)  # fmt: skip
+
+
+def read_speculators(subject: Subject, release: Release) -> EngineReading | None:
+    """The values of vLLM's config and model; None for a family other than DFlash, whose updater is not modelled.
+
+    Raises:
+        EngineStops: the key at which the release stops.
+    """
+    config = subject.config
+    if subject.format.family != "dflash":
+        return None
+    if config.get("model_type", "speculators") != "speculators":
+        raise EngineStops("model_type", f"found {config['model_type']!r}, so vLLM does not see a speculators config")
+    if config.get("speculators_config") is None:
+        raise EngineStops("speculators_config", "missing, so vLLM does not see a speculators config")
+    if config.get("speculators_model_type") != "dflash":
+        raise EngineStops(
+            "speculators_model_type", f"found {config.get('speculators_model_type')!r}, expected 'dflash'"
+        )
+    body = config.get(BODY)
+    if not isinstance(body, dict):
+        raise EngineStops(BODY, f"found {body!r}, expected an object")
+    aux, mask = _captured(config), _mask(config)
+    try:
+        found = _resolve(body)
+    except EngineStops as stops:
+        raise EngineStops(f"{BODY}.{stops.key}", stops.why) from stops
+    if config.get("target_hidden_size") is not None:
+        found["target_hidden_size"] = config["target_hidden_size"]
+    found["draft_vocab_size"] = config.get("draft_vocab_size")
+    nested = {"sample_from_anchor": config.get("sample_from_anchor", False)}
+    if release >= READS_KINDS:
+        nested["causal"] = not config.get(NON_CAUSAL_FLAG, True)
+    stated = body.get("is_causal") if release >= READS_IS_CAUSAL else None
+    return read_model(subject, release, body, found, {**nested, "is_causal": stated}, aux, mask)
+
+
+def _captured(config: Mapping[str, Any]) -> list[int]:
+    """The layers that vLLM captures, counted from 1, in the order of the file."""
+    key = "aux_hidden_state_layer_ids"
+    stated = config.get(key)
+    if not isinstance(stated, list) or not stated or not all(is_number(item) and item == int(item) for item in stated):
+        raise EngineStops(key, f"found {stated!r}, expected a list of integers")
+    aux = [int(item) for item in stated]
+    if min(aux) < 0 or len(set(aux)) < len(aux):
+        raise EngineStops(key, f"{stated}: vLLM captures fewer layers than fc.weight reads")
+    return aux
+
+
+def _mask(config: Mapping[str, Any]) -> int:
+    if "mask_token_id" not in config:
+        raise EngineStops("mask_token_id", "missing")
+    return whole("mask_token_id", config["mask_token_id"])
+
+
+def _resolve(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's keys as vLLM fills them in."""
+    states_rope = any(key in body for key in ("rope_theta", "rope_scaling", "rope_parameters"))
+    found = resolve_with(DECODER, body if states_rope else {**body, "rope_theta": NO_BASE})
+    if not found["head_dim"]:
+        found["head_dim"] = found["hidden_size"] // max(1, found["num_attention_heads"])
+    return found

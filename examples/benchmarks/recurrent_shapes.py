@@ -1,0 +1,181 @@
+"""Compare launch shapes of the kernels of recurrent layers at the heads of Qwen3.5-4B, in bf16.
+
+    python3 examples/benchmarks/recurrent_shapes.py [--seconds 60]
+
+Times are microseconds of one layer's launches in a captured graph. Different states are used in turn, so that they come
+from memory and not from the cache.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from dflash_kernels import delta_blocks as at_once
+from dflash_kernels import delta_prompts as prompts
+from dflash_kernels import delta_rule as rule
+from dflash_kernels.early_launch import early
+from dflash_kernels.gated_norm import gated_norm
+from dflash_kernels.ragged_attention import Segment
+from dflash_kernels.recent_conv import RowRuns, recent_conv
+from timing.ceilings import median_us
+from timing.pairs import open_device
+
+HEADS, GROUPS, SIZE, TAPS = 32, 16, 128, 4
+WIDTH = 2 * GROUPS * SIZE + HEADS * SIZE
+KEPT = 5
+"""Rows that are replayed."""
+
+CALLS = 12
+NUM_SHARES = 6
+
+RULES = ((16, 1, 0), (16, 1, 128), (16, 1, 96), (8, 1, 0), (32, 1, 0), (32, 2, 0), (128, 4, 0))
+BLOCKS = ((64, 4, 0), (64, 4, 168), (64, 4, 128), (32, 4, 0), (32, 4, 128), (128, 8, 0))
+PIECES = ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
+SCANS = ((32, 4, 1), (32, 4, 2), (32, 8, 2), (16, 4, 1), (16, 4, 2), (64, 4, 2), (64, 8, 1))
+"""Tile of columns, warps, and registers per thread (0: no limit) or pipeline stages."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def gates(count: int) -> rule.Gates:
+    wide = (normal(HEADS, dtype=torch.float32) for _ in range(2))
+    return rule.Gates(normal(count, HEADS), normal(count, HEADS), *wide)
+
+
+def memories(count: int, block: int) -> list[rule.DeltaMemory]:
+    """Memories that do not fit in the cache together."""
+    shapes = ((HEADS, SIZE, SIZE), (2 * block, GROUPS, SIZE), (2 * block, HEADS, SIZE), (2 * block, HEADS))
+    num = max(2, -(-200 // (2 * count)))
+    return [rule.DeltaMemory(*(normal(count, *shape, dtype=torch.float32) / 8 for shape in shapes)) for _ in range(num)]
+
+
+@dataclass
+class Sheet:
+    """The cases of a run. With `share`, only the cases of that share run, once and untimed, which compiles them."""
+
+    share: int | None = None
+    num_cases: int = 0
+
+    def time(self, name: str, call: Callable[[], object]) -> None:
+        self.num_cases += 1
+        if self.share is not None and self.num_cases % NUM_SHARES != self.share:
+            return
+        try:
+            if self.share is not None:
+                call()
+            else:
+                print(f"{name:70s} {median_us(call, CALLS):9.1f} us", flush=True)
+        except Exception as error:  # a shape may not compile
+            print(f"{name:70s} {type(error).__name__} {str(error)[:100]}", flush=True)
+
+
+def limited(registers: int) -> dict[str, int]:
+    """The option that limits the registers per thread; 0 for no limit."""
+    return {"maxnreg": registers} if registers else {}
+
+
+def time_blocks(sheet: Sheet, batch: int, block: int) -> None:
+    rows, own = normal(batch * block, WIDTH), gates(batch * block)
+    num_records = 2 * max(block, KEPT)
+    stores = cycle(memories(batch, max(block, KEPT)))
+    texts = torch.arange(batch, device="cuda")
+    lens = torch.full_like(texts, 100)
+    blocks = rule.BlockTexts(texts, lens - min(KEPT, block), lens)
+    out = rule.room_for(rows, HEADS, SIZE)
+
+    def arguments() -> tuple[object, ...]:
+        strides = (rows.stride(0), HEADS, HEADS, SIZE**-0.5, 1e-6)
+        return (rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides)
+
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "VALUE": SIZE, "KEY": SIZE, "TILE_K": SIZE}
+    print(f"batch {batch}, blocks of {block} rows, {KEPT} replayed", flush=True)
+    sheet.time("delta_rule", lambda: rule.delta_rule(rows, own, next(stores), blocks))
+    for tile, warps, registers in RULES:
+
+        def by_row(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
+            rule._delta_rule_kernel[(batch, HEADS, SIZE // tile)](
+                *arguments(), **sizes, TILE_V=tile, num_warps=warps, **limited(registers), **early(rows.device)
+            )
+
+        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers}", by_row)
+    for tile, warps, registers in BLOCKS if block > 1 else ():
+
+        def together(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
+            at_once._delta_blocks_kernel[(batch, HEADS, SIZE // tile)](
+                *arguments(), **sizes, TILE_V=tile, TILE_R=16, TILE_M=16, IS_SPLIT=True, num_warps=warps,
+                **limited(registers), **early(rows.device),
+            )  # fmt: skip
+
+        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers}", together)
+    ring, taps = normal(batch, block + 3, WIDTH), normal(WIDTH, TAPS)
+    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, RowRuns(texts, lens), is_short=True))
+    time_norm(sheet, batch * block)
+
+
+def time_norm(sheet: Sheet, count: int) -> None:
+    heads, gate, weight = normal(count, HEADS, SIZE), normal(count, HEADS * SIZE), normal(SIZE)
+    sheet.time("gated_norm", lambda: gated_norm(heads, gate, weight, 1e-6))
+
+
+def time_prompt(sheet: Sheet, count: int) -> None:
+    rows, own = normal(count, WIDTH), gates(count)
+    states = normal(2, HEADS, SIZE, SIZE, dtype=torch.float32) / 8
+    ints = torch.tensor(prompts.chunk_ints([Segment(0, count, 0, 0)], padding_text=1), device="cuda")
+    cut = prompts.PromptChunks.cut(ints, 1)
+    print(f"a prompt of {count} rows", flush=True)
+    sheet.time("delta_prompts", lambda: prompts.delta_prompts(rows, own, states, GROUPS, cut))
+    num_pieces = cut.pieces.shape[1]
+    squares = torch.empty((2, num_pieces, HEADS, prompts.PIECE, prompts.PIECE), device="cuda")
+    marks, out = torch.empty((HEADS, 3, count), device="cuda"), rule.room_for(rows, HEADS, SIZE)
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "KEY": SIZE, "TILE_K": SIZE, "PIECE": prompts.PIECE}
+    for warps, registers in PIECES:
+
+        def pieces(warps: int = warps, registers: int = registers) -> None:
+            prompts._delta_pieces_kernel[(num_pieces, HEADS)](
+                rows, *own, cut.pieces, *squares, marks, num_pieces, count, rows.stride(0), HEADS, HEADS, SIZE**-0.5,
+                1e-6, **sizes, PRECISION="tf32", num_warps=warps, **limited(registers),
+            )  # fmt: skip
+
+        sheet.time(f"  pieces, warps {warps} registers {registers}", pieces)
+    for tile, warps, stages in SCANS:
+
+        def scan(tile: int = tile, warps: int = warps, stages: int = stages) -> None:
+            prompts._delta_scan_kernel[(SIZE // tile, HEADS, cut.chunks.shape[1])](
+                rows, cut.chunks, *squares, marks, states, out, cut.chunks.shape[1], count, rows.stride(0),
+                **sizes, VALUE=SIZE, TILE_V=tile, PRECISION="tf32", IS_SPLIT=True, NUM_STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+
+        sheet.time(f"  scan, tile {tile} warps {warps} stages {stages}", scan)
+    ring, taps = normal(2, 19, WIDTH), normal(WIDTH, TAPS)
+    firsts, counts, starts, texts, _ = cut.chunks
+    runs = RowRuns(texts, starts, firsts, counts, torch.zeros(count, dtype=torch.int64, device="cuda"))
+    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, runs))
+    time_norm(sheet, count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60, help="begin no further case after this time")
+    parser.add_argument("--compile", type=int, help=f"only compile share N of {NUM_SHARES}")
+    given = parser.parse_args()
+    open_device("cuda:0")
+    started, sheet = time.perf_counter(), Sheet(given.compile)
+    cases = [partial(time_blocks, sheet, 1, 16), partial(time_prompt, sheet, 2048), partial(time_blocks, sheet, 32, 16)]
+    if given.compile is None:
+        cases += [partial(time_prompt, sheet, 16384), partial(time_blocks, sheet, 8, 16)]
+    cases += [partial(time_blocks, sheet, 1, 1), partial(time_blocks, sheet, 32, 1)]
+    for case in cases:
+        if time.perf_counter() - started < given.seconds:
+            case()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Read the config of a target with recurrent layers by the gated delta rule. Needs no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
+from dflash_runtime.checkpoint.layer_kinds import FULL, LINEAR
+from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.config import RecurrenceConfig, TargetConfig
+from dflash_runtime.errors import InvalidConfig
+from dflash_runtime.json_values import is_number
+
+KNOWN = (
+    "multimodal", "layer_types linear_attention", "linear attention", "full attention in some layers only",
+    "partial rope", "a gated query",
+)  # fmt: skip
+"""Parts of a decoder, as `foreign_parts` names them, that such a target has."""
+
+USUAL_SHARE = 0.25
+"""The rotated share of each head if a config states none. Source: transformers' Qwen3_5TextConfig."""
+
+
+def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
+    """Read a target whose layers are recurrent or have full attention.
+
+    Raises:
+        UnsupportedError: the target has other layers, or parts that this runtime does not compute.
+        InvalidConfig: a key is missing or wrong.
+    """
+    text, _ = decoder_config(config, path)
+    facts = common_facts(config, text, path)
+    kinds = facts["layer_kinds"]
+    others = sorted({kind for kind in kinds if kind not in (FULL, LINEAR)})
+    parts = [*foreign_parts(config, text, path, known=KNOWN), *(f"layers of kind {kind}" for kind in others)]
+    if parts:
+        raise not_run(facts["model_type"], *parts, path=path)
+    body = read_body(text, path)
+    if not kinds:
+        raise InvalidConfig("layer_types", text.get("layer_types"), "the kind of each layer", path=path)
+    body["windows"] = (None,) * body["num_layers"]
+    body["rotary_dim"] = _rotary_dim(text, body, path)
+    body["recurrence"] = RecurrenceConfig(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+        num_key_heads=require_int(text, "linear_num_key_heads", path),
+        num_value_heads=require_int(text, "linear_num_value_heads", path),
+        key_size=require_int(text, "linear_key_head_dim", path),
+        value_size=require_int(text, "linear_value_head_dim", path),
+        num_taps=require_int(text, "linear_conv_kernel_dim", path),
+    )
+    return TargetConfig(**{**facts, **body})
+
+
+def _rotary_dim(text: Mapping[str, Any], body: Mapping[str, Any], path: Path) -> int:
+    share = body["rope"].params.get("partial_rotary_factor", text.get("partial_rotary_factor"))
+    share = USUAL_SHARE if share is None else share
+    rotated = int(body["head_dim"] * share) if is_number(share) and 0 < share <= 1 else 0
+    if rotated < 2 or rotated % 2:
+        raise InvalidConfig(
+            "partial_rotary_factor", share, "a share that leaves an even number of dimensions", path=path
+        )
+    return rotated

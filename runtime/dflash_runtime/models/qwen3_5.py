@@ -1,0 +1,136 @@
+"""Qwen3.5 decoders: most layers are recurrent, by the gated delta rule, and some have attention with an output gate.
+
+Norms multiply by one plus their weight, and rope rotates only the first part of each head. Qwen3.6 and Qwen3.8
+checkpoints have the same model type.
+Source: huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.
+
+Axis letters: T flat rows, H heads, D head dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
+from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget, Shape
+from dflash_runtime.models.delta_net import DeltaNet, delta_shapes
+from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, LayerReader, Linear
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.target import TARGETS
+from dflash_runtime.models.weights import Weights
+
+OFFSET_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
+"""Norms whose weight is an offset from one. The norm inside a recurrent layer is an ordinary one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttention:
+    """A `Mixer`: attention whose output is multiplied by the sigmoid of another projection of its input.
+
+    One product makes queries, keys, values and gates, in this order.
+    """
+
+    attention: Attention
+    inputs: Linear  # [(2 * H + 2 * KV) * D, hidden]
+
+    @property
+    def output(self) -> Linear:
+        """See `Mixer`."""
+        return self.attention.output
+
+    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """See `Mixer`: rows [T, H * D]."""
+        own, kernels = self.attention, self.attention.kernels
+        parts = self.inputs.parts(hidden)
+        width = own.num_heads * own.head_dim
+        joined, gates = parts[..., :-width], parts[..., -width:]
+        query, keys, values = own.rotate(joined, cos, sin, attend.place(layer))
+        attended = attend.read(layer, query, keys, values, own.softmax).flatten(-2)
+        return kernels.output_gate(attended, gates)
+
+
+def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> DecoderLayer:
+    """Read a recurrent layer, or a layer with gated attention."""
+    assert isinstance(config, TargetConfig)
+    assert config.recurrence is not None
+    if f"{name}.linear_attn.out_proj.weight" in weights:
+        recurrent = DeltaNet.read(weights, f"{name}.linear_attn", config.recurrence, config.rms_norm_eps, kernels)
+        return DecoderLayer.around(recurrent, weights, name, config, kernels)
+    own = f"{name}.self_attn"
+    changed = {**weights, **_split_queries(weights[f"{own}.qkv_proj.weight"], own, config)}
+    changed |= {
+        f"{own}.{part}_norm.weight": weights[f"{own}.{part}_norm.weight"][rotated_first(config)] for part in "qk"
+    }
+    inputs = Linear(changed[f"{own}.inputs.weight"], kernels=kernels)
+    mixer = GatedAttention(Attention.read(changed, own, config, kernels), inputs)
+    return DecoderLayer.around(mixer, weights, name, config, kernels)
+
+
+@TARGETS.register("qwen3_5")
+@TARGETS.register("qwen3_5_text")
+class Qwen35Target(DecoderTarget):
+    """A Qwen3.5 decoder."""
+
+    has_head_norms: ClassVar[bool] = True
+    read_layer: ClassVar[LayerReader] = staticmethod(read_layer)
+
+    def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
+        super().__init__(config, with_whole_norms(weights), placement)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
+        """See `models.target.TargetFamily`."""
+        return read_hybrid_config(config, path)
+
+    @classmethod
+    def prefix(cls, config: TargetConfig) -> str:
+        return PREFIX if config.nested_in is None else f"{PREFIX}language_model."
+
+    @classmethod
+    def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
+        recurrence = config.recurrence
+        if recurrence is not None and layer in recurrence.layers:
+            shapes = delta_shapes(recurrence, config.hidden_size)
+            return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+        queries = 2 * config.num_heads * config.head_dim  # with their gates
+        return {**cls.attention_shapes(config), "self_attn.q_proj.weight": (queries, config.hidden_size)}
+
+
+def with_whole_norms(weights: Weights) -> Weights:
+    """Replace the offsets of norms by whole weights, in float32 at least: an offset may be less than one's rounding."""
+    return {
+        name: 1 + tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if _is_offset(name) else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def _is_offset(name: str) -> bool:
+    owner = name.removesuffix(".weight")
+    return owner.rpartition(".")[2] in OFFSET_NORMS and ".linear_attn." not in name
+
+
+def rotated_first(config: TargetConfig) -> Tensor:
+    """The order of a head's dimensions in which rope turns the pairs (i, i + D / 2) for small i.
+
+    The published rope pairs i with i + half of the rotated part. Scores do not depend on the order.
+    """
+    rotated = config.rotary_dim or config.head_dim
+    turned, rest = torch.arange(rotated).view(2, -1), torch.arange(rotated, config.head_dim).view(2, -1)
+    return torch.cat((turned, rest), dim=1).flatten()
+
+
+def _split_queries(stacked: Tensor, name: str, config: TargetConfig) -> dict[str, Tensor]:
+    """Split the joined projection into queries, keys and values in the order of `rotated_first`, and gates."""
+    size, order = config.head_dim, rotated_first(config).to(stacked.device)
+    heads = stacked.view(-1, size, stacked.shape[1])
+    queries, gates = heads[: 2 * config.num_heads].view(config.num_heads, 2, size, -1).unbind(1)
+    keys, values = heads[2 * config.num_heads :].split(config.num_kv_heads)
+    inputs = torch.cat((queries[:, order], keys[:, order], values, gates)).flatten(0, 1)
+    num_gates = config.num_heads * size
+    return {f"{name}.qkv_proj.weight": inputs[:-num_gates], f"{name}.inputs.weight": inputs}

@@ -1,0 +1,128 @@
+"""Captured steps of targets with recurrent layers give the same tokens and drafts as uncaptured steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.target import load_target
+from dflash_runtime.scheduling import limits, step_load
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_testing.gpu import detecting_syncs
+from dflash_testing.graphs import with_stand_ins
+from dflash_testing.hosted_models import make_model
+from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.paths import ROOT
+from dflash_testing.tapes import with_tapes
+
+PAIR = ROOT / "tests/data/pairs/hybrid"
+LENS = (9, 3, 70, 1, 21, 90, 4, 33)
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    return random_prompts(LENS, vocab_size)
+
+
+def answers() -> list[SamplingParams]:
+    """Answers of different lengths, so that late prompts run while others decode."""
+    return [SamplingParams(max_new_tokens=4 + 3 * index, ignore_eos=True) for index in range(len(LENS))]
+
+
+def small_llm(*, has_draft: bool = True, **engine: Any) -> LLM:
+    target = load_target(open_target(PAIR / "target"), placement())
+    settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 200} | engine
+    return random_llm(
+        target, random_draft(target, block_size=4) if has_draft else None, 3 if has_draft else 0, **settings
+    )
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts, str(output.error)) for output in outputs]
+
+
+def said(llm: LLM) -> list[Any]:
+    return traces(llm.generate(prompts(llm.limits.vocab_size), answers()))
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_forwards_in_pieces_change_no_result(has_draft: bool) -> None:
+    """Every recurrence ends a piece. In the first run buckets are captured, the second run replays them."""
+    given: dict[str, Any] = {"has_draft": has_draft, "max_batched_tokens": 48, "kernels": "reference"}
+    wanted, llm = said(small_llm(**given)), small_llm(**given)
+    pieces = with_tapes(llm)
+    for _ in range(2):
+        assert said(llm) == wanted
+    assert len(pieces.captured) >= 2
+
+
+@pytest.mark.interpreter
+def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A capture beside a later chunk of a prompt does not advance the prompt's states: at first every step captures."""
+    monkeypatch.setattr(limits, "RIDGE_ROWS", 24)
+    monkeypatch.setattr(limits, "RIDGE_GRAIN", 8)
+    monkeypatch.setattr(step_load, "REQUESTS_PER_PROMPT", 2)
+    make_model(tmp_path, "qwen3_5_text", initializer_range=0.15)
+    target: Any = load_target(open_target(tmp_path), placement())
+    for layer in target._decoder.layers:
+        if hasattr(layer.mixer, "log_rate"):
+            layer.mixer.log_rate.fill_(-6.0)  # states that last: others hide the fault
+    given = random_prompts((3, 4, 5, 40), target.config.vocab_size)
+    settings: dict[str, Any] = {"max_num_requests": 3, "page_size": 8, "num_pages": 60, "kernels": "triton"}
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 6, 1, 4)]
+    wanted = traces(random_llm(target, None, 0, **settings).generate(given, params))
+    llm = random_llm(target, None, 0, **settings)
+    graphs = with_stand_ins(llm)
+    runner = llm.engine.runner
+    replay = runner._replay
+
+    def forgetful(*step: Any) -> Any:
+        graphs._graphs.clear()
+        return replay(*step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_replay", forgetful)
+        assert traces(llm.generate(given, params)) == wanted
+    assert traces(llm.generate(given, params)) == wanted
+    assert sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured) >= 1
+
+
+def gpu_llm(dtype: str, *, has_draft: bool = True, **engine: Any) -> LLM:
+    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 400, "max_num_requests": 4} | engine
+    draft = open_draft(PAIR / "draft") if has_draft else None
+    return LLM(open_target(PAIR / "target"), draft, EngineConfig(**settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_captured_steps_equal_uncaptured_steps(has_draft: bool) -> None:
+    wanted = said(gpu_llm("float32", has_draft=has_draft, graphs=False))
+    llm = gpu_llm("float32", has_draft=has_draft)
+    assert llm.engine.runner.graphs is not None
+    for _ in range(2):
+        assert said(llm) == wanted
+    assert len(llm.engine.runner.graphs.captured) > 2
+    assert llm.engine.runner.pieces is not None
+    assert llm.engine.runner.pieces.captured
+
+
+@pytest.mark.gpu
+def test_texts_equal_the_cpu() -> None:
+    on_cpu = LLM(
+        open_target(PAIR / "target"), open_draft(PAIR / "draft"),
+        EngineConfig(device="cpu", num_pages=400, max_num_requests=1),
+    )  # fmt: skip
+    assert said(gpu_llm("float32", max_num_requests=1)) == said(on_cpu)
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_device() -> None:
+    llm = gpu_llm("bfloat16", max_batched_tokens=40)
+    said(llm)  # warm up: compile kernels and fill allocators
+    for index, (prompt, params) in enumerate(zip(prompts(llm.limits.vocab_size), answers(), strict=True)):
+        llm.engine.add(Request(index=index, prompt_token_ids=tuple(prompt), params=params))
+    with detecting_syncs():
+        while llm.engine.scheduler.has_work:
+            llm.engine.step()

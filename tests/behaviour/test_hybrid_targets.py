@@ -1,0 +1,201 @@
+"""Native targets with recurrent layers generate transformers' text, however many tokens of a block are rejected."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import RopeConfig
+from dflash_runtime.device import recurrent
+from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
+from dflash_runtime.device.text_pages import read_features
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.models.target import Target, find_target_runtime, load_target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.handoffs import go_on, hand_off
+from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
+from dflash_testing.multimodal_models import make_wrapper
+from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+
+NUM_DRAFTS, NUM_TOKENS = 7, 20
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 2, 17, 33, 65, 130)
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """A model of transformers, and the same model as a native target."""
+
+    model: Any
+    target: Target
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        return random_prompts(lengths, self.target.config.vocab_size)
+
+    def texts(self, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+        return [plain_text(self.model, prompt, num_tokens) for prompt in prompts]
+
+    def draft(self, known: list[Known] | None = None) -> Draft:
+        draft = random_draft(self.target, rope=RopeConfig(theta=10_000.0))
+        return draft if known is None else KnowingDraft(draft, known)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    path = tmp_path_factory.mktemp("hybrid")
+    return Hybrid(make_model(path, "qwen3_5_text", initializer_range=0.15), load_target(open_target(path), placement()))
+
+
+@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+def test_a_draft_that_is_right_for_some_tokens(hybrid: Hybrid, num_right: int) -> None:
+    (prompt,) = hybrid.prompts(17)
+    (text,) = hybrid.texts([prompt], NUM_TOKENS + NUM_DRAFTS + 1)
+    llm = random_llm(hybrid.target, hybrid.draft([Known([*prompt, *text], num_right)]), NUM_DRAFTS)
+    (output,) = llm.generate([prompt], PARAMS)
+    assert list(output.token_ids) == text[:NUM_TOKENS]
+    assert set(output.acceptance_lengths) == {num_right + 1}
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_many_prompts_at_once(hybrid: Hybrid, scheduling: str) -> None:
+    """Four requests at once, in chunks of at most 24 rows, beside blocks that are rejected at several positions."""
+    given = hybrid.prompts(*LENGTHS)
+    texts = hybrid.texts(given)
+    known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, texts, strict=True))]
+    llm = random_llm(
+        hybrid.target, hybrid.draft(known), NUM_DRAFTS,
+        scheduling=scheduling, max_num_requests=4, max_batched_tokens=24,
+    )  # fmt: skip
+    assert [list(output.token_ids) for output in llm.generate(given, PARAMS)] == texts
+
+
+def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
+    given = hybrid.prompts(3, 17, 40)
+    params = [replace(PARAMS, temperature=0.8, seed=seed) for seed in (1, 2, 3)]
+    plain = [output.token_ids for output in random_llm(hybrid.target, None, 0).generate(given, params)]
+    known = [Known([*prompt, *text], 3) for prompt, text in zip(given, plain, strict=True)]
+    outputs = random_llm(hybrid.target, hybrid.draft(known), NUM_DRAFTS).generate(given, params)
+    assert [output.token_ids for output in outputs] == plain
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_a_text_goes_on_in_another_engine(hybrid: Hybrid, scheduling: str) -> None:
+    given = hybrid.prompts(*LENGTHS)
+    one, sender, receiver = (
+        random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, scheduling=scheduling, max_num_requests=3)
+        for _ in range(3)
+    )
+    wanted = one.generate(given, PARAMS)
+    found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
+    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+    assert [item.num_loaded for item in found] == list(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [(STATES, None), (LATEST, lambda item: item[1:]), (STATES, torch.Tensor.double)]
+)
+def test_a_state_of_another_target_is_refused(hybrid: Hybrid, name: str, change: Callable[..., Any] | None) -> None:
+    (prompt,) = hybrid.prompts(17)
+    connector = hand_off(random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS), [prompt], PARAMS)
+    tensors = dict(connector.saved["00000"].tensors)
+    part = tensors.pop(name)
+    changed = tensors if change is None else {**tensors, name: change(part)}
+    connector.saved["00000"] = connector.saved["00000"].with_tensors(changed)
+    (output,) = go_on(random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS), [prompt], PARAMS, connector)
+    assert output.exit_code == 3
+    assert name in str(output.error)
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_preempted_requests_begin_again(hybrid: Hybrid, scheduling: str) -> None:
+    given = hybrid.prompts(20, 21, 22, 23)
+    llm = random_llm(
+        hybrid.target, hybrid.draft(), NUM_DRAFTS,
+        max_num_requests=4, page_size=4, num_pages=35, scheduling=scheduling,
+    )  # fmt: skip
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == hybrid.texts(given)
+    assert any(output.num_preemptions for output in outputs)
+
+
+def test_the_prefix_cache_finds_nothing(hybrid: Hybrid) -> None:
+    """Cached pages do not hold a state."""
+    (prompt,) = hybrid.prompts(48)
+    llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, prefix_cache=True)
+    outputs = [llm.generate([prompt], PARAMS)[0] for _ in range(2)]
+    assert [list(output.token_ids) for output in outputs] == hybrid.texts([prompt]) * 2
+    assert not any(output.num_cached for output in outputs)
+
+
+def test_the_last_positions_of_the_model(hybrid: Hybrid) -> None:
+    (prompt,) = hybrid.prompts(hybrid.target.config.max_position_embeddings - 12)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    (output,) = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS).generate([prompt], params)
+    assert list(output.token_ids) == plain_text(hybrid.model, prompt, 12)
+
+
+def test_texts_are_lossless_by_one_forward(hybrid: Hybrid) -> None:
+    llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
+    assert llm.check_lossless(llm.generate(hybrid.prompts(*LENGTHS), PARAMS)).is_lossless
+
+
+def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
+    (text,) = hybrid.prompts(150)
+    layers = range(hybrid.target.config.num_layers - 1)
+    with torch.no_grad():
+        out = hybrid.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
+    wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
+    found = read_features(hybrid.target, placement(), 16, text, list(layers))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+class TestPoisoned:
+    """The texts above show faults: without its state, or with rejected tokens in it, a text differs."""
+
+    def said(self, hybrid: Hybrid) -> tuple[list[int], list[int]]:
+        (prompt,) = hybrid.prompts(17)
+        (text,) = hybrid.texts([prompt], NUM_TOKENS)
+        draft = hybrid.draft([Known([*prompt, *text], 2)])
+        (output,) = random_llm(hybrid.target, draft, NUM_DRAFTS).generate([prompt], PARAMS)
+        return list(output.token_ids), text
+
+    def test_accepted_rows_that_are_not_replayed(self, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = BlockRecall.of
+
+        def forgetful(*given: Any) -> BlockRecall:
+            found = made(*given)
+            return replace(found, texts=found.texts._replace(state_lens=found.texts.lens))
+
+        monkeypatch.setattr(recurrent.BlockRecall, "of", forgetful)
+        said, wanted = self.said(hybrid)
+        assert said != wanted
+
+    def test_rejected_rows_that_are_replayed(self, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = BlockRecall.of
+
+        def greedy(*given: Any) -> BlockRecall:
+            found = made(*given)
+            late = (found.texts.lens - found.texts.state_lens) > 0
+            return replace(found, texts=found.texts._replace(state_lens=found.texts.state_lens - late.long()))
+
+        monkeypatch.setattr(recurrent.BlockRecall, "of", greedy)
+        said, wanted = self.said(hybrid)
+        assert said != wanted
+
+
+def test_the_text_part_of_a_multimodal_model_is_native(tmp_path: Path) -> None:
+    make_wrapper(tmp_path, "qwen3_5")
+    source = open_target(tmp_path)
+    runtime, config = find_target_runtime(source, "auto")
+    assert runtime == "native"
+    assert config.nested_in == "text_config"
+    text = random_prompts((20,), config.vocab_size)[0]
+    native, hosted = (
+        read_features(load_target(source, placement(), kind), placement(), 16, text, [0, 1, 2])
+        for kind in ("native", "transformers-cache")
+    )
+    torch.testing.assert_close(native, hosted, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,99 @@
+"""Blocks of the gated delta rule equal the rule row by row, however many rows of each block are kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels.delta_blocks import delta_blocks
+from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, delta_rule, delta_rule_ref, gate_values
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_testing.tensors import assert_rows_close, normal
+
+Run = Callable[..., Tensor]
+HEADS, KEYS, VALUE, KEY = 4, 2, 24, 16
+WIDTH = 2 * KEYS * KEY + HEADS * VALUE
+
+IMPLEMENTATIONS = [
+    pytest.param(delta_rule_ref, marks=pytest.mark.reference),
+    pytest.param(delta_rule, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+]
+
+
+def memory(num_texts: int, size: int, dtype: torch.dtype = torch.float32) -> DeltaMemory:
+    """An empty memory whose records are poisoned, except the states."""
+    device = normal(1).device
+    shapes = ((num_texts, size, KEYS, KEY), (num_texts, size, HEADS, VALUE), (num_texts, size, HEADS))
+    records = (torch.full(shape, torch.nan, dtype=dtype, device=device) for shape in shapes)
+    return DeltaMemory(torch.zeros((num_texts, HEADS, KEY, VALUE), dtype=dtype, device=device), *records)
+
+
+def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Gates]:
+    rows = normal(count, WIDTH, dtype=dtype)
+    gates = Gates(
+        normal(count, HEADS, dtype=dtype, seed=1), normal(count, HEADS, dtype=dtype, seed=2),
+        normal(HEADS, seed=3).sub(2.0), normal(HEADS, seed=4),
+    )  # fmt: skip
+    return rows, gates
+
+
+def definition(rows: Tensor, gates: Gates) -> Tensor:
+    """The rule on one text in float64, [T, H, V]."""
+    wide = rows.double()
+    query, keys, values = wide.split((KEYS * KEY, KEYS * KEY, HEADS * VALUE), -1)
+    decays, betas = gate_values(gates, torch.float64)
+    outs = []
+    state = torch.zeros((HEADS, VALUE, KEY), dtype=torch.float64, device=rows.device)
+    for index in range(len(rows)):
+        unit = [item[index].view(KEYS, KEY) for item in (query, keys)]
+        ask, key = (item / (item.square().sum(-1, keepdim=True) + 1e-6).sqrt() for item in unit)
+        ask, key = (item.repeat_interleave(HEADS // KEYS, 0) for item in (ask, key))
+        state = state * decays[index].exp()[:, None, None]
+        read = torch.einsum("hvk,hk->hv", state, key)
+        delta = betas[index][:, None] * (values[index].view(HEADS, VALUE) - read)
+        state = state + torch.einsum("hv,hk->hvk", delta, key)
+        outs.append(torch.einsum("hvk,hk->hv", state, ask) * KEY**-0.5)
+    return torch.stack(outs)
+
+
+def part(gates: Gates, index: Tensor) -> Gates:
+    return Gates(gates.decay[index], gates.beta[index], gates.log_rate, gates.bias)
+
+
+def run_blocks(run: Any, rows: Tensor, gates: Gates, kept: list[int], num_rows: int, most: int) -> Tensor:
+    """Decode one text in text 1 of 3, with `kept[i]` rows of block i accepted, and wrong rows after them."""
+    store = memory(3, most + 2 * num_rows)
+    device, outs, state_len, length = rows.device, [], 0, 0
+    for count in kept:
+        index = torch.arange(length, length + num_rows, device=device)
+        wrong = torch.arange(num_rows, device=device) >= count
+        # Rows that will be rejected hold other values.
+        block = torch.where(wrong[:, None], -7.0 * rows[index % len(rows)].flip(0), rows[index % len(rows)])
+        lens = torch.tensor([[1], [state_len], [length]], device=device)
+        outs.append(run(block, part(gates, index % len(rows)), store, BlockTexts(*lens), most)[:count])
+        state_len = length if length - state_len > most else state_len
+        length += count
+    assert store.states[0].abs().max() == store.states[2].abs().max() == 0
+    return torch.cat(outs)
+
+
+AT_ONCE = pytest.param(delta_blocks, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+
+
+@pytest.mark.parametrize("run", [*IMPLEMENTATIONS, AT_ONCE])
+@pytest.mark.parametrize("most", [0, 3, 9])
+@pytest.mark.parametrize("kept", [[5] * 4, [1] * 12, [1, 5, 2, 3, 1, 4, 5, 1]])
+def test_blocks_equal_the_rule_whatever_is_rejected(run: Any, kept: list[int], most: int) -> None:
+    rows, gates = inputs(sum(kept) + 5)
+    found = run_blocks(run, rows, gates, kept, 5, most)
+    assert_rows_close(found, definition(rows[: sum(kept)], part(gates, torch.arange(sum(kept)))), torch.float32)
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run: Any) -> None:
+    rows, gates = inputs(24)
+    alone = run_blocks(run, rows, gates, [1] * 16, 1, 0)
+    for most, kept in ((0, [4] * 4), (6, [1, 3, 4, 2, 4, 2])):
+        assert torch.equal(run_blocks(run, rows, gates, kept, 4, most), alone)
