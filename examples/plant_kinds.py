@@ -18,8 +18,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from planted_faults.kind_table import render
-from planted_faults.kinds import FAMILIES, STRENGTHS, kinds
+from planted_faults.kinds import FAMILIES, STRENGTHS
 from planted_faults.shared import SharedRunner
+from planted_faults.walking_kinds import WALKING, every_kind
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_draft
@@ -58,6 +59,8 @@ COSTS = 0.1
 
 
 def directory(family: str, role: Role) -> Path:
+    if family in WALKING:
+        return fetch_directory(f"{TINY}:{family}" if role is Role.DRAFT else TINY, role)
     return fetch_directory(TINY, role) if family == "bundled" else PAIRS / family / role.value
 
 
@@ -161,18 +164,18 @@ def examine(fault: Any, family: str, strength: str, sound: float | None) -> dict
     return row
 
 
-def cells(faults: list[Any], every: bool) -> Iterator[tuple[Any, str, str]]:
+def cells(faults: list[Any], every: bool, families: Collection[str]) -> Iterator[tuple[Any, str, str]]:
     """Each kind in one strength and one family, in turn; then in the other strength and the next family."""
     for place in range(len(STRENGTHS)):
         for index, fault in enumerate(faults):
-            families = [family for family in FAMILIES if family in fault.families]
-            for family in families if every else [families[(index + place) % len(families)]]:
+            able = [family for family in families if family in fault.families]
+            for family in able if every or not able else [able[(index + place) % len(able)]]:
                 yield fault, family, STRENGTHS[(index + place) % len(STRENGTHS)]
 
 
 def load_faults(path: Path | None) -> list[Any]:
     if path is None:
-        return list(kinds())
+        return list(every_kind())
     spec = importlib.util.spec_from_file_location("other_faults", path)
     assert spec is not None
     assert spec.loader is not None
@@ -198,10 +201,12 @@ def sound_row(family: str) -> dict[str, Any]:
     return row
 
 
-def prepare(faults: Path | None, lengths: dict[str, float]) -> None:
+def prepare(faults: Path | None, lengths: dict[str, float], factors: str | None) -> None:
     """What a process does once: load the faults, and use one thread."""
+    global BUDGET
     torch.set_num_threads(1)
     shorten()
+    BUDGET = replace(BUDGET, factors=None if factors is None else frozenset(factors.split(",")))
     _process.update(faults={fault.name: fault for fault in load_faults(faults)}, lengths=lengths)
 
 
@@ -239,15 +244,15 @@ def run_cells(cells: list[Cell], given: argparse.Namespace, lengths: dict[str, f
     """Rows of cells as they finish. Each of `--jobs` processes keeps the families that it has loaded."""
     begin = time.monotonic()
     if given.jobs == 1:
-        prepare(given.faults, lengths)
+        prepare(given.faults, lengths, given.factors)
         for cell in cells:
             if time.monotonic() - begin > given.budget:
                 return
             yield run_cell(cell, given.limit)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.jobs, context, prepare, (given.faults, lengths)) as pool:
-        waiting, running = list(reversed(cells)), set()
+    with ProcessPoolExecutor(given.jobs, context, prepare, (given.faults, lengths, given.factors)) as pool:
+        waiting, running = list(reversed(cells)), set[Future[dict[str, Any]]]()
         while waiting or running:
             # Only cells that can start at once are handed over, so that the budget ends the run.
             while waiting and len(running) < given.jobs and time.monotonic() - begin <= given.budget:
@@ -278,10 +283,11 @@ def main() -> None:
     run([(family, SOUND, "") for family in families])
     run([
         (family, fault.name, strength)
-        for fault, family, strength in cells(faults, given.every)
-        if family in families and re.search(given.only, fault.name)
+        for fault, family, strength in cells(faults, given.every, families)
+        if re.search(given.only, fault.name)
     ])  # fmt: skip
-    page = render(rows, faults, json.loads(given.judged.read_text()) if given.judged is not None else None)
+    judged = json.loads(given.judged.read_text()) if given.judged is not None else None
+    page = render(rows, faults, judged, given.factors)
     if given.markdown is not None:
         given.markdown.write_text(page)
     print(page.partition("## Every cell")[0])
@@ -293,6 +299,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--faults", type=Path, help="a file with FAULTS instead of the kinds")
     parser.add_argument("--families", default=",".join(FAMILIES), help="run only cells of these families")
     parser.add_argument("--only", default="", help="run only kinds with names that match this regular expression")
+    parser.add_argument("--factors", help="try only readings of these factors, separated by commas")
     parser.add_argument("--every", action="store_true", help="every family for each kind, not one family in turn")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread and about 1.5 GB")
     parser.add_argument("--limit", type=int, default=400, help="seconds after which a cell is recorded as too long")

@@ -27,6 +27,13 @@ RUN_TESTS = {
     "R08": "test_every_factor_has_a_rule",
     "R09": "test_rewritten_tensors_are_named",
     "R10": "test_a_scaled_embedding_is_tried_both_ways",
+    "R11": "test_every_factor_has_a_rule",
+    "R12": "test_an_unknown_layout_is_found",
+    "R13": "test_the_right_cause_is_named_for_drafts_that_walk",
+    "R14": "test_the_right_cause_is_named_for_drafts_that_walk",
+    "R15": "test_the_right_cause_is_named_for_drafts_that_walk",
+    "R16": "test_the_right_cause_is_named_for_drafts_that_walk",
+    "R17": "test_the_right_cause_is_named_for_drafts_that_walk",
 }
 """Rule of the run level -> its test. These rules run a draft, so CASES leaves them out."""
 

@@ -184,8 +184,13 @@ def test_a_module_shares_its_stem_with_nothing_in_its_package(folder: str) -> No
 FREE_OF_DIALECTS = ("rules", "diagnosis", "engines")
 """Folders of `dflash_cli` that see a draft through its `Format` alone. An engine's own files name what it reads."""
 
-OTHER_MEANINGS = {"diagnosis/reading_results.py": {"native"}}
-"""File -> words that name a dialect elsewhere and the target runtime in this file."""
+OTHER_MEANINGS = {
+    "diagnosis/reading_results.py": {"native"},
+    "diagnosis/alternatives.py": {"dspark"},
+    "diagnosis/family_readings/convolved.py": {"dflash2"},
+    "diagnosis/family_readings/sparked.py": {"dspark"},
+}
+"""File -> words that name a dialect elsewhere, and the target runtime or a family of drafts in this file."""
 
 
 def engine_files() -> set[str]:

@@ -1,10 +1,11 @@
 """The alternative readings of a draft. Each changes one setting of the config, or the meaning of some tensors.
 
-To add a reading, yield it from a family below, or add a family to `FAMILIES`. Its `factor` selects the rule of the run
-level that reports it, and its `cause` names the fault if the reading explains the draft.
+To add a reading, yield it from a function below, and list the function in `FAMILIES`. Readings that
+only one family of drafts has are in a file of `family_readings/`, with the rules that report them. The `factor` of a
+reading selects its rule, and its `cause` names the fault if the reading explains the draft.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.diagnosis.weight_readings import WeightReading, WeightSpace, probes, weight_readings
 from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_runtime.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,8 @@ FARTHEST_TAP = 5
 LARGEST_BLOCK = 4
 """The longest block that is tried, in blocks of the config."""
 
+DFLASH = "dflash"
+
 MIN_LEN = 1.5
 ANCHOR_MIN_LEN = 2.0
 """Higher than MIN_LEN: on repetitive text, an untrained draft that predicts at the anchor reaches 1.5 by echoing it."""
@@ -48,6 +52,7 @@ class AlternativeReading:
     cause       the fault of the draft if this reading is right
     rewrite     changes the tensors; None if only the config changes
     is_guess    it is one of very many readings, and the screen keeps only the best
+    is_free     training does not choose its value, so its loss says nothing about the causes of other readings
     is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
     is_scale    it multiplies a part of the draft by a factor
     touches     the parts of the draft that it changes, with their layers
@@ -60,8 +65,8 @@ class AlternativeReading:
     config: DraftConfig
     cause: str = ""
     rewrite: Rewrite | None = None
-    is_anchor_first: bool = False
     is_guess: bool = False
+    is_free: bool = False
     is_neutral: bool = False
     is_scale: bool = False
     touches: frozenset[Spot] = frozenset()
@@ -87,14 +92,25 @@ class ReadingSpace:
     weights: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
+Family = Callable[[ReadingSpace], Iterator[AlternativeReading]]
+
+FAMILY_READINGS: Registry[Family] = Registry("readings of a draft family")
+"""Draft family -> the readings that only its drafts have."""
+
+
 def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
     """Every reading to try, without repeats and without the config's own reading."""
     found = {(repr(space.config), ""): AlternativeReading("", "as configured", space.config)}
-    for family in FAMILIES:
+    for family in (*FAMILIES, *_of_family(space.config)):
         for reading in family(space):
-            is_by_config = reading.rewrite is None and not reading.is_anchor_first
-            found.setdefault((repr(reading.config), "" if is_by_config else reading.name), reading)
+            found.setdefault((repr(reading.config), "" if reading.rewrite is None else reading.name), reading)
     return tuple(found.values())[1:]
+
+
+def _of_family(config: DraftConfig) -> "list[Family]":
+    if not len(FAMILY_READINGS):
+        FAMILY_READINGS.discover("dflash_cli.diagnosis.family_readings")
+    return [FAMILY_READINGS[config.family]] if config.family in FAMILY_READINGS else []
 
 
 def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -138,7 +154,7 @@ def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _with_taps(space: ReadingSpace, taps: tuple[int, ...], name: str, cause: str) -> AlternativeReading:
-    return _changed(space, "taps", f"{name} {list(taps)}", cause, target_layer_ids=taps)
+    return changed(space, "taps", f"{name} {list(taps)}", cause, target_layer_ids=taps)
 
 
 def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -149,19 +165,17 @@ def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
         "sliding layers causal, full layers not": tuple(window is not None for window in config.windows),
     }
     for name, causal in readings.items():
-        yield _changed(space, "causality", name, "the causality within a block differs from training", causal=causal)
+        yield changed(space, "causality", name, "the causality within a block differs from training", causal=causal)
 
 
 def _anchor(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    """Predictions from the anchor on. The runtime can read them in non-causal drafts without windows."""
-    config = space.config
-    if not any(config.causal) and set(config.windows) == {None}:
+    """Predictions from the anchor on: a DSpark draft without a Markov head, published as a DFlash draft."""
+    if space.config.family == DFLASH:
         yield AlternativeReading(
             "anchor",
             "predictions from the anchor on",
-            config,
+            replace(space.config, family="dspark", sample_from_anchor=True),
             "the draft predicts from the anchor on, one position earlier than DFlash drafts do",
-            is_anchor_first=True,
             min_len=ANCHOR_MIN_LEN,
         )
 
@@ -170,14 +184,14 @@ def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
     own, target = space.config.rope, space.target.rope
     if (target.kind, target.params) != (own.kind, own.params):
         name = f"the target's rope ({target.kind}, base {target.theta:.12g})"
-        yield _changed(space, "rope", name, "the draft was trained with the target's rope", rope=target)
+        yield changed(space, "rope", name, "the draft was trained with the target's rope", rope=target)
     if own.kind != "default":
         name, plain = f"no rope scaling, base {own.theta:.12g}", RopeConfig(theta=own.theta)
         cause = "the draft was trained without the rope scaling that the config states"
-        yield _changed(space, "rope", name, cause, rope=plain)
+        yield changed(space, "rope", name, cause, rope=plain)
     for theta in dict.fromkeys((target.theta, *THETAS)):
         rope = replace(own, theta=theta)
-        yield _changed(space, "rope", f"rope base {theta:.12g}", "the rope base differs from training", rope=rope)
+        yield changed(space, "rope", f"rope base {theta:.12g}", "the rope base differs from training", rope=rope)
 
 
 def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -187,7 +201,7 @@ def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
     rare = {token: f"mask {token}, a rarely used id" for token in space.rare_ids if token not in named}
     for token, name in (named | rare).items():
         if 0 <= token < space.config.vocab_size:
-            reading = _changed(space, "mask", name, "the mask token differs from training", mask_token_id=token)
+            reading = changed(space, "mask", name, "the mask token differs from training", mask_token_id=token)
             yield replace(reading, is_guess=token in rare)
 
 
@@ -198,26 +212,24 @@ def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
     cause = "the draft was trained with another attention window"
     if stated:
         without = (None,) * num_layers
-        yield _changed(
-            space, "window", "no attention window", "the draft was trained without a window", windows=without
-        )
+        yield changed(space, "window", "no attention window", "the draft was trained without a window", windows=without)
     for windows in sorted(set(permutations(own)) - {own}, key=str) if stated and len(own) <= MAX_PERMUTED else ():
         moved = "the attention windows belong to other layers"
-        yield _changed(space, "window", f"windows {list(windows)}", moved, windows=windows)
+        yield changed(space, "window", f"windows {list(windows)}", moved, windows=windows)
     for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
         if width >= space.text_len:
             continue
-        yield _changed(space, "window", f"a window of {width} on every layer", cause, windows=(width,) * num_layers)
+        yield changed(space, "window", f"a window of {width} on every layer", cause, windows=(width,) * num_layers)
         if stated and None in own:
             there = tuple(None if window is None else width for window in own)
-            yield _changed(space, "window", f"a window of {width}", cause, windows=there)
+            yield changed(space, "window", f"a window of {width}", cause, windows=there)
 
 
 def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
     own, cause = space.config.block_size, "the draft was trained with another block size"
     for block in sorted({*BLOCKS, own - 1, own + 1, own // 2, own * 2}):
         if 2 <= block <= LARGEST_BLOCK * own:
-            yield _changed(space, "block", f"blocks of {block}", cause, block_size=block)
+            yield changed(space, "block", f"blocks of {block}", cause, block_size=block)
 
 
 def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -227,15 +239,15 @@ def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
         return
     raw = {"has_target_scale": False, "input_embedding_scale": 1.0}
     if (config.has_target_scale and factor != 1.0) or config.input_embedding_scale != 1.0:
-        yield _changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
+        yield changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
     if not config.has_target_scale and factor != 1.0:
         cause = "the draft was trained on embeddings scaled as the target's"
-        yield _changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
+        yield changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
 
 
 def _eps(space: ReadingSpace) -> Iterator[AlternativeReading]:
     for eps in EPSILONS:
-        yield _changed(space, "eps", f"rms_norm_eps {eps:g}", "rms_norm_eps differs from training", rms_norm_eps=eps)
+        yield changed(space, "eps", f"rms_norm_eps {eps:g}", "rms_norm_eps differs from training", rms_norm_eps=eps)
 
 
 def _weights(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -257,7 +269,7 @@ def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:
     return AlternativeReading(factor="weights", config=space.config, **shared)
 
 
-def _changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:
+def changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:
     """A reading with other values of some fields of the config."""
     return AlternativeReading(factor, name, replace(space.config, **fields), cause)
 

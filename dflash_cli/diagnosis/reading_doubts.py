@@ -18,6 +18,10 @@ FURTHER = 0.1
 """Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
 perfect."""
 
+WEAKER = 1.05
+"""In parts that only one family has, the ratio for halves of exchanges, and for readings that weaken or leave out the
+part that the best reading puts in order. Drafts hardly miss such parts, and noise has no order that lowers the loss."""
+
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
 
@@ -70,12 +74,21 @@ class ReadingCase:
         """Whether another cause lowers the loss about as much as the best reading."""
         best = self.best
         more = item.score.loss - best.score.loss
-        if is_alike(item, best) or abs(more) < SAME_LOSS:
+        if item.alternative.is_free or is_alike(item, best) or abs(more) < SAME_LOSS:
             return False
-        return more < MARGIN * (self.own.loss - best.score.loss) and item.score.loss < RATIO * best.score.loss
+        ratio = WEAKER if self._weakens(item.alternative) else RATIO
+        return more < MARGIN * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
+
+    def _weakens(self, other: AlternativeReading) -> bool:
+        """Whether another reading only weakens or leaves out the part of a family that the best one puts in order."""
+        best = self.best.alternative
+        if best.factor == "weights" or best.factor != other.factor or is_weaker(best) or not is_weaker(other):
+            return False
+        return all((part, layer) in best.touches or (part, None) in best.touches for part, layer in other.touches)
 
     def _of_halves(self) -> str | None:
-        reading, limit = self.best.alternative, RATIO * self.best.score.loss
+        reading = self.best.alternative
+        limit = (RATIO if reading.factor == "weights" else WEAKER) * self.best.score.loss
         has_rival = any(self.score(replace(reading, rewrite=half), True).loss <= limit for half in reading.halves)
         return "one half of the exchange gains as much" if has_rival else None
 
@@ -83,6 +96,7 @@ class ReadingCase:
         """Another exchange of the same kind, in other layers, is tried on top as well."""
         best, touched = self.best, self.best.alternative.touches
         others = [item for item in self.screened if not (is_alike(item, best) and item.alternative.touches == touched)]
+        others = [item for item in others if not item.alternative.is_free]
         before = self.score(best.alternative, False).loss
         most = min((1 - FURTHER) * before, before - FURTHER * (self.few.loss - before))
         for item in others[: self.on_top]:
@@ -98,6 +112,11 @@ class ReadingCase:
         if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
             return None
         return f"a step of training on top of it saves another {gain:.0%} of the loss"
+
+
+def is_weaker(reading: AlternativeReading) -> bool:
+    """Whether a reading leaves out a part, or multiplies it by a factor."""
+    return reading.is_neutral or reading.is_scale
 
 
 def falls_short(best: ReadingResult, expected: ExpectedFigure | None) -> str | None:

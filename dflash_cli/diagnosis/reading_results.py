@@ -153,7 +153,7 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
     one, other = item.alternative, best.alternative
     if one.factor != other.factor:
         return False
-    if one.factor != "weights" or one.cause == other.cause:
+    if (one.rewrite is None and other.rewrite is None) or one.cause == other.cause:
         return True
     # A part that harms in one layer also harms in all layers together.
     return (
@@ -177,7 +177,6 @@ def combine(
         first,
         config=replace(first.config, **changed),
         rewrite=together(*rewrites) if rewrites else None,
-        is_anchor_first=first.is_anchor_first or second.is_anchor_first,
     )
 
 

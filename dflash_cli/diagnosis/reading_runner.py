@@ -20,35 +20,12 @@ from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.drafts.draft import Draft, build_draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.layers import Attend, Linear, PagedKV
+from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class AnchorFirst:
-    """A draft that is run like a DSpark draft: row i of the block predicts position i + 1, also for the anchor's row 0.
-
-    A draft returns no logits for its first row. In a non-causal block without windows the order of rows does not
-    matter, so the last row goes first and the anchor's row gets logits.
-    """
-
-    def __init__(self, draft: Draft) -> None:
-        self.config = draft.config
-        self.target_ids = draft.target_ids
-        self._draft = draft
-
-    def write_context(self, features: "Tensor", positions: "Tensor", cache: PagedKV, slots: "Tensor") -> None:
-        """See `drafts.draft.Draft`."""
-        self._draft.write_context(features, positions, cache, slots)
-
-    def logits(
-        self, block_ids: "Tensor", positions: "Tensor", attend: Attend, num_drafts: int | None = None
-    ) -> "Tensor":
-        """See `drafts.draft.Draft`."""
-        return self._draft.logits(block_ids.roll(1, dims=1), positions.roll(1, dims=1), attend, num_drafts)
 
 
 class ReadingRunner:
@@ -86,8 +63,7 @@ class ReadingRunner:
         if reading.rewrite is not None:
             pair = replace(pair, draft_weights=reading.rewrite(pair.draft_weights, reading.config))
         limits = replace(pair.limits, num_draft_tokens=reading.config.num_draft_tokens)
-        pair = replace(pair, limits=limits).with_draft(reading.config)
-        return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
+        return replace(pair, limits=limits).with_draft(reading.config)
 
     def trainable(self, reading: AlternativeReading) -> Trainable:
         """The draft under a reading, to be built from weights with gradients."""
@@ -96,8 +72,7 @@ class ReadingRunner:
         ends = Ends(target.embedding, Linear(target.head.weight, target.head.bias), target.embedding_scale)
 
         def build(weights: "Mapping[str, Tensor]") -> Draft:
-            draft = build_draft(reading.config, weights, ends, placement)
-            return AnchorFirst(draft) if reading.is_anchor_first else draft
+            return build_draft(reading.config, weights, ends, placement)
 
         return Trainable(
             reading.config, weights if reading.rewrite is None else reading.rewrite(weights, reading.config), build
@@ -105,7 +80,8 @@ class ReadingRunner:
 
     def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
         """The screen that counts acceptance along these outputs, for readings that tap only these layers."""
-        return ReadingScreen(self.read(outputs, taps), self._pair.limits.num_draft_tokens)
+        assert self._pair.draft is not None
+        return ReadingScreen(self.read(outputs, taps), self._pair.draft.config)
 
     def read(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> KnownTexts:
         """The texts of these outputs, with the target's outputs of these layers."""

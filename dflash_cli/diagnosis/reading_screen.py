@@ -6,6 +6,7 @@ takes the steps that a run of the pair takes.
 """
 
 import math
+import re
 from collections.abc import Collection, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 from dflash_cli.acceptance.intervals.statistics import StepCounts
 from dflash_cli.diagnosis.further_training import Loss, Trainable, halves, pulls, training_gain
 from dflash_cli.diagnosis.run_settings import Score
+from dflash_runtime.config import DraftConfig
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.text_pages import Anchor, Foretold, TextPages, read_features
@@ -24,12 +26,8 @@ from dflash_runtime.scheduling.request import RequestOutput
 LOSS_DECAY = 4.0
 """Positions over which the weight of a drafted token falls to 1/e. Source: arXiv 2602.06036."""
 
-
-WITHOUT_CONTEXT = (
-    ".o_proj.weight", ".gate_up_proj.weight", ".down_proj.weight", ".post_attention_layernorm.weight",
-    ".input_layernorm.weight", ".q_norm.weight",
-)  # fmt: skip
-"""Ends of the names of tensors that a draft's context KV does not depend on."""
+OF_CONTEXT = re.compile(r"(fc|hidden_norm)\.|.*\.(qkv_proj|k_norm)\.")
+"""Names of the tensors that a draft's context KV depends on."""
 
 
 class KnownTexts:
@@ -50,10 +48,11 @@ class KnownTexts:
 
 
 class ReadingScreen:
-    """Texts to draft along. `num_drafts` is the K of the draft's own config; of a longer block, only K tokens count."""
+    """Texts to draft along. `own` is the draft's own config with K tokens; of a longer block, only K tokens count."""
 
-    def __init__(self, texts: KnownTexts, num_drafts: int) -> None:
-        self._texts, self._num_drafts = texts, num_drafts
+    def __init__(self, texts: KnownTexts, own: DraftConfig) -> None:
+        self._texts, self._num_drafts = texts, own.num_draft_tokens
+        self._is_anchor_first, num_drafts = own.sample_from_anchor, own.num_draft_tokens
         self._last: tuple[tuple[object, ...], list[Tensor], KVCache] | None = None
         self._anchors = [
             (index, position)
@@ -70,8 +69,11 @@ class ReadingScreen:
         found = self._foretell(pair, chosen)
         accepted = self._texts.pages.count_right(chosen, found.ids[:, : self._num_drafts])
         chances, losses = found.chances[:, : self._num_drafts], found.losses[:, : self._num_drafts]
-        if losses.shape[1] < self._num_drafts:  # a shorter block says nothing about its last tokens
-            missing = self._num_drafts - losses.shape[1]
+        assert pair.draft is not None
+        # The fill-in layout gives a token less per block. Another shorter block says nothing about its last tokens.
+        is_other_layout = self._is_anchor_first and not pair.draft.config.sample_from_anchor
+        missing = self._num_drafts - is_other_layout - losses.shape[1]
+        if missing > 0:
             losses = functional.pad(losses, (0, missing), value=math.log(pair.limits.vocab_size))
         return Score(
             accepted=1 + float(accepted.float().mean()),
@@ -133,7 +135,7 @@ class ReadingScreen:
         assert pair.draft is not None
         config, weights = pair.draft.config, pair.draft_weights or {}
         settings = (config.target_layer_ids, config.rope, config.rms_norm_eps)
-        read = [tensor for name, tensor in weights.items() if not name.endswith(WITHOUT_CONTEXT)]
+        read = [tensor for name, tensor in weights.items() if OF_CONTEXT.match(name)]
         if self._last is not None and self._last[0] == settings and _are_same(self._last[1], read):
             return self._last[2]
         cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))

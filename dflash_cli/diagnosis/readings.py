@@ -98,7 +98,7 @@ In the bundled pairs, with 48 tokens per prompt, a gain that matters is 0.14 tok
 a standard deviation of 0.27. With 32 prompts the test finds four of five such gains.
 """
 
-ORDERED, SLIGHT = ("rope", "window"), 0.02
+ORDERED, SLIGHT = ("rope", "window", "candidates"), 0.02
 """Settings with many similar values, and the share of the gain by which short texts cannot tell such values apart."""
 
 MAX_EQUAL = 3
@@ -255,7 +255,7 @@ class Searcher:
 
     def _suspected(self, guesses: Sequence[AlternativeReading], length: float) -> list[AlternativeReading]:
         """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
-        if length - 1 > ENOUGH_SHARE * (self._own.config.block_size - 1) and not self._is_below(length):
+        if length - 1 > ENOUGH_SHARE * self._own.config.num_draft_tokens and not self._is_below(length):
             return []
         probes = neutral_readings(self._space)
         self._num_probed = len(probes)
@@ -306,15 +306,15 @@ class Searcher:
 
     def _longer_block(self, screened: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
         """The longer block to count whole, if nearly every token is accepted and the block harms none of these."""
-        block = self._own.config.block_size
-        if own.accepted - 1 < NEARLY_ALL * (block - 1):
+        block, num_drafts = self._own.config.block_size, self._own.config.num_draft_tokens
+        if own.accepted - 1 < NEARLY_ALL * num_drafts:
             return None
         longer = [
             replace(item, is_longer=True)
             for item in screened
             if item.factor == "block" and item.alternative.config.block_size > block
             and item.score.loss < LOWER * own.loss
-            and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * (block - 1)
+            and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * num_drafts
         ]  # fmt: skip
         if not longer:
             return None

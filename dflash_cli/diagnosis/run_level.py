@@ -12,9 +12,10 @@ from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_runtime.config import DraftConfig
 
 if TYPE_CHECKING:
-    from dflash_cli.diagnosis.reading_results import ReadingSearch
+    from dflash_cli.diagnosis.reading_results import ReadingResult, ReadingSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +73,16 @@ def enough_is_accepted(subject: RunSubject) -> Iterator[Problem]:
     expect far more. At temperature 0, targets accept 21 to 37% of the drafted tokens of sound drafts. They accept up to
     6% if a draft is read wrongly or was never trained.
     """
-    search, block = subject.search, subject.parsed.config.block_size if subject.parsed is not None else None
-    if search.explanation is not None or block is None:
+    search = subject.search
+    if search.explanation is not None or subject.parsed is None:
         return
-    found = _shortfall(search, block)
+    config = subject.parsed.config
+    found = _shortfall(search, config)
     if found is None:
         return
     severity, why = found
-    figure = f"{search.acceptance_len:.2f} tokens per step of at most {block}"
-    share = f"{(search.acceptance_len - 1) / (block - 1):.0%} of the drafted tokens"
+    figure = f"{search.acceptance_len:.2f} tokens per step of at most {config.num_draft_tokens + 1}"
+    share = f"{(search.acceptance_len - 1) / config.num_draft_tokens:.0%} of the drafted tokens"
     tried = ", ".join(f"{FACTORS.get(name, name)} {count}" for name, count in search.tried.items())
     excluded = f"none of {search.num_readings} other readings explains it" + (f" ({tried})" if tried else "")
     yield Problem(
@@ -97,15 +99,15 @@ def _improvement(search: "ReadingSearch") -> str:
     return f"; {better.reading} improves it to {better.acceptance_len:.2f} but does not explain it: {better.doubt}"
 
 
-def _shortfall(search: "ReadingSearch", block: int) -> tuple[Severity, str] | None:
+def _shortfall(search: "ReadingSearch", config: DraftConfig) -> tuple[Severity, str] | None:
     """How serious low acceptance is, and why it is low; None if it is not low."""
     accepted, expected = search.acceptance_len - 1, search.expected
-    share, foretold = accepted / (block - 1), (search.own_expected_len or 1.0) - 1
+    share, foretold = accepted / config.num_draft_tokens, (search.own_expected_len or 1.0) - 1
     if expected is not None:
         why = f"low for this draft, which should reach {expected.value:.2f} ({expected.source})"
         short: Severity = "error" if accepted < FAR_SHORT * (expected.value - 1) else "warning"
         return (short, why) if search.is_short else None
-    why = f"low for a block of {block}"
+    why = f"low for a block of {config.block_size}"
     if share < TOO_LITTLE:
         return "error" if share < FAR_TOO_LITTLE else "warning", why
     if accepted < OVERCONFIDENT * foretold:
@@ -136,17 +138,13 @@ def reading_rule(
     """
 
     def run(subject: RunSubject) -> Iterator[Problem]:
-        search, best = subject.search, subject.search.explanation
+        best = subject.search.explanation
         if best is None or best.factor != factor:
             return
-        interval = best.interval
-        assert interval is not None
         correction = _set(subject, field, getattr(best.alternative.config, field)) if field else ""
         yield Problem(
             subject.at(field) if at is None else at(subject),
-            f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
-            f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
-            f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings",
+            gain_in_words(subject.search, best),
             fix=fix or _fix(correction or step),
             correction=correction,
         )
@@ -154,6 +152,17 @@ def reading_rule(
     run.__doc__ = title
     usual = _fix(f"correct {field}" if field else step)
     check(rule_id, level="run", effect=effect, fix=fix or usual, source=source, outcome="drops")(run)
+
+
+def gain_in_words(search: "ReadingSearch", best: "ReadingResult") -> str:
+    """What the explaining reading gains, and on how many prompts."""
+    interval = best.interval
+    assert interval is not None
+    return (
+        f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
+        f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
+        f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings"
+    )
 
 
 def _fix(correction: str) -> str:

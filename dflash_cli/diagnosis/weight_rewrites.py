@@ -51,6 +51,25 @@ def change_parts(changes: Mapping[str, Change], layers: Collection[int] | None =
     return rewrite
 
 
+def change_tensors(changes: Mapping[str, Change]) -> Rewrite:
+    """Change some tensors, by the names of the runtime."""
+
+    def rewrite(weights: "Mapping[str, Tensor]", _: DraftConfig) -> "Mapping[str, Tensor]":
+        return {**weights, **{name: change(weights[name]).contiguous() for name, change in changes.items()}}
+
+    return rewrite
+
+
+def exchange_tensors(pairs: Collection[tuple[str, str]], *, is_half: bool = False) -> Rewrite:
+    """Exchange tensors of the same shape. One half of an exchange copies the second over the first only."""
+
+    def rewrite(weights: "Mapping[str, Tensor]", _: DraftConfig) -> "Mapping[str, Tensor]":
+        firsts = {one: weights[other] for one, other in pairs}
+        return {**weights, **firsts, **({} if is_half else {other: weights[one] for one, other in pairs})}
+
+    return rewrite
+
+
 Spot = tuple[str, int | None]
 """A part of a draft, in one layer, or in all layers or outside of layers (None)."""
 

@@ -188,9 +188,7 @@ def _cut(found: Mapping[str, Any], subject: Subject) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _captured(
-    config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject, release: Release
-) -> list[int]:
+def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject, release: Release) -> list[int]:
     """The layers that vLLM captures, counted from 1, in the order of the file."""
     key, taps = AUX_KEY, config.get(AUX_KEY)
     if not taps:

@@ -90,5 +90,3 @@ def served_in_words(dialect: Format, config: Mapping[str, Any]) -> str:
 
 DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transformer_layer_config")
 """Keys that drafts have and targets lack."""
-
-

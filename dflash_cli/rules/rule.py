@@ -34,7 +34,7 @@ RULE_LEVELS: tuple[RuleLevel, ...] = (*LEVELS, "kv-transfer")
 PACKAGES: Mapping[RuleLevel, tuple[str, ...]] = {
     "headers": ("dflash_cli.rules.themes", "dflash_cli.engines"),
     "weights": ("dflash_cli.rules.themes", "dflash_cli.engines"),
-    "run": ("dflash_cli.diagnosis.run_level",),
+    "run": ("dflash_cli.diagnosis.run_level", "dflash_cli.diagnosis.family_readings"),
     "kv-transfer": ("dflash_cli.handoff.two_servers",),
 }
 """Level -> the packages and modules that register its rules."""

@@ -40,8 +40,16 @@ def word_of(row: Mapping[str, Any], part: str, right: str | None) -> str:
     return "silent"
 
 
-def render(rows: Iterable[Mapping[str, Any]], faults: Iterable[Any], judged: Mapping[str, str] | None = None) -> str:
-    """The page. `judged` has the judgement of each cell (family/name/strength) instead of the kinds' patterns."""
+def render(
+    rows: Iterable[Mapping[str, Any]],
+    faults: Iterable[Any],
+    judged: Mapping[str, str] | None = None,
+    factors: str | None = None,
+) -> str:
+    """The page. `judged` has the judgement of each cell (family/name/strength) instead of the kinds' patterns.
+
+    `factors` names the factors of the readings that were tried, if not all were tried.
+    """
     patterns = {fault.name: getattr(fault, "right", None) for fault in faults}
     undoable = {fault.name: getattr(fault, "is_undoable", getattr(fault, "undoable", True)) for fault in faults}
     lines, counted = [], []
@@ -66,7 +74,8 @@ def render(rows: Iterable[Mapping[str, Any]], faults: Iterable[Any], judged: Map
             cause.replace("|", "/"),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([HEAD, *totals(counted), "", "## Every cell", "", *TITLE, *lines]) + "\n"
+    tried = [] if factors is None else [f"Only readings of these factors were tried: {factors.replace(',', ', ')}.", ""]
+    return "\n".join([HEAD, *tried, *totals(counted), "", "## Every cell", "", *TITLE, *lines]) + "\n"
 
 
 def _judged(row: Mapping[str, Any], part: str, right: str | None, judged: Mapping[str, str] | None, key: str) -> str:

@@ -142,7 +142,8 @@ def test_readings_are_screened_on_the_second_device() -> None:
     for device in ("cuda:0", "cuda:1"):
         llm = gpu_llm("tiny", "float32", device=device, max_num_requests=4, seed=3)
         outputs = llm.generate(bundled_prompts()[:4], SamplingParams(max_new_tokens=64))
-        screen = ReadingScreen(KnownTexts(llm.pair, outputs, {0, 2, 3, 4}), 7)
+        assert llm.pair.draft is not None
+        screen = ReadingScreen(KnownTexts(llm.pair, outputs, {0, 2, 3, 4}), llm.pair.draft.config)
         estimates.append(screen.score(llm.pair, 100).accepted)
     assert estimates[0] == estimates[1] > 1.5
 

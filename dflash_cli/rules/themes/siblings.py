@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_runtime.checkpoint.layout import MARKOV, SELECTOR
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,8 @@ def rows_are_alike(subject: Subject) -> Iterator[Problem]:
             return float((sizes < SMALL * sizes.median()).float().mean())
 
         for name, own, others in _beside(subject, small, dim=2):
+            if kind == "rows" and _has_row_per_token(name):
+                continue
             if own >= SMALL_SHARE and (not others or median(others) < own / 4):
                 yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} are nearly zero")
 
@@ -167,6 +170,8 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
             return 1 - len(sums[sums != 0].unique()) / max(1, int((sums != 0).sum()))
 
         for name, own, others in _beside(subject, repeated, dim=2):
+            if kind == "rows" and _has_row_per_token(name):
+                continue
             if own >= SMALL_SHARE and (not others or median(others) < own):
                 yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} repeat another")
     for name, own, _ in _beside(subject, lambda matrix: float((matrix == 0).float().mean()), dim=2):
@@ -175,12 +180,13 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
 
 
 def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
-    """Each tensor's measure, and the measures of the same tensor in other layers."""
+    """Each tensor's measure, and the measures of the same tensor in other layers. A single row is no matrix."""
     names = [
         name
         for name, info in (subject.tensors or {}).items()
-        if info.dtype in FLOATS and info.num_elements > 1 and dim in (None, len(info.shape)) and not _is_copy(name)
-    ]
+        if info.dtype in FLOATS and info.num_elements > 1 and not _is_copy(name)
+        and (dim is None or (dim == len(info.shape) and (dim == 1 or min(info.shape) > 1)))
+    ]  # fmt: skip
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for name, tensor in subject.checkpoint.load_many(names) if subject.checkpoint is not None else ():
         parts = name.split(".")
@@ -189,6 +195,11 @@ def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Itera
     for group in groups.values():
         for name, own in group.items():
             yield name, own, [value for other, value in group.items() if other != name]
+
+
+def _has_row_per_token(name: str) -> bool:
+    """Whether training leaves the rows of rare tokens as they were."""
+    return name.startswith((MARKOV, SELECTOR)) and name.endswith(("codebook", "markov_w1.weight", "markov_w2.weight"))
 
 
 def _is_copy(name: str) -> bool:

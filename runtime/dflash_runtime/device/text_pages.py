@@ -114,7 +114,8 @@ class TextPages:
             cache = KVCache(draft.config, self._num_pages, self._page_size, self._placement)
             cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)
             draft.write_context(features, self._positions, cache, self._slots)
-            cache.layers = dict(enumerate(zip(cache.keys, cache.values, strict=True)))
+            both = zip(cache.keys, cache.values, strict=True)
+            cache.layers = dict(zip(draft.config.kv_layers, both, strict=True))
             return torch.cat([losses for _, _, losses in pages._judged(draft, cache, anchors, num_drafts)])
 
     def _judged(

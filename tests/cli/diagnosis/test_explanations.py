@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from dflash_cli.acceptance.intervals.statistics import Interval, StepCounts, paired_interval
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.diagnosis import alternatives
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.reading_results import (
@@ -29,6 +29,7 @@ from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_cli.rules.validator import report_of
 from dflash_runtime.documents import copy_fields
+from dflash_runtime.models.weights import stack_projections
 from dflash_testing.pairs import bundled_draft
 
 
@@ -67,9 +68,13 @@ def test_a_scaled_embedding_is_tried_both_ways() -> None:
 
 def test_every_factor_has_a_rule() -> None:
     """Without a rule, no finding would report the reading that explains a draft."""
-    target = open_target(fetch_directory(TINY, Role.TARGET))
-    space = ReadingSpace(config=bundled_draft().config, target=target.config, rare_ids=(9,), text_len=100)
-    factors = {reading.factor for family in alternatives.FAMILIES for reading in family(space)}
+    target, factors = open_target(fetch_directory(TINY, Role.TARGET)), set()
+    for name in ("tiny", "tiny:dflash2", "tiny:dspark"):
+        draft = bundled_draft(name)
+        weights = stack_projections(load_file(draft.checkpoint.path / "model.safetensors").items())
+        space = ReadingSpace(config=draft.config, target=target.config, rare_ids=(9,), text_len=100, weights=weights)
+        factors |= {reading.factor for reading in alternative_readings(space)}
+    assert {"anchor", "layout", "convolution", "selector", "candidates", "markov", "scale"} <= factors
     for factor in factors:
         reading = AlternativeReading(factor, "another reading", bundled_draft().config)
         search = ReadingSearch(16, 1000, 1.1, (ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
@@ -78,8 +83,8 @@ def test_every_factor_has_a_rule() -> None:
 
 
 def test_anchor_first_that_accepts_more_is_reported() -> None:
-    better = result(1.1, 2.8, 1.2, "anchor", is_anchor_first=True, min_len=2.0)
-    same = result(1.1, 1.2, -0.1, "anchor", is_anchor_first=True, min_len=2.0)
+    better = result(1.1, 2.8, 1.2, "anchor", min_len=2.0)
+    same = result(1.1, 1.2, -0.1, "anchor", min_len=2.0)
     assert "2.80" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
     assert found("R05", ReadingSearch(16, 1000, 1.1, (same,), 60)) == []
 

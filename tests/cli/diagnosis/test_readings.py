@@ -18,7 +18,7 @@ from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.pair_validation import validate_running
 from dflash_cli.diagnosis.reading_results import ReadingSearch
-from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
+from dflash_cli.diagnosis.reading_runner import ReadingRunner
 from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
@@ -27,7 +27,7 @@ from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
-from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_target
+from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_draft_config, random_target
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
@@ -322,9 +322,11 @@ def test_readings_change_one_factor() -> None:
     for reading in alternative_readings(space):
         key = names.get(reading.factor)
         kept = replace(reading.config, **{key: getattr(config, key)}) if key is not None else reading.config
+        if reading.factor == "anchor":
+            kept = replace(kept, family=config.family, sample_from_anchor=False)
         assert kept == config, reading.name
         assert key is None or getattr(reading.config, key) != getattr(config, key)
-        assert (key is None) == (reading.rewrite is not None or reading.is_anchor_first)
+        assert (key is None) == (reading.rewrite is not None or reading.factor == "anchor")
         assert reading.cause
 
 
@@ -333,10 +335,15 @@ def test_special_tokens_put_masks_first() -> None:
 
 
 def test_anchor_first_reads_the_rows_before() -> None:
-    """Row i of this reading is row i - 1 of the usual reading, and the anchor's row is new."""
-    draft = random_draft(random_target())
-    ids, positions = torch.tensor([[5, 96, 96, 96]]), torch.arange(10, 14)[None]
+    """The blocks have the same rows, and in this reading the anchor's row gives a token too."""
+    target = random_target()
+    config = random_draft_config(target.config)
+    space = ReadingSpace(config=config, target=target.config)
+    (reading,) = [item for item in alternative_readings(space) if item.factor == "anchor"]
+    changes = {name: getattr(reading.config, name) for name in ("family", "sample_from_anchor")}
+    draft, anchor_first = random_draft(target), random_draft(target, **changes)
+    ids, positions = torch.tensor([[5, 96, 96, 96, 96]]), torch.arange(10, 15)[None]
     attend = DenseAttention(is_causal=False)
-    usual, shifted = draft.logits(ids, positions, attend), AnchorFirst(draft).logits(ids, positions, attend)
-    torch.testing.assert_close(shifted[:, 1:], usual[:, :-1])
-    assert not torch.allclose(shifted[:, 0], usual[:, 0])
+    usual, found = draft.logits(ids[:, :-1], positions[:, :-1], attend), anchor_first.logits(ids, positions, attend)
+    torch.testing.assert_close(found[:, 1:], usual)
+    assert found.shape[1] == reading.config.num_draft_tokens - config.num_draft_tokens + usual.shape[1]

@@ -1,0 +1,1 @@
+"""Readings that only drafts of one family have, one file per family."""
