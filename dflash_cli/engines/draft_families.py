@@ -34,7 +34,14 @@ def engine_has_the_model(subject: Subject) -> Iterator[Problem]:
         if reads and not engine.serves_kind(subject.format, subject.config):
             family = subject.format.title.partition(",")[0]
             message = f"found {', '.join(found) or 'no architecture'}, for which {engine} has no {family} model"
-            yield Problem(location, message, fix=_fix_of_model(engine, subject), engines=(engine.name,))
+            is_loaded = engine.loads_without_parts(subject.format, subject.config)
+            yield Problem(
+                location,
+                message,
+                fix=_fix_of_model(engine, subject),
+                engines=(engine.name,),
+                outcome="drops" if is_loaded else None,
+            )
 
 
 def _fix_of_model(engine: ServingEngine, subject: Subject) -> str:

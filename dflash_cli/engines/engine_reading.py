@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class EngineReading:
     taps        the captured layers, counted from 0; -1 is the embedding's output
     block_size  None if the engine does not read the key
     cut         tensors of which the engine loads only the first rows or columns, because the config gives it less
+    own         settings that only drafts of this family have, by their keys
     """
 
     windows: tuple[int | None, ...]
@@ -59,6 +60,7 @@ class EngineReading:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     cut: tuple[str, ...] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:
         """Field -> the value that the engine reads and the meant one, where they differ. Causality is left out."""
@@ -71,11 +73,29 @@ class EngineReading:
             "block_size": (config.block_size if self.block_size is None else self.block_size, config.block_size),
             "rms_norm_eps": (self.eps, config.rms_norm_eps),
         }
+        own = own_settings(config)
+        if config.selector is not None:
+            logits = ("output_multiplier", "final_logit_softcapping")
+            pairs |= {key: (getattr(self, key), getattr(config, key)) for key in logits}
+        pairs |= {key: (value, own[key]) for key, value in self.own.items() if key in own}
         if self.sinks:
             pairs["has_sinks"] = (True, config.has_sinks)
         if self.rope:
             pairs |= {"rope_theta": (self.rope["rope_theta"], theta), "rope": (rope, meant)}
         return {key: (found, wanted) for key, (found, wanted) in pairs.items() if found != wanted}
+
+
+def own_settings(config: DraftConfig) -> dict[str, Any]:
+    """The settings that only drafts of the config's family have, by their keys."""
+    found: dict[str, Any] = {"input_embedding_scale": config.input_embedding_scale}
+    if config.convolution is not None:
+        found |= {"conv_kernel_size": config.convolution.kernel_size, "conv_group_size": config.convolution.group_size}
+    if config.selector is not None:
+        found |= {"selector_rank": config.selector.rank, "selector_top_k": config.selector.top_k}
+    if config.markov is not None:
+        found |= {"markov_rank": config.markov.rank, "markov_head_type": config.markov.head_type}
+        found["dspark_draft_topk"] = config.markov.top_k
+    return found
 
 
 def resolve_auto(config: Mapping[str, Any]) -> dict[str, Any] | None:

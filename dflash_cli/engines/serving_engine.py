@@ -144,6 +144,8 @@ class ServingEngine:
         """
         if not isinstance(subject.format, self.reads) or subject.format.family not in self.read_families:
             return None
+        if self._loads_without_parts(subject):
+            return None
         if str(self) not in subject.known:
             try:
                 self._require_model(subject)
@@ -152,6 +154,14 @@ class ServingEngine:
                 subject.known[str(self)] = stops
         found: EngineReading | EngineStops | None = subject.known[str(self)]
         return found
+
+    def _loads_without_parts(self, subject: Subject) -> bool:
+        is_other = subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config)
+        return is_other and self.loads_without_parts(subject.format, subject.config)
+
+    def loads_without_parts(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Whether it loads a draft of another family, under a name without a model for it, as a DFlash draft."""
+        return False
 
     def _require_model(self, subject: Subject) -> None:
         """Require a model for drafts of another family than DFlash.

@@ -6,21 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from dflash_cli.engines.config_class import EngineStops
-from dflash_cli.engines.engine_reading import (
-    EngineReading,
-    causal_of,
-    check_architecture,
-    check_captured,
-    check_mask,
-    check_packing,
-    check_rope,
-    check_shapes,
-    real,
-    resolve_auto,
-    whole,
-    windows_of,
-)
+from dflash_cli.engines.engine_reading import EngineReading
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -33,17 +19,17 @@ from dflash_cli.engines.serving_engine import (
     words_of,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
-from dflash_cli.engines.sglang_dspark import check_markov, prefixed_keys
-from dflash_cli.formats.dialect import FORMATS, Format, refuse_scales
+from dflash_cli.engines.sglang_reading import NO_LAST_LAYER, read_native
+from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.fields import LOGIT_SCALE, SCALES, guess_taps
+from dflash_cli.formats.fields import LOGIT_SCALE, SCALES
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object
 
 NAME = "sglang"
 ENGINE = (NAME,)
@@ -56,8 +42,6 @@ FIX_TO_SGLANG = "dflash convert {draft} {out} --to sglang --target {target}"
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
 ALGORITHMS = {"mtp": "NEXTN"}
 """Way of drafting -> its name in SGLang, unless it is the same in capitals."""
-LEAST_DEPTH = 4
-"""The fewest layers from which SGLang guesses the tapped ones."""
 PLAIN_DRAFT = "plain-draft"
 """A serve flag: the target is packed, and the draft must stay plain."""
 
@@ -74,14 +58,6 @@ SERVED = frozenset(
     }
 )  # fmt: skip
 """Values of model_type for which SGLang's model, or its base class, can hand out layers to DFlash."""
-
-NO_LAST_LAYER = frozenset(
-    {
-        "llama", "mellum", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    }
-)  # fmt: skip
-"""Values of model_type for which SGLang never captures the last layer's output."""
 
 
 @ENGINES.register(NAME)
@@ -116,57 +92,22 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """Variants of DSpark need a Markov head."""
+        """Variants of DSpark need a Markov head. A single text in `architectures` counts as a list of it."""
         if isinstance(dialect, Kind):
             return super().serves_kind(dialect, config)
         nested = as_object(config.get("dflash_config"))
         has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
-        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, config)
+        stated = config.get("architectures")
+        named = {**config, "architectures": [stated]} if isinstance(stated, str) else config
+        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, named)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
-        """The values of SGLang's parser and model. Source: 0.5.23 speculative/dflash_utils.py, models/dflash.py."""
-        config = subject.config
-        nested = as_object(config.get("dflash_config"))
-        expected = subject.format.architecture  # S34 reports the models of other families
-        if expected is not None and config.get("architectures") != expected:
-            check_architecture(config, expected)
-        found = resolve_auto(config)
-        _check_type(config)
-        check_packing(config)
-        if found is None or _has_own_embedding(config):
-            return None
-        stated = {**config, **nested, **prefixed_keys(config)}
-        depth = _optional("num_target_layers", stated)
-        block = _optional("block_size", stated)
-        mask, taps = _mask(stated), _taps(stated, depth, found, subject)
-        sinks, scale = nested.get("attention_sink_bias", False), nested.get("attention_value_scale")
-        if not isinstance(sinks, bool):
-            raise EngineStops("dflash_config.attention_sink_bias", f"found {sinks!r}, expected true or false")
-        if scale is not None and not is_number(scale):
-            raise EngineStops("dflash_config.attention_value_scale", f"found {scale!r}, expected a number")
-        multiplier = real("dflash_config.output_multiplier", nested.get("output_multiplier", 1.0))
-        if multiplier <= 0:
-            raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
-        softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
-        _check_model(found, subject)
-        if subject.format.family == "dspark":
-            check_markov(config, nested, mask, found)
-        check_shapes(found, len(taps), subject)
-        return EngineReading(
-            windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
-            causal=causal_of(config.get("is_causal"), found),
-            taps=tuple(sorted(taps)),
-            mask_token_id=mask,
-            rope=found["rope_parameters"],
-            eps=found["rms_norm_eps"],
-            block_size=block,
-            neox=bool(config.get("rope_is_neox_style", config.get("is_neox_style", True))),
-            gemma_norms=bool(config.get("use_gemma_norm", False)),
-            sinks=sinks,
-            value_scale=scale,
-            output_multiplier=multiplier,
-            final_logit_softcapping=softcap if softcap > 0 else None,
-        )
+        """The values of SGLang's parser and model."""
+        return read_native(subject)
+
+    def loads_without_parts(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """Its DFlash model has the convolutions of DFlash 2, and loads a file under DFlash's name without selector."""
+        return dialect.family == "dflash2" and named_architectures(config)[:1] == [Native.architecture]
 
     def served_layout(self, subject: Subject) -> bool | None:
         """The layout of DSpark, which it reads at the top level only."""
@@ -175,6 +116,9 @@ class SglangEngine(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """The command of the server. --speculative-num-draft-tokens counts the anchor beside the draft tokens.
 
+        For DSpark SGLang takes the number of tokens to draft from the config's block size, unless an option states it,
+        and stops if the two options differ. A fill-in block of N rows drafts N - 1 tokens.
+        Source: 0.5.23 arg_groups/speculative_hook.py:806.
         A draft that proposes one token after another takes a number of steps instead, here of one token each.
         """
         draft, _, revision = pair.draft.partition("@")
@@ -189,74 +133,13 @@ class SglangEngine(ServingEngine):
             "--speculative-num-steps": pair.is_chain and pair.num_draft_tokens,
             "--speculative-eagle-topk": pair.is_chain and 1,
             "--speculative-num-draft-tokens": counts_tokens and pair.num_draft_tokens + 1,
+            "--speculative-dspark-block-size": pair.method == "dspark" and pair.num_draft_tokens,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",
         }
         words = ["python3", "-m", "sglang.launch_server", *words_of(options)]
         return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
-
-
-def _optional(key: str, stated: Mapping[str, Any]) -> int | None:
-    """A count that may be absent or null."""
-    return None if stated.get(key) is None else whole(key, stated[key], least=1)
-
-
-def _mask(stated: Mapping[str, Any]) -> int | None:
-    """The mask token's id; None if the tokenizer has to tell it."""
-    mask, token = stated.get("mask_token_id"), stated.get("mask_token")
-    if token is not None and not (isinstance(token, str) and token):
-        raise EngineStops("mask_token", f"found {token!r}, expected a text")
-    if mask is not None and not (is_int(mask) and mask >= 0):
-        raise EngineStops("mask_token_id", f"found {mask!r}, expected an id of 0 or more")
-    return mask
-
-
-def _taps(stated: Mapping[str, Any], depth: int | None, found: Mapping[str, Any], subject: Subject) -> list[int]:
-    """The tapped layers, which SGLang captures before the next layer and so never after the target's last."""
-    given, runtime = stated.get("target_layer_ids"), subject.num_target_layers
-    if given is None:
-        count = depth or found["num_hidden_layers"]
-        taps = guess_taps(runtime or count, found["num_hidden_layers"])
-        if min(count, runtime or count) < LEAST_DEPTH and found["num_hidden_layers"] > 1:
-            raise EngineStops("num_target_layers", f"too few to guess the tapped layers from: {count}")
-    elif not isinstance(given, list) or not given:
-        raise EngineStops("target_layer_ids", f"found {given!r}, expected a list of integers")
-    else:
-        taps = [whole("target_layer_ids", item) for item in given]
-        limit = depth or max(taps) + 1
-        if any(not 0 <= tap < limit for tap in taps):
-            raise EngineStops("target_layer_ids", f"lists layers outside 0..{limit - 1}")
-    check_captured(taps, found["hidden_size"], subject)
-    is_lost = subject.target is not None and subject.target.model_type in NO_LAST_LAYER and runtime == max(taps) + 1
-    if len(set(taps)) < len(taps) or is_lost:
-        raise EngineStops("target_layer_ids", f"{taps}: SGLang captures fewer layers than the draft reads")
-    return taps
-
-
-def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
-    """Require what SGLang builds the draft's modules from."""
-    check_rope(found["rope_parameters"], "factor")
-    real("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))
-    check_mask(subject.stated.value("mask_token_id"), subject)
-    if found["max_position_embeddings"] < 0:
-        raise EngineStops("max_position_embeddings", "negative")
-    is_clamped = found["hidden_act"] == "swigluoai" and {"swiglu_alpha", "swiglu_limit"} <= found.keys()
-    if found["hidden_act"] != "silu" and not is_clamped:
-        raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
-
-
-def _check_type(config: Mapping[str, Any]) -> None:
-    """Require a model type whose config class the DFlash model reads. Source: 0.5.23, run on drafts of each type."""
-    if config["model_type"] == "qwen3_5_text":
-        raise EngineStops("model_type", "found qwen3_5_text, whose config class gives a rope without a type")
-    if config["model_type"] == "minimax" and config.get("layer_types") is None:
-        raise EngineStops("layer_types", "missing, and for minimax every second layer is then linear attention")
-
-
-def _has_own_embedding(config: Mapping[str, Any]) -> bool:
-    """Whether the file may be a Nemotron 3.5 draft, which SGLang reads in its own way."""
-    return bool(config.get("has_embed_tokens")) and bool(config.get("quantization_config"))
 
 
 @check_sglang(

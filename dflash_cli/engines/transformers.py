@@ -5,7 +5,7 @@ z-lab's package does not include a server, so a short program runs the draft.
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import (
@@ -21,6 +21,7 @@ from dflash_cli.engines.engine_reading import (
     whole,
     windows_of,
 )
+from dflash_cli.engines.family_reading import read_logits, read_selector, selector_parts
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -30,6 +31,7 @@ from dflash_cli.engines.serving_engine import (
     ServingEngine,
     repairable_causality,
 )
+from dflash_cli.formats.dflash2 import FAMILY
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.native import Native
@@ -95,13 +97,12 @@ class Transformers(ServingEngine):
             raise EngineStops("target_layer_ids", f"found {taps!r}, expected a list of integers")
         if not isinstance(mask, int | float):
             raise EngineStops("mask_token_id", f"found {mask!r}, expected a number")
-        check_shapes(found, len(taps), subject)
+        own = read_selector(stated) if subject.format.family == FAMILY else {}
+        check_shapes(found, len(taps), subject, **(selector_parts(own, found) if own else {}))
         check_rope(found["rope_parameters"])
         check_captured(taps, found["hidden_size"], subject)
         check_mask(mask, subject)
-        softcap = stated.get("final_logit_softcapping")
-        for scale in ("input_embedding_scale", "output_multiplier"):
-            real(scale, stated.get(scale, 1.0))
+        scale = real("input_embedding_scale", stated.get("input_embedding_scale", 1.0))
         return EngineReading(
             windows=windows_of(found),
             causal=causal_of(config.get("is_causal"), found),
@@ -110,9 +111,13 @@ class Transformers(ServingEngine):
             rope=found["rope_parameters"],
             eps=found["rms_norm_eps"],
             block_size=whole("block_size", stated.get("block_size", 16)),
-            output_multiplier=real("output_multiplier", stated.get("output_multiplier", 1.0)),
-            final_logit_softcapping=None if softcap is None else real("final_logit_softcapping", softcap),
+            own={**own, "input_embedding_scale": scale} if own else {},
+            **read_logits(stated),
         )
+
+    def loads_without_parts(self, dialect: Format, config: Mapping[str, Any]) -> bool:
+        """z-lab's package loads a file under any other name as DFlash. Source: 0.1.0 benchmark.py."""
+        return dialect.family == FAMILY
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """A program. It does not call the script of z-lab's package, which is also named dflash."""

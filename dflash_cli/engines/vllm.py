@@ -45,7 +45,7 @@ from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, SINKS
+from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET, SINKS
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.json_values import as_object
@@ -123,9 +123,9 @@ class VllmEngine(ServingEngine):
         return before if self.release < first else self.habits.get(habit, "serves")
 
     def ignores_extra_tensor(self, name: str) -> bool:
-        """0.25 passes over attention sinks that the config does not ask for."""
+        """0.25 passes over attention sinks, and every release over a confidence head, if the config asks for none."""
         passes_over = READS_WINDOWS <= self.release < READS_KINDS and name.endswith(SINKS)
-        return passes_over or super().ignores_extra_tensor(name)
+        return passes_over or name.startswith(CONFIDENCE) or super().ignores_extra_tensor(name)
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """A speculators config names its kind; vLLM replaces its architectures."""

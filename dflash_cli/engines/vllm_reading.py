@@ -20,10 +20,10 @@ from dflash_cli.engines.engine_reading import (
     resolve_auto,
     whole,
 )
+from dflash_cli.engines.family_reading import read_logits
 from dflash_cli.engines.serving_engine import Release
-from dflash_cli.formats.dialect import named_architectures
+from dflash_cli.engines.vllm_settings import check_head, settings_of
 from dflash_cli.formats.fields import AUX_KEY
-from dflash_cli.formats.native import Native
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
@@ -86,7 +86,7 @@ def read_native(subject: Subject, release: Release) -> EngineReading | None:
     _check_kinds(config, release)
     if found is None:
         return None
-    aux, mask = _captured(config, nested, subject, release), _mask(config, nested, release)
+    aux, mask = _captured(config, nested, subject, release), read_mask(config, nested, release)
     stated = config.get("is_causal") if release >= READS_IS_CAUSAL else None
     return read_model(subject, release, config, found, {**nested, "is_causal": stated}, aux, mask)
 
@@ -129,10 +129,10 @@ def read_model(
     Raises:
         EngineStops: the key at which the release stops.
     """
-    is_dflash = subject.format.family == "dflash" or Native.architecture in named_architectures(config)
-    _check_model(config, found, nested if is_dflash else {**nested, "sample_from_anchor": None}, release)
+    _check_model(config, found, nested, release)
     if subject.format.family == "dspark":
-        _check_markov(config, subject)
+        check_head(subject)
+    own, parts = settings_of(subject.format.family, config, found, nested, release)
     width = found.get("target_hidden_size", found["hidden_size"])
     if release >= COUNTS_CAPTURED:
         width = width or found["hidden_size"]
@@ -140,7 +140,7 @@ def read_model(
         _check_biases(found, subject)
     cut = _cut(found, subject)
     if found["intermediate_size"] and found["num_attention_heads"]:
-        check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width)
+        check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width, **parts)
     check_captured([layer - 1 for layer in aux], width, subject)
     check_mask(mask, subject)
     sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
@@ -156,15 +156,18 @@ def read_model(
         value_scale=nested.get("attention_value_scale") if release >= SCALES_VALUES else None,
         logit_scale=config.get("logit_scale", 1.0),
         cut=cut,
+        own=own,
+        **(read_logits(nested) if subject.format.family == "dflash2" else {}),
     )
 
 
 def _check_biases(found: Mapping[str, Any], subject: Subject) -> None:
-    """Require no bias that the model lacks. Later releases pass over such a bias.
+    """Require no bias that the model lacks. Later releases pass over such a bias, this one over a confidence head's.
 
-    Source: 0.25.0 qwen3_dflash.py load_weights, which looks every name up among the parameters.
+    Source: 0.25.0 qwen3_dflash.py load_weights, which looks every name up among the parameters; qwen3_dspark.py:173.
     """
-    name = next((item for item in subject.tensors or () if item.endswith(".bias")), None)
+    biases = (item for item in subject.tensors or () if item.endswith(".bias"))
+    name = next((item for item in biases if not item.startswith(CONFIDENCE)), None)
     if name is not None and not found["attention_bias"]:
         raise EngineStops(f"{WEIGHTS}:{name}", "the model has no biases, and this release stops at one")
 
@@ -219,7 +222,7 @@ def _check_count(config: Mapping[str, Any], nested: Mapping[str, Any], aux: list
         raise EngineStops("dflash_config.target_layer_ids", why)
 
 
-def _mask(config: Mapping[str, Any], nested: Mapping[str, Any], release: Release) -> int:
+def read_mask(config: Mapping[str, Any], nested: Mapping[str, Any], release: Release) -> int:
     """The mask token's id, from the first key that vLLM finds."""
     if "mask_token_id" in nested:
         return whole("dflash_config.mask_token_id", nested["mask_token_id"])
@@ -258,7 +261,7 @@ def _check_model(config: Mapping[str, Any], found: dict[str, Any], nested: Mappi
     """Require what vLLM builds the draft's modules from. The rope gets vLLM's names of its types."""
     _check_rope(config, found)
     if release >= COUNTS_CAPTURED and nested.get("sample_from_anchor"):
-        raise EngineStops("dflash_config.sample_from_anchor", "vLLM refuses it for DFlash")
+        raise EngineStops("dflash_config.sample_from_anchor", "true, and vLLM refuses it there")
     if found["hidden_act"] != "silu":
         raise EngineStops("hidden_act", f"found {found['hidden_act']!r}, expected silu")
     for key in ("draft_vocab_size", "target_hidden_size"):
@@ -280,18 +283,3 @@ def _check_rope(config: Mapping[str, Any], found: dict[str, Any]) -> None:
     if found["rope_parameters"]["rope_type"] == "longrope":
         raise EngineStops("rope_scaling.rope_type", "longrope, and vLLM's DFlash model lacks its table of positions")
     check_rope(found["rope_parameters"], "factor", "partial_rotary_factor")
-
-
-def _check_markov(config: Mapping[str, Any], subject: Subject) -> None:
-    """Require what vLLM builds the heads of a DSpark draft from. Source: 0.33.0 qwen3_dspark.py."""
-    rank, head_type = config.get("markov_rank"), subject.stated.value("markov_head_type")
-    if not is_int(rank) or rank < 0:
-        raise EngineStops("markov_rank", f"found {rank!r} at the top level, expected an integer")
-    if rank and head_type not in (None, "vanilla"):
-        raise EngineStops("markov_head_type", f"found {head_type!r}, and vLLM has the vanilla head only")
-    reads_token = config.get("confidence_head_with_markov", False)
-    if config.get("enable_confidence_head") and subject.tensors is not None:
-        width = subject.tensors.get(f"{CONFIDENCE}.weight")
-        expected = config["hidden_size"] + (rank if reads_token else 0)
-        if width is not None and tuple(width.shape) != (1, expected):
-            raise EngineStops("confidence_head_with_markov", f"the weight has the shape {list(width.shape)}")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from dflash_cli.formats.decoder_body import NESTED
 from dflash_cli.formats.dialect import FORMATS, Json
 from dflash_cli.formats.family_format import FamilyFormat, Variant
-from dflash_cli.formats.fields import LOGIT_SCALE, Keys
+from dflash_cli.formats.fields import LOGIT_SCALE, SELECTOR_FIELDS, Keys
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.formats.speculators import SpeculatorsFormat
@@ -23,7 +23,7 @@ from dflash_runtime.errors import LossyConversion
 
 FAMILY = "dflash2"
 ARCHITECTURE = "DFlash2DraftModel"
-FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+FIELDS = SELECTOR_FIELDS
 
 
 class Marks(Relative):

@@ -13,7 +13,8 @@ config without either key has an unknown layout, because readers differ:
 speculators counts so in both layouts. For a native file, vLLM and SGLang by default draft `block_size` tokens in both
 layouts, so a fill-in block gets a row more than in training; every serve command therefore states the number.
 
-Keys are at the top level, in `dflash_config`, or both. vLLM and SGLang read the Markov head at the top level only.
+Keys are at the top level, in `dflash_config`, or both. vLLM and SGLang read the Markov head and the layout at the top
+level only, and vLLM from 0.27 on refuses a true `dflash_config.sample_from_anchor`.
 Sources: speculators 0.9.0 models/dspark; vLLM 0.25.0 to 0.33.0 qwen3_dspark.py, algos.py and dspark/speculator.py;
 SGLang 0.5.23 models/dspark.py, dspark_config.py; deepseek-ai/DeepSpec.
 """
@@ -79,7 +80,8 @@ class DSpark(FamilyFormat):
     def _has_own_projector(self, config: Mapping[str, Any]) -> bool:
         nested = config.get("dflash_config")
         stated = nested if isinstance(nested, dict) else {}
-        return stated.get("projector_type", config.get("projector_type")) in self.projectors
+        found = stated.get("projector_type", config.get("projector_type"))
+        return isinstance(found, str) and found in self.projectors
 
     def has_unknown_layout(self, stated: Callable[[str], Any]) -> bool:
         return _layout(stated) is None
@@ -139,12 +141,18 @@ class DSparkNative(DSpark, Native):
         "mask_token_id": (f"{NESTED}mask_token_id", *MASK_KEYS),
         "block_size": (f"{NESTED}block_size", "block_size", "dspark_block_size"),
         "target_layer_ids": (f"{NESTED}target_layer_ids", "target_layer_ids", "dspark_target_layer_ids"),
-        BONUS: (f"{NESTED}{BONUS}", BONUS),
+        **{key: (key, f"{NESTED}{key}") for key in (ANCHOR, BONUS)},
     }
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        """Write the family's keys at the top level too, where vLLM and SGLang read them."""
-        return {**super().write_config(config, carried), **self.write_family(config)}
+        """Write the family's keys at the top level too, where vLLM and SGLang read them, and the layout only there.
+
+        vLLM from 0.27 on refuses every draft whose `dflash_config` states `sample_from_anchor: true`.
+        Source: 0.33.0 v1/worker/gpu/spec_decode/dflash/speculator.py:64, whose constructor DSpark's speculator calls.
+        """
+        written = super().write_config(config, carried)
+        nested = {key: value for key, value in written["dflash_config"].items() if key not in (ANCHOR, BONUS)}
+        return {**written, "dflash_config": nested, **self.write_family(config)}
 
 
 @FORMATS.register("dspark-speculators")

@@ -15,6 +15,7 @@ Keys = Mapping[str, tuple[str, ...]]
 REMOVED: Any = object()
 """In place of a value: remove the key."""
 
+SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 """A second list of the tapped layers that some configs have, each layer plus one. vLLM prefers it."""
 

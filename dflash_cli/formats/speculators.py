@@ -233,7 +233,7 @@ def _canonical(
     config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path, own: Json
 ) -> DraftConfig:
     """The draft as an engine sees it (`seen`), with the fields that only its family has (`own`)."""
-    fields, drafting = read_draft_body(body, path), seen.get("dflash_config", seen)
+    fields = read_draft_body(body, path)
     fields["dtype"] = fields["dtype"] or config.get("dtype") or config.get("torch_dtype")
     depth = config.get("num_target_layers")
     return DraftConfig(
@@ -241,8 +241,8 @@ def _canonical(
         vocab_size=require_int(body, "vocab_size", path),
         draft_vocab_size=require_int(config, "draft_vocab_size", path),
         block_size=require_int(config, "block_size", path),
-        target_layer_ids=tuple(drafting["target_layer_ids"]),
-        mask_token_id=drafting["mask_token_id"],
+        target_layer_ids=tuple(aux_id - 1 for aux_id in seen[AUX_KEY]),
+        mask_token_id=config["mask_token_id"],
         target_hidden_size=seen.get("target_hidden_size"),
         num_target_layers=None if depth is None else require_int(config, "num_target_layers", path),
         windows=read_windows(body, fields["num_layers"], path),

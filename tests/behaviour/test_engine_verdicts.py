@@ -32,7 +32,11 @@ FIELDS = (
     "taps", "block_size", "mask_token_id", "windows", "causal", "rope", "eps", "neox", "gemma_norms", "sinks",
     "value_scale", "logit_scale", "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
-STOPS_LATER = {"vllm": {"speculators: transformer_layer_config.rms_norm_eps=null"}}
+STOPS_LATER = {
+    "vllm": {
+        "speculators: transformer_layer_config.rms_norm_eps=null", "full: logit_scale=null", 'full: logit_scale="1"',
+    }
+}  # fmt: skip
 """Engine -> the cases in which it loads, and its first step stops, which the recordings do not reach."""
 OTHER_KIND = {
     f"speculators: speculators_model_type={value}" for value in ("absent", "null", '"eagle3"', '"nonsense"')

@@ -48,6 +48,8 @@ from dflash_testing import config_cases
 
 Reading = dict[str, Any]
 Load = Callable[[Path, Path], Reading]
+Own = Callable[[Any, Any, Path], Reading]
+"""Reads what only drafts of one family have: (the model, its config, the draft's folder) -> fields."""
 NEWEST_VLLM = "vllm 0.33.0"
 OPERATORS: list[Any] = []
 """Libraries with operators that are declared and never called. A library that is freed takes them away."""
@@ -133,7 +135,12 @@ def with_stand_ins(start: Callable[[], Any], own: str) -> Any:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-def start_zlab() -> Load:
+def nothing(model: Any, config: Any, draft: Path) -> Reading:
+    """The fields that DFlash has beside those of `Load`: none."""
+    return {}
+
+
+def start_zlab(own: Own = nothing) -> Load:
     """z-lab's loader on transformers."""
     import torch
     from dflash import model as zlab
@@ -142,7 +149,9 @@ def start_zlab() -> Load:
     whole = Qwen3ForCausalLM(Qwen3Config(**config_cases.TARGET)).eval()
 
     def load(draft: Path, target: Path) -> Reading:
-        model, info = zlab.DFlashDraftModel.from_pretrained(draft, dtype=torch.float32, output_loading_info=True)
+        named = json.loads((draft / "config.json").read_text()).get("architectures") or []  # as benchmark.py:95
+        found = zlab.DFlash2DraftModel if "DFlash2DraftModel" in named else zlab.DFlashDraftModel
+        model, info = found.from_pretrained(draft, dtype=torch.float32, output_loading_info=True)
         layers = [layer.self_attn for layer in model.layers]
         ids = torch.zeros(1, 3, dtype=torch.long)
         zlab.dflash_generate(model, whole, ids, 4, None, block_size=config_cases.SHAPE.block)
@@ -155,12 +164,13 @@ def start_zlab() -> Load:
             "causal": [bool(layer.is_causal) for layer in layers],
             "rope": plain_rope(model.config),
             "eps": model.norm.variance_epsilon,
+            **own(model, model.config, draft),
         }
 
     return load
 
 
-def start_vllm() -> Load:
+def start_vllm(own: Own = nothing) -> Load:
     """vLLM: its speculative config, its model of the draft, its weight loader, and its V2 runner's checks."""
     import torch
     import vllm.config.vllm
@@ -192,8 +202,9 @@ def start_vllm() -> Load:
 
     def load(draft: Path, target: Path) -> Reading:
         config = ModelConfig(model=str(target), tokenizer=str(target), max_model_len=128, dtype="float32")
+        method = "dspark" if draft.name.startswith("dspark") else "dflash"
         speculative = SpeculativeConfig(
-            model=str(draft), method="dflash", num_speculative_tokens=3, target_model_config=config,
+            model=str(draft), method=method, num_speculative_tokens=3, target_model_config=config,
             target_parallel_config=ParallelConfig(),
         )  # fmt: skip
         whole = VllmConfig(
@@ -237,6 +248,7 @@ def start_vllm() -> Load:
             "logit_scale": model.logits_processor.scale,
             "draft_vocab_size": drafted.draft_vocab_size,
             "maps_ids": model.draft_id_to_target_id is not None,
+            **own(model, drafted, draft),
         }
 
     return load
@@ -247,7 +259,7 @@ def vllm_release(code: Path) -> tuple[int, ...]:
     return tuple(map(int, code.name.partition("-")[2].split(".")[:2]))
 
 
-def start_sglang() -> Load:
+def start_sglang(own: Own = nothing) -> Load:
     """SGLang: its config of the draft, its parser, its model of the draft, and its weight loader.
 
     Its parallel layers and its attention are stand-ins that check shapes and keep what they are given. The rest of its
@@ -305,13 +317,25 @@ def start_sglang() -> Load:
     dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
 
     def load(draft: Path, target: Path) -> Reading:
+        is_dspark = draft.name.startswith("dspark")
         parsed_model = ModelConfig(
-            model_path=str(draft), is_draft_model=True, speculative_algorithm="DFLASH", dtype="float32"
-        )
+            model_path=str(draft), is_draft_model=True, speculative_algorithm="DSPARK" if is_dspark else "DFLASH",
+            dtype="float32",
+        )  # fmt: skip
         config = parsed_model.hf_config
         parsed = parse_dflash_draft_config(draft_hf_config=config)
         depth = config_cases.SHAPE.target_layers
         taps = parsed.resolve_target_layer_ids(target_num_layers=depth, draft_num_layers=parsed.require_num_layers())
+        block, mask = parsed.block_size, parsed.mask_token_id
+        if is_dspark:  # spec_aux_hidden_state.py:260 and dspark_worker_v2.py:261
+            import sglang.srt.speculative.dspark_components.dspark_config as dspark
+
+            found_dspark = dspark.parse_dspark_draft_config(draft_hf_config=config)
+            runtime = dspark.resolve_runtime_config(
+                draft_hf_config=config, speculative_num_draft_tokens=4, target_vocab_size=config_cases.SHAPE.vocab
+            )
+            taps = taps if found_dspark.target_layer_ids is None else found_dspark.target_layer_ids
+            block, mask = found_dspark.gamma, runtime.mask_token_id
         found, _ = ModelRegistry.resolve_model_cls(config.architectures)
         model = found(config)
         model.load_weights(weights_of(draft))
@@ -322,15 +346,15 @@ def start_sglang() -> Load:
         if model.fc.in_features != width:
             raise ValueError(f"project_target_hidden: {model.fc.in_features} features, {width} captured")
         # dflash_worker_v2.py _resolve_mask_token_id; without an id, the tokenizer decides
-        if parsed.mask_token_id is not None and parsed.mask_token_id >= config_cases.SHAPE.vocab:
+        if mask is not None and mask >= config_cases.SHAPE.vocab:
             raise ValueError("dflash_worker_v2.py: mask_token_id is outside the target's vocabulary")
         layers = [layer.self_attn for layer in model.layers]
         rotary = layers[0].rotary_emb
         return {
             "model": type(model).__name__,
             "taps": captured,
-            "block_size": parsed.block_size,
-            "mask_token_id": parsed.mask_token_id,
+            "block_size": block,
+            "mask_token_id": mask,
             "windows": [
                 None if (left := layer.attn.given["sliding_window_size"]) < 0 else left + 1 for layer in layers
             ],
@@ -343,6 +367,7 @@ def start_sglang() -> Load:
             "sinks": layers[0].attention_sink_bias is not None,
             "output_multiplier": parsed.output_multiplier,
             "final_logit_softcapping": parsed.final_logit_softcapping,
+            **own(model, config, draft),
         }
 
     return load

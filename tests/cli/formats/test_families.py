@@ -446,7 +446,17 @@ class TestWhatIsWritten:
         found = dialect.write_config(with_target(read(dspark_native()).config, dialect), {})
         assert found["architectures"] == ["Qwen3DSparkModel"]
         assert found.items() >= {**MARKOV, "dspark_bonus_anchor": False, "block_size": 4}.items()
-        assert found["dflash_config"].items() >= MARKOV.items()
+        head = {key: value for key, value in MARKOV.items() if key != "sample_from_anchor"}
+        assert found["dflash_config"].items() >= head.items()
+
+    @pytest.mark.parametrize("name", ["dspark", "dspark-vllm", "dspark-sglang"])
+    def test_a_layout_is_not_written_where_vllm_refuses_it(self, name: str) -> None:
+        """vLLM 0.27 to 0.33 stop at `dflash_config.sample_from_anchor: true`."""
+        dialect, config = named_dialect(name), dspark_native()
+        config["dflash_config"] |= {"sample_from_anchor": config.pop("sample_from_anchor")}
+        found = dialect.write_config(with_target(read(config).config, dialect), {})
+        assert (found["sample_from_anchor"], found["dspark_bonus_anchor"]) == (True, False)
+        assert not {"sample_from_anchor", "dspark_bonus_anchor"} & found["dflash_config"].keys()
 
     def test_speculators_names_its_kind_and_number(self) -> None:
         for layout, number in ((True, 4), (False, 3)):

@@ -287,18 +287,8 @@ class ConfigCase:
     @property
     def config(self) -> dict[str, Any]:
         """The draft's config."""
-        changes = {**BASES[self.base], **self.changes}
         write = WRITERS.get(self.base, support.native_config)
-        config: dict[str, Any] = json.loads(json.dumps(write(SHAPE)))
-        for dotted, value in changes.items():
-            *parents, key = dotted.split(".")
-            container = config
-            for parent in parents:
-                container = container.setdefault(parent, {})
-            container.pop(key, None)
-            if value != ABSENT:
-                container[key] = without_absent(value)
-        return config
+        return changed(write(SHAPE), {**BASES[self.base], **self.changes})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -310,6 +300,20 @@ class ConfigCase:
             if shape is None:
                 del shapes[self.tensor]
         return shapes
+
+
+def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with other values of dotted keys; ABSENT removes a key."""
+    config: dict[str, Any] = json.loads(json.dumps(written))
+    for dotted, value in changes.items():
+        *parents, key = dotted.split(".")
+        container = config
+        for parent in parents:
+            container = container.setdefault(parent, {})
+        container.pop(key, None)
+        if value != ABSENT:
+            container[key] = without_absent(value)
+    return config
 
 
 def without_absent(value: Any) -> Any:
