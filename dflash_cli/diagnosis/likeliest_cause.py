@@ -10,10 +10,6 @@ from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.rules.rule import Finding
 from dflash_runtime.documents import INLINE
 
-NEED_READING = ("N36",)
-"""Rules that only name a cause together with a reading. Of few layers, the sizes do not tell which were scaled."""
-
-
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """A sentence that names the cause, if it was found, and the next step. `rule` is the id of the rule behind it."""
@@ -51,7 +47,7 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
         return _from_finding(seen[0]) if seen else _from_reading(best, report.findings, f"dflash diagnose {pair}")
     errors = [item for item in about_all if item.severity == "error"]
     is_low = low is not None and low.severity != "info"
-    lowering = [item for item in about_all if item.outcome != "serves" and is_low and item.id not in NEED_READING]
+    lowering = [item for item in about_all if item.outcome != "serves" and is_low]
     warned = [item for item in lowering if item.severity == "warning"]
     if errors or lowering:
         return _from_finding((errors or warned or lowering)[0])

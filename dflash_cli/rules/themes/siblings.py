@@ -87,10 +87,12 @@ def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
     effect="the layer counts too much or too little, if the tensor was scaled",
     fix=FIX_REEXPORT_WEIGHTS,
     source="exporters that fold scales into weights, or fold them twice",
-    outcome="drops",
 )
 def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
-    """No tensor is several times larger or smaller than the same tensor of all other layers."""
+    """No tensor is several times larger or smaller than the same tensor of all other layers.
+
+    Of few layers, sizes do not tell which were scaled. So this is a cause only together with a reading of the tensor.
+    """
 
     def size(tensor: "torch.Tensor") -> float:
         return float(tensor.float().square().mean().sqrt())

@@ -38,6 +38,6 @@ def test_neither(tmp_path: Path) -> None:
 
 
 def test_a_relative_is_refused_by_name(tmp_path: Path) -> None:
-    path = support.make_native(tmp_path / "draft", architectures=["Qwen3XPressModel"])
-    with refuses(UnknownFormat, "relative-of-dflash", found="xpress"):
+    path = support.make_native(tmp_path / "draft", architectures=["Gemma4DSparkModel"])
+    with refuses(UnknownFormat, "relative-of-dflash", found="dspark-variant"):
         describe(path)

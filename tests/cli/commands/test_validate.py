@@ -83,8 +83,8 @@ class TestCommand:
 
     def test_an_engine_may_serve_a_relative(self, tmp_path: Path) -> None:
         """The finding says only that the draft is not DFlash."""
-        draft = support.make_native(tmp_path / "draft", architectures=["LiLiCorrDraftModel"])
-        outcome = support.invoke("validate", draft, "--engine", "sglang", "--json")
+        draft = support.make_native(tmp_path / "draft", architectures=["Gemma4DSparkModel"])
+        outcome = support.invoke("validate", draft, "--engine", "vllm", "--json")
         assert outcome.code == 5
         (verdict,) = json.loads(outcome.out)["verdicts"]
         assert (verdict["outcome"], verdict["reasons"]) == ("serves", ["C01"])
