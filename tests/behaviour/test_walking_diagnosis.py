@@ -30,8 +30,6 @@ slow = pytest.mark.slow
         ("dflash2", "sides of convolutions exchanged", "strong", "convolution"),
         pytest.param("dflash2", "codebooks exchanged", "strong", "selector", marks=slow),
         pytest.param("dflash2", "rows of the second codebook shifted", "mild", "selector", marks=slow),
-        pytest.param("dflash2", "few candidates", "strong", "candidates", marks=slow),
-        pytest.param("dflash2", "is_causal not stated, layers slide", "mild", "causality", marks=slow),
         pytest.param("dspark", "Markov factors exchanged", "strong", "markov", marks=slow),
         pytest.param("dspark", "logits capped", "strong", "scale", marks=slow),
         pytest.param("dspark", "few candidates of the bias", "strong", "candidates", marks=slow),
