@@ -10,6 +10,7 @@ from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.rules.rule import Finding
 from dflash_runtime.documents import INLINE
 
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """A sentence that names the cause, if it was found, and the next step. `rule` is the id of the rule behind it."""

@@ -104,6 +104,10 @@ class _SilentWalk(_SilentDraft):
         )  # fmt: skip
         return Drawn(drawn.token_ids.view_as(token_ids), drawn.distribution)
 
+    def logits_along(self, block_ids: Tensor, positions: Tensor, attend: object, text: Tensor) -> Tensor:
+        """See `drafts.draft.WalkingDraft`."""
+        return self.logits(block_ids, positions, attend, text.shape[1])
+
 
 class _SilentTarget:
     def __init__(self, pair: LoadedPair) -> None:

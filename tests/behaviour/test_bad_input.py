@@ -160,7 +160,7 @@ CASES = [
     ),
     Case("dflash 2", lambda path: write_draft(path, dflash2_native(attention_mode="mla")), "attention_mode", 5),
     Case("dflash 2 beam", lambda path: support.make_native(path, architectures=["DFlash2BeamDraftModel"]), "DFlash 2",
-         5, 5),
+         5, 3),
     Case("dspark", lambda path: support.make_native(path, architectures=["Gemma4DSparkModel"]), "DSpark", 5, 5),
     Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5, 5),
     Case("eagle 3", eagle, "EAGLE-3", 3, 3),

@@ -232,10 +232,13 @@ def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
 def test_a_size_beside_other_layers_is_no_cause_without_a_reading() -> None:
     """With three layers, one layer may have been scaled, or the other two."""
     low = ReadingSearch(16, 1000, 1.1, (), 60)
-    size = finding("N36", "model.safetensors:layers.2.self_attn.v_proj.weight")
+    size = replace(finding("N36", "model.safetensors:layers.2.self_attn.v_proj.weight"), outcome="serves")
+    assert next(rule for rule in all_rules() if rule.id == "N36").outcome is None
     found = [size, replace(finding("R06", "config.json", severity="error"), level="run")]
     assert diagnose_report(report_of_search(low, *found), draft="d", target="t").has_cause is False
-    assert diagnose_report(report_of_search(low, replace(size, id="N38"), found[1]), draft="d", target="t").has_cause
+    assert diagnose_report(
+        report_of_search(low, replace(size, outcome="drops"), found[1]), draft="d", target="t"
+    ).has_cause
 
 
 def test_suspect_norms_do_not_displace_matrices() -> None:
