@@ -27,6 +27,13 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return path
 
 
+FACTORS = [
+    pytest.param(("taps", "causality", "rope", "mask", "window", "block"), id="config"),
+    pytest.param((), id="all", marks=pytest.mark.slow),
+]
+"""Factors of the readings that a search tries: the settings of the config, or all."""
+
+
 def run(*arguments: object) -> Any:
     result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -38,8 +45,11 @@ def shift_taps(config: dict[str, Any]) -> None:
     config["dflash_config"]["target_layer_ids"] = [1, 3, 4, 5]
 
 
-def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_search(monkeypatch)
+@pytest.mark.parametrize("factors", FACTORS)
+def test_a_wrong_reading_is_named_with_what_to_correct(
+    factors: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_search(monkeypatch, *factors)
     draft = falsify(tmp_path / "draft", shift_taps)
     result = run(draft, "--target", "tiny", *SMALL)
     (sentence,) = result.stdout.splitlines()
@@ -49,8 +59,9 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypat
     assert f"dflash diagnose {draft} --target tiny" in sentence
 
 
-def test_nothing_is_found_in_a_sound_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_search(monkeypatch)
+@pytest.mark.parametrize("factors", FACTORS)
+def test_nothing_is_found_in_a_sound_draft(factors: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch, *factors)
     result = run("tiny", *SMALL, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 0

@@ -230,9 +230,12 @@ def test_a_mask_is_found_among_rarely_used_ids() -> None:
     assert [item.config.mask_token_id for item in guesses] == [7, 11]
 
 
-def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factors", [("taps", "mask"), pytest.param((), marks=pytest.mark.slow)])
+def test_an_untrained_draft_has_no_cause(
+    factors: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An untrained draft proposes noise under every reading, so no reading is named."""
-    shorten_search(monkeypatch)
+    shorten_search(monkeypatch, *factors)
     generator = torch.Generator().manual_seed(0)
 
     def forget(tensors: dict[str, torch.Tensor]) -> None:
@@ -240,7 +243,7 @@ def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.Mon
             if item.dim() == 2:
                 tensors[name] = (torch.randn(item.shape, generator=generator) * 0.02).to(item.dtype)
 
-    report = run(rewrite(tmp_path / "draft", forget), num_prompts=4, max_new_tokens=16)
+    report = run(rewrite(tmp_path / "draft", forget), *factors, num_prompts=4, max_new_tokens=16)
     (found,) = [item for item in report.findings if item.severity != "info"]
     assert (found.id, found.severity) == ("R06", "error")
     assert report.search is not None
