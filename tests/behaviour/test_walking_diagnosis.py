@@ -27,7 +27,7 @@ slow = pytest.mark.slow
     ("family", "name", "strength", "factor"),
     [
         ("dspark", "fill-in stated", "mild", "layout"),
-        ("dflash2", "sides of convolutions exchanged", "strong", "convolution"),
+        pytest.param("dflash2", "sides of convolutions exchanged", "strong", "convolution", marks=slow),
         pytest.param("dflash2", "codebooks exchanged", "strong", "selector", marks=slow),
         pytest.param("dflash2", "rows of the second codebook shifted", "mild", "selector", marks=slow),
         pytest.param("dspark", "Markov factors exchanged", "strong", "markov", marks=slow),

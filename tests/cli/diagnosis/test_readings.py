@@ -164,7 +164,7 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (interleave, "rope over interleaved pairs"),
+        pytest.param(interleave, "rope over interleaved pairs", marks=pytest.mark.slow),
         pytest.param(exchange("gate_proj", "up_proj"), "gate_proj and up_proj exchanged", marks=pytest.mark.slow),
         pytest.param(exchange("k_proj", "v_proj"), "k_proj and v_proj exchanged", marks=pytest.mark.slow),
         pytest.param(exchange("layers.0.", "layers.1."), "layers in the order [1, 0, 2]", marks=pytest.mark.slow),
