@@ -207,7 +207,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = [{"question": f"PRIMES = [2, 3, 5, 7, 1{n}, ", "answer": "#### 0"} for n in range(1, 9)]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answers = folder.parent / "answers.jsonl"
+    answers = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     asked = ["--dataset", f"gsm8k={folder}", "--dataset-format", "vllm", "--raw", "-n", "24"]
     assert run(*asked, "--output", answers).code == 0
     texts = [json.loads(line)["text"] for line in sorted(answers.read_text().splitlines()[1:])]
