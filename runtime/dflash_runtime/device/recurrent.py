@@ -7,6 +7,7 @@ convolution reads its rows by their positions (`recent_conv.py`).
 Axis letters: B texts, T flat rows, C channels, S taps, H value heads, V size of a value, R requests, M rows of a ring.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_runtime.config import RecurrenceConfig
+from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
 from dflash_runtime.models.cache_state import TextState
@@ -60,6 +62,12 @@ class RecurrentStates:
         self.rings = {layer: zeros(rows, config.num_channels, dtype=placement.dtype) for layer in config.layers}
         self.holders: dict[int, Request] = {}  # the last request of each row
         self.state_lens = torch.zeros(num_texts, dtype=torch.int64, device=placement.device)
+
+    def hold(self, requests: Sequence[Request]) -> None:
+        """Note the rows that requests were given. A request that was preempted leaves its old row."""
+        if requests:
+            kept = {row: holder for row, holder in self.holders.items() if holder not in requests}
+            self.holders = kept | {row_of(request): request for request in requests}
 
     def take(self, request: Request) -> TextState:
         """A copy of a request's memory right after its prompt. The request may have left its row in the same step."""

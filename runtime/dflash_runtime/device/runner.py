@@ -138,7 +138,7 @@ class Runner:
         if self.texts is not None:
             self.texts.drop_ended()
         if self.states is not None:
-            self.states.holders |= {row_of(request): request for request in batch.admitted}
+            self.states.hold(batch.admitted)
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
