@@ -26,7 +26,7 @@ from dflash_kernels.launch_config import (
     tl,
 )
 
-BLOCK_CHANNELS, BLOCK_WARPS = 64, 4
+BLOCK_CHANNELS, BLOCK_WARPS = 128, 4
 """Channels of a block in one program, and its warps."""
 
 CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 16, 128, 4

@@ -260,7 +260,7 @@ class PiecewiseGraphs:
     ) -> None:
         self._target, self._taps, self._kernels, self._cache = target, taps, kernels, cache
         self._device = cache.pages.device
-        self._buckets = row_buckets(max_rows)
+        self._buckets = row_buckets(max_rows, target.config)
         self._recorder = recorder or CudaRecorder(self._device)
         self._buffers: Buffers | None = None
         # None after a capture without enough memory. Those forwards run uncaptured.
@@ -289,7 +289,7 @@ class PiecewiseGraphs:
         taps: Sequence[int],
         wanted: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the target: in pieces up to PIECEWISE_ROWS rows, otherwise uncaptured. See `Target.__call__`.
+        """Call the target: in pieces if its bucket is captured, otherwise uncaptured. See `Target.__call__`.
 
         The next call overwrites the features.
         """
