@@ -38,11 +38,11 @@ ROPE_BY_KIND = frozenset({"gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_
 class EngineReading:
     """The values that an engine serves a draft with.
 
-    rope        the rope parameters; empty if they are not known
+    rope        the rope parameters; empty if unknown
     taps        the captured layers, counted from 0; -1 is the embedding's output
-    block_size  None if the engine does not read the key
-    cut         tensors of which the engine loads only the first rows or columns, because the config gives it less
-    own         settings that only drafts of this family have, by their keys
+    block_size  None if the engine ignores the key
+    cut         tensors that the engine loads in part: the config states fewer rows or columns than the file has
+    own         key -> value of the settings that only this family has
     """
 
     windows: tuple[int | None, ...]
