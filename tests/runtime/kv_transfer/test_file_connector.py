@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.documents import to_json
@@ -131,7 +132,7 @@ def test_a_hand_off_that_is_replaced_before_torch_maps_its_file_is_read_again(
 ) -> None:
     """safetensors opens a file twice, and torch's error at the second time is a RuntimeError."""
     connector.save(make_handoff("a", 1)).result(LIMIT_S)
-    load_file, is_replaced = file_connector.load_file, threading.Event()
+    is_replaced = threading.Event()
 
     def replaced(path: Path) -> Any:
         if not is_replaced.is_set():
