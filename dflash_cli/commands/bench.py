@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.engine_options import EngineOptions
+from dflash_cli.terminal.options import PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.sampling_options import BlockOptions
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice

@@ -10,18 +10,11 @@ import typer
 
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
 from dflash_cli.terminal.interruption import Interrupted
-from dflash_cli.terminal.options import (
-    DRAFT_HELP,
-    ConcurrencyOptions,
-    DraftingOptions,
-    EngineOptions,
-    ForceOptions,
-    PairOptions,
-    PromptOptions,
-    ReadingOptions,
-)
+from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.sampling_options import DraftingOptions
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice

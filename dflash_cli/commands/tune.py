@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
-from dflash_cli.terminal.options import (
-    EngineOptions,
-    IntervalOptions,
-    PairOptions,
-    PromptOptions,
-    ReadingOptions,
-    ResumeOptions,
-    SamplingOptions,
-)
+from dflash_cli.terminal.options import IntervalOptions, PairOptions, PromptOptions, ReadingOptions, ResumeOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
