@@ -125,7 +125,7 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
-    from dflash_cli.formats.dialect import detect
+    from dflash_cli.formats.detection import detect
     from dflash_cli.formats.draft_kinds.kind import Kind
     from dflash_runtime.checkpoint.files import Checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.documents.atomic_file import check_output
-from dflash_cli.formats.dialect import find_dialect
+from dflash_cli.formats.detection import find_dialect
 from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint, refuse_escape
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import DFlashError, UsageError

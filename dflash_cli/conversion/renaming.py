@@ -12,7 +12,8 @@ from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import MASK_PICKLE, KindDraft, copied_files
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tensor_selection import assign_files
-from dflash_cli.formats.dialect import Detection, Json, detect_from, get_writable, named_architectures
+from dflash_cli.formats.detection import Detection, detect_from
+from dflash_cli.formats.dialect import Json, get_writable, named_architectures
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import CONTAINER, KindReading
 from dflash_cli.formats.draft_kinds.renamed import renamed_config, renamed_tensor

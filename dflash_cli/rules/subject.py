@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
-from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
+from dflash_cli.formats.detection import Detection, Unrecognised, detect_from
+from dflash_cli.formats.dialect import Format, ParsedConfig
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig

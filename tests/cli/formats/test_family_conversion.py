@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.formats.detection import detect_from
 from dflash_cli.formats.dflash2 import update_dflash2
-from dflash_cli.formats.dialect import Format, all_formats, detect_from, get_writable
+from dflash_cli.formats.dialect import Format, all_formats, get_writable
 from dflash_cli.formats.dspark import update_dspark
 from dflash_runtime.config import DraftConfig, MarkovConfig, Verifier
 from dflash_runtime.errors import LossyConversion

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.dialect import Format, ParsedConfig, all_formats, detect_from
+from dflash_cli.formats.detection import detect_from
+from dflash_cli.formats.dialect import Format, ParsedConfig, all_formats
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_testing import checkpoints as support
 
