@@ -101,7 +101,7 @@ class DraftCheckpoint:
                 )
 
     def refuse_unknown_layout(self) -> None:
-        """Refuse a draft whose config does not state the layout of a block.
+        """Refuse a draft if its config lacks the layout of a block.
 
         Raises:
             UnsupportedError: the layout is not known.

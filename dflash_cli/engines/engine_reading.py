@@ -31,7 +31,7 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 }
 """Rope type that engines know -> its parameters that they compute with."""
 ROPE_BY_KIND = frozenset({"gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "olmo3"})
-"""Model types whose config class turns any rope into one for each kind of layer, which no DFlash model reads."""
+"""Model types with a rope for each kind of layer: the config class converts any rope. no DFlash model reads the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

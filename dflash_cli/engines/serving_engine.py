@@ -167,7 +167,7 @@ class ServingEngine:
         """Require a model for drafts of another family than DFlash.
 
         Raises:
-            EngineStops: the engine has none under the draft's architecture.
+            EngineStops: the engine lacks a model for the draft's architecture.
         """
         if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
             raise EngineStops("architectures", f"found {named_architectures(subject.config)}, without a model for it")
@@ -302,7 +302,7 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
     """The problem if an engine serves a draft with another causality than its config states, else None.
 
     It is a warning if the config states no causality, because then the causality of training is not known. S33 reports
-    layers whose kind no key states.
+    layers of unstated kind.
     """
     engine, trained = subject.engine(name), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None

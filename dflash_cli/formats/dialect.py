@@ -335,7 +335,7 @@ def writable_words(family: str | None = None) -> list[str]:
 
 
 def get_writable(name: str, family: str = Format.family) -> Format:
-    """The dialect of that word for a draft family, or for another family if this one has none.
+    """The dialect of that word for a draft family, or else for another family.
 
     Raises:
         UsageError: no dialect has the word, or a conversion cannot write it.

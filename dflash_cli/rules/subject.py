@@ -296,7 +296,7 @@ def _parse(
 def _guess_sizes(stated: StatedConfig) -> DraftConfig | None:
     """The sizes that the config states, with stand-ins for fields that no tensor shape depends on.
 
-    None for a draft of another family than DFlash, whose settings also determine tensors.
+    None for a draft of another family than DFlash: the settings of such a family determine tensors too.
     """
     body = stated.body
     if stated.format.family != Format.family or not all(is_int(body.get(key)) for key in BODY_SIZES):
