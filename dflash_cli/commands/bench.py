@@ -132,9 +132,7 @@ def bench(request: BenchRequest) -> Bench:
     from dflash_cli.tuning.speed import smallest, speed_request
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
-    )
+    choice = choose_prompts(request, session, given)
     plan = speed_request(
         session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
         chat=choice.chat,

@@ -95,10 +95,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
     _check_taps(opened, layers)
     session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
-        conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, session, given, conditions=conditions)
     plan = DumpPlan(
         rows=choice.rows,
         params=params,

@@ -203,10 +203,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
-    choice = choose_prompts(
-        pair, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
-        conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, pair, given, conditions=conditions)
     plan = EvaluationPlan(
         rows=choice.rows,
         params=params,

@@ -185,10 +185,7 @@ def run(
     is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
     session = load_session(opened, replace(config, adaptive_width=is_adaptive), threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(
-        session, named or handing.prompts, chat=request.chat, count=request.num_prompts, sample=request.sample,
-        seed=request.seed, conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, session, named or handing.prompts, conditions=conditions)
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))

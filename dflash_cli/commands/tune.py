@@ -119,9 +119,7 @@ def tune(request: TuningRequest) -> "Tuning":
     from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
-    )
+    choice = choose_prompts(request, session, given)
     plan = TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,

@@ -31,7 +31,7 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 }
 """Rope type that engines know -> its parameters that they compute with."""
 ROPE_BY_KIND = frozenset({"gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "olmo3"})
-"""Model types with a rope for each kind of layer: the config class converts any rope. no DFlash model reads the result."""
+"""Model types with a separate rope for each kind of layer, made by their config class. No DFlash model reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
