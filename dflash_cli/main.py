@@ -280,7 +280,7 @@ def _report(error: DFlashError) -> None:
 
 def _with_option(error: DFlashError) -> str:
     """The message, with the option that the user typed in place of the field of the engine's config that it sets."""
-    from dflash_cli.terminal.options import options_of_config
+    from dflash_cli.terminal.engine_options import options_of_config
 
     option = options_of_config().get(error.field or "")
     is_named = option is not None and error.message.startswith(f"{error.field}: ")

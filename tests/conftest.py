@@ -10,6 +10,9 @@ import pytest
 # A draft names its target. Looking the target up must not ask the hub; tests of the hub start a server of their own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# torch's TCPStore asks the DNS for the names of addresses, also of 127.0.0.1. By default a lost answer costs 5 to 10 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Python keeps bytecode even if the environment forbids it. Otherwise each process of a test compiles this project anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dflash_cli.acceptance.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
@@ -28,15 +28,24 @@ class PromptChoice:
     chat: bool
 
 
+class SampleRequest(Protocol):
+    """The options of a request that choose prompts."""
+
+    @property
+    def chat(self) -> bool | None: ...
+
+    @property
+    def num_prompts(self) -> int | None: ...
+
+    @property
+    def sample(self) -> Sample: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
 def choose_prompts(
-    pair: "OpenedPair",
-    given: PromptSet | None,
-    *,
-    chat: bool | None = None,
-    count: int | None = None,
-    sample: Sample = "stratified",
-    seed: int = 0,
-    conditions: tuple[Condition, ...] = (),
+    request: SampleRequest, pair: "OpenedPair", given: PromptSet | None, *, conditions: tuple[Condition, ...] = ()
 ) -> PromptChoice:
     """Return the rows of the given set, or of the bundled set for the pair's target.
 
@@ -45,10 +54,11 @@ def choose_prompts(
         RequestError: a row cannot be rendered, so it cannot be padded.
     """
     prompts = given or default_prompts(pair.references["target"])
-    pair.check_chat(prompts.rows, chat=bool(chat))
+    pair.check_chat(prompts.rows, chat=bool(request.chat))
     choice = choose_rows(
-        prompts, pair.tokenizer, chat=chat, count=count, sample=sample, seed=seed, is_default=given is None
-    )
+        prompts, pair.tokenizer, chat=request.chat, count=request.num_prompts, sample=request.sample,
+        seed=request.seed, is_default=given is None,
+    )  # fmt: skip
     rows = choice.rows
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(

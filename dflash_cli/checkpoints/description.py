@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
+from dflash_cli.formats.detection import Detection, find_dialect, unknown_format
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.fields import look_up

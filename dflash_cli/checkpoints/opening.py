@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_cli.formats.dialect import STYLE_FLAGS, Detection, Format, ParsedConfig, detect, is_draft
+from dflash_cli.formats.detection import Detection, detect, is_draft
+from dflash_cli.formats.dialect import STYLE_FLAGS, Format, ParsedConfig
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
@@ -100,7 +101,7 @@ class DraftCheckpoint:
                 )
 
     def refuse_unknown_layout(self) -> None:
-        """Refuse a draft whose config does not state the layout of a block.
+        """Refuse a draft if its config lacks the layout of a block.
 
         Raises:
             UnsupportedError: the layout is not known.

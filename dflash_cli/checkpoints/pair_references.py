@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dflash_cli.checkpoints.references import TINY, Location, Role, is_bundled, open_checkpoint
-from dflash_cli.formats.dialect import detect_from
+from dflash_cli.formats.detection import detect_from
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.engine_options import EngineOptions
+from dflash_cli.terminal.options import PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.sampling_options import BlockOptions
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
@@ -130,9 +132,7 @@ def bench(request: BenchRequest) -> Bench:
     from dflash_cli.tuning.speed import smallest, speed_request
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
-    )
+    choice = choose_prompts(request, session, given)
     plan = speed_request(
         session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
         chat=choice.chat,

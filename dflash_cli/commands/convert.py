@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.changes import Change
     from dflash_cli.conversion.logits import LogitComparison
     from dflash_cli.conversion.manifest import Converted, DryRun
-    from dflash_cli.conversion.plan import ConversionPlan
-    from dflash_cli.conversion.renaming import RenamingPlan
+    from dflash_cli.conversion.result_plan import ResultPlan
 
 LEGEND = (
     "kept: same name; moved: other section of the config; renamed: other name; split: rows of a fused tensor; "
@@ -118,7 +117,7 @@ def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> Conversio
     return spec
 
 
-def _plan(request: ConversionRequest) -> "ConversionPlan | RenamingPlan":
+def _plan(request: ConversionRequest) -> "ResultPlan":
     """The plan of the conversion, made before anything is written."""
     from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
@@ -126,7 +125,7 @@ def _plan(request: ConversionRequest) -> "ConversionPlan | RenamingPlan":
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
-    from dflash_cli.formats.dialect import detect
+    from dflash_cli.formats.detection import detect
     from dflash_cli.formats.draft_kinds.kind import Kind
     from dflash_runtime.checkpoint.files import Checkpoint
 
@@ -147,7 +146,7 @@ def _plan(request: ConversionRequest) -> "ConversionPlan | RenamingPlan":
     source = Checkpoint(fetch_directory(request.source, Role.DRAFT))
     detection = detect(source)
     if isinstance(detection.format, Kind):
-        plan: ConversionPlan | RenamingPlan = plan_renaming(source, detection, _for_renaming(spec, request))
+        plan: ResultPlan = plan_renaming(source, detection, _for_renaming(spec, request))
     else:
         overrides = Overrides(request.causality, request.layout)
         plan = plan_conversion(open_draft(source, overrides=overrides), spec)
@@ -185,7 +184,7 @@ def command(request: ConversionRequest) -> None:
     console.show(converted, lambda: console.result(str(request.destination)))
 
 
-def _write(request: ConversionRequest, plan: "ConversionPlan | RenamingPlan") -> "Converted":
+def _write(request: ConversionRequest, plan: "ResultPlan") -> "Converted":
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.manifest import Converted
 
@@ -196,13 +195,13 @@ def _write(request: ConversionRequest, plan: "ConversionPlan | RenamingPlan") ->
     return copy_fields(Converted, manifest, destination=str(request.destination))
 
 
-def _dry_run(plan: "ConversionPlan | RenamingPlan") -> "DryRun":
+def _dry_run(plan: "ResultPlan") -> "DryRun":
     from dflash_cli.conversion.manifest import DryRun
 
     return DryRun(**fields_of(plan.facts))
 
 
-def _show_dry_run(plan: "ConversionPlan | RenamingPlan") -> None:
+def _show_dry_run(plan: "ResultPlan") -> None:
     if console.is_json():
         console.result_json(_dry_run(plan))
         return
@@ -215,7 +214,7 @@ def _show_dry_run(plan: "ConversionPlan | RenamingPlan") -> None:
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
 
-def _summary(plan: "ConversionPlan | RenamingPlan") -> str:
+def _summary(plan: "ResultPlan") -> str:
     keys, tensors = _counts(plan.key_changes), _counts(plan.tensor_changes)
     return (
         f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; config keys {keys}; "

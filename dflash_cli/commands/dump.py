@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
-from dflash_cli.terminal.options import (
-    TARGET_HELP,
-    ConcurrencyOptions,
-    EngineOptions,
-    PromptOptions,
-    ResumeOptions,
-    SamplingOptions,
-)
+from dflash_cli.terminal.options import TARGET_HELP, PromptOptions, ResumeOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,10 +95,7 @@ def dump(request: DumpRequest) -> "DumpSummary":
     _check_taps(opened, layers)
     session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
-        conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, session, given, conditions=conditions)
     plan = DumpPlan(
         rows=choice.rows,
         params=params,

@@ -11,11 +11,9 @@ from dflash_cli.acceptance.replay_options import ReplayOptions
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
-    BlockOptions,
-    ConcurrencyOptions,
-    EngineOptions,
     GateOptions,
     IntervalOptions,
     LockOptions,
@@ -25,6 +23,7 @@ from dflash_cli.terminal.options import (
     refuse_beside,
 )
 from dflash_cli.terminal.requests import ENGINE, OUTPUT, Option, verb
+from dflash_cli.terminal.sampling_options import BlockOptions
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
@@ -204,10 +203,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
-    choice = choose_prompts(
-        pair, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed,
-        conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, pair, given, conditions=conditions)
     plan = EvaluationPlan(
         rows=choice.rows,
         params=params,

@@ -10,18 +10,11 @@ import typer
 
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
 from dflash_cli.terminal.interruption import Interrupted
-from dflash_cli.terminal.options import (
-    DRAFT_HELP,
-    ConcurrencyOptions,
-    DraftingOptions,
-    EngineOptions,
-    ForceOptions,
-    PairOptions,
-    PromptOptions,
-    ReadingOptions,
-)
+from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.sampling_options import DraftingOptions
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice
@@ -192,10 +185,7 @@ def run(
     is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
     session = load_session(opened, replace(config, adaptive_width=is_adaptive), threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(
-        session, named or handing.prompts, chat=request.chat, count=request.num_prompts, sample=request.sample,
-        seed=request.seed, conditions=conditions,
-    )  # fmt: skip
+    choice = choose_prompts(request, session, named or handing.prompts, conditions=conditions)
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))

@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
+from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
-from dflash_cli.terminal.options import (
-    EngineOptions,
-    IntervalOptions,
-    PairOptions,
-    PromptOptions,
-    ReadingOptions,
-    ResumeOptions,
-    SamplingOptions,
-)
+from dflash_cli.terminal.options import IntervalOptions, PairOptions, PromptOptions, ReadingOptions, ResumeOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,9 +119,7 @@ def tune(request: TuningRequest) -> "Tuning":
     from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(
-        session, given, chat=request.chat, count=request.num_prompts, sample=request.sample, seed=request.seed
-    )
+    choice = choose_prompts(request, session, given)
     plan = TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,

@@ -175,7 +175,7 @@ class ResultFormat(ABC):
         """Return the result of a file with these counts by position.
 
         Raises:
-            UsageError: the counts have no verify steps.
+            UsageError: the counts lack verify steps.
         """
         if counts.acceptance_len is None:
             raise file.refuse("the file lacks verify steps, so acceptance is unknown", id="no-steps")

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.renaming import RenamingPlan
+from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.documents.atomic_file import check_output
-from dflash_cli.formats.dialect import find_dialect
+from dflash_cli.formats.detection import find_dialect
 from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint, refuse_escape
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import DFlashError, UsageError
@@ -86,7 +85,7 @@ def remove_checkpoint(directory: Path, *, more: frozenset[str] = frozenset()) ->
     directory.rmdir()
 
 
-def protect_inputs(destination: Path, plan: ConversionPlan | RenamingPlan) -> None:
+def protect_inputs(destination: Path, plan: ResultPlan) -> None:
     """Refuse to replace the source or the target of a conversion, and to write into its source.
 
     Raises:

@@ -22,6 +22,7 @@ from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.manifest import HashedConfigs, HashedFile, HashedWeights, Manifest
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.renaming import RenamingPlan
+from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import CARD, MANIFEST_FILE, provenance
 from dflash_cli.conversion.spec import Verification
 from dflash_cli.conversion.staging import staged
@@ -37,7 +38,7 @@ SLACK_BYTES = 1024 * 1024
 
 
 def convert_draft(
-    plan: ConversionPlan | RenamingPlan,
+    plan: ResultPlan,
     destination: Path,
     *,
     verification: Verification = "roundtrip",
@@ -63,10 +64,10 @@ def convert_draft(
             logits = None
             if isinstance(plan, RenamingPlan):
                 plan.verify(stage, progress)
-            elif verification != "none":
+            elif isinstance(plan, ConversionPlan) and verification != "none":
                 verify_roundtrip(plan, stage, progress)
-            if verification == "logits" and isinstance(plan, ConversionPlan):
-                logits = verify_logits(plan.draft, open_draft(stage), plan.target)
+                if verification == "logits":
+                    logits = verify_logits(plan.draft, open_draft(stage), plan.target)
         with _timed(seconds, "hash_s"):
             weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
             paths = (source.config_path, stage / "config.json")
@@ -79,7 +80,7 @@ def convert_draft(
     return manifest
 
 
-def _stage(plan: ConversionPlan | RenamingPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
+def _stage(plan: ResultPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
     """The hidden directory for the result, after checking the disk space."""
     side_bytes = [item.stat().st_size for item in plan.side_files]
     weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
@@ -112,7 +113,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_plan(plan: ConversionPlan | RenamingPlan, stage: Path, progress: Progress) -> None:
+def _write_plan(plan: ResultPlan, stage: Path, progress: Progress) -> None:
     """Write the weights, the side files and at last the config."""
     total = plan.num_bytes
     for name, tensors in plan.files.items():

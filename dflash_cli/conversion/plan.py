@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes, lost_keys
 from dflash_cli.conversion.inverse_map import with_inverse
-from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
 from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
-from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files, file_changes
+from dflash_cli.conversion.result_plan import ResultPlan
+from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
@@ -26,46 +23,22 @@ from dflash_cli.formats.dialect import (
     writable_words,
 )
 from dflash_cli.formats.fields import REMOVED, with_keys
-from dflash_cli.terminal.environment import redacted
-from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
+from dflash_runtime.checkpoint.pair import DraftSource, check_pair
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
 from dflash_runtime.notices import Notice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionPlan:
-    """The files of a result, and the reasons. `files` has the tensors of each weight file."""
+class ConversionPlan(ResultPlan):
+    """The plan of a draft in another dialect."""
 
     draft: DraftCheckpoint
-    spec: ConversionSpec
-    format: Format
     config: DraftConfig
-    config_json: Json
-    files: Mapping[str, tuple[WrittenTensor, ...]]
     dropped: tuple[Change, ...]
-    side_files: tuple[Path, ...]
-    warnings: tuple[Notice, ...]
-
-    @property
-    def target(self) -> TargetSource | None:
-        """The target that was given."""
-        return self.spec.target
-
-    @property
-    def kept(self) -> tuple[WrittenTensor, ...]:
-        """The tensors that will be written."""
-        return tuple(tensor for tensors in self.files.values() for tensor in tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that will be written."""
-        return sum(info.num_bytes for info in self.kept)
 
     @property
     def key_changes(self) -> list[Change]:
-        """The change of every config key."""
         source, dialect = self.draft.checkpoint.config, self.draft.format
         lost = {key: f"{self.format.title} has no key for it" for key in dialect.unread(source)}
         for key in sorted(self.draft.checkpoint.metadata.keys() - {"format"}):
@@ -75,33 +48,9 @@ class ConversionPlan:
 
     @property
     def tensor_changes(self) -> list[Change]:
-        """The change of every tensor, by its stored name."""
         stored = self.draft.checkpoint.stored_rows
         dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
         return [*tensor_changes(self.draft, self.kept), *dropped]
-
-    @property
-    def file_changes(self) -> list[Change]:
-        """The change of every file other than config and weights."""
-        return list(file_changes(self.draft, self.side_files))
-
-    @property
-    def facts(self) -> ConversionFacts:
-        """The part of the manifest that is known before anything is written."""
-        return ConversionFacts(
-            version=__version__,
-            source=Origin.of(self.draft.checkpoint.path),
-            target=None if self.target is None else TargetOrigin.of(self.target),
-            argv=tuple(without_paths(redacted(self.spec.argv))),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            source_dialect=self.draft.format.name,
-            destination_dialect=self.format.name,
-            num_bytes=self.num_bytes,
-            warnings=self.warnings,
-            config=tuple(self.key_changes),
-            tensors=tuple(self.tensor_changes),
-            files=tuple(self.file_changes),
-        )
 
 
 def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionPlan:

@@ -1,66 +1,39 @@
 """Plan a conversion that changes only names: of tensors, keys and the architecture. Tensor bytes stay the same."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
-from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.byte_progress import Progress
 from dflash_cli.conversion.changes import Change, flatten
-from dflash_cli.conversion.manifest import ConversionFacts, Origin, TargetOrigin, without_paths
-from dflash_cli.conversion.side_files import MASK_PICKLE, KindDraft, copied_files, file_changes
+from dflash_cli.conversion.result_plan import ResultPlan
+from dflash_cli.conversion.side_files import MASK_PICKLE, KindDraft, copied_files
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tensor_selection import assign_files
-from dflash_cli.formats.dialect import Detection, Format, Json, detect_from, get_writable, named_architectures
+from dflash_cli.formats.detection import Detection, detect_from
+from dflash_cli.formats.dialect import Json, get_writable, named_architectures
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import CONTAINER, KindReading
 from dflash_cli.formats.draft_kinds.renamed import renamed_config, renamed_tensor
 from dflash_cli.formats.draft_kinds.table import Renaming
-from dflash_cli.terminal.environment import redacted
-from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, GateFailed, UnsupportedError, naming_file
-from dflash_runtime.notices import Notice
 
 CONTAINERS = (CONTAINER, "dflash_config", "eagle_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenamingPlan:
-    """The files of a result that differs from its source only in names."""
+class RenamingPlan(ResultPlan):
+    """The plan of a result that differs from its source only in names."""
 
     draft: KindDraft
-    spec: ConversionSpec
-    format: Format
-    config_json: Json
-    files: Mapping[str, tuple[WrittenTensor, ...]]
-    tensor_changes: tuple[Change, ...]
-    side_files: tuple[Path, ...]
-    warnings: tuple[Notice, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def target(self) -> TargetSource | None:
-        """The target that was given."""
-        return self.spec.target
-
-    @property
-    def kept(self) -> tuple[WrittenTensor, ...]:
-        """The tensors that will be written."""
-        return tuple(tensor for tensors in self.files.values() for tensor in tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that will be written."""
-        return sum(info.num_bytes for info in self.kept)
+    renamed: tuple[Change, ...]
 
     @property
     def key_changes(self) -> list[Change]:
-        """The change of every config key."""
         before = flatten(self.draft.checkpoint.config, CONTAINERS)
         after = flatten(self.config_json, CONTAINERS)
         changes = [
@@ -80,27 +53,8 @@ class RenamingPlan:
         return [*changes, *(Change(None, key, "derived") for key in new)]
 
     @property
-    def file_changes(self) -> list[Change]:
-        """The change of every file other than config and weights."""
-        return list(file_changes(self.draft, self.side_files))
-
-    @property
-    def facts(self) -> ConversionFacts:
-        """The part of the manifest that is known before anything is written."""
-        return ConversionFacts(
-            version=__version__,
-            source=Origin.of(self.draft.checkpoint.path),
-            target=None if self.target is None else TargetOrigin.of(self.target),
-            argv=tuple(without_paths(redacted(self.spec.argv))),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            source_dialect=self.draft.format.name,
-            destination_dialect=self.format.name,
-            num_bytes=self.num_bytes,
-            warnings=self.warnings,
-            config=tuple(self.key_changes),
-            tensors=self.tensor_changes,
-            files=tuple(self.file_changes),
-        )
+    def tensor_changes(self) -> tuple[Change, ...]:
+        return self.renamed
 
     def verify(self, directory: Path, progress: Progress) -> None:
         """Read the written result back.
@@ -162,7 +116,7 @@ def plan_renaming(checkpoint: Checkpoint, detection: Detection, spec: Conversion
         format=get_writable(spec.to) if isinstance(result, Kind) else result,
         config_json=config,
         files=assign_files(tensors, spec.max_shard_bytes),
-        tensor_changes=tuple(changes),
+        renamed=tuple(changes),
         side_files=tuple(copied_files(draft)),
     )
 

@@ -11,7 +11,8 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.manifest import Origin
-from dflash_cli.formats.dialect import Detection, Format
+from dflash_cli.formats.detection import Detection
+from dflash_cli.formats.dialect import Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import (

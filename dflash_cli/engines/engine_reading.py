@@ -31,18 +31,18 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 }
 """Rope type that engines know -> its parameters that they compute with."""
 ROPE_BY_KIND = frozenset({"gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "olmo3"})
-"""Model types whose config class turns any rope into one for each kind of layer, which no DFlash model reads."""
+"""Model types with a separate rope for each kind of layer, made by their config class. No DFlash model reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
     """The values that an engine serves a draft with.
 
-    rope        the rope parameters; empty if they are not known
+    rope        the rope parameters; empty if unknown
     taps        the captured layers, counted from 0; -1 is the embedding's output
-    block_size  None if the engine does not read the key
-    cut         tensors of which the engine loads only the first rows or columns, because the config gives it less
-    own         settings that only drafts of this family have, by their keys
+    block_size  None if the engine ignores the key
+    cut         tensors that the engine loads in part: the config states fewer rows or columns than the file has
+    own         key -> value of the settings that only this family has
     """
 
     windows: tuple[int | None, ...]

@@ -29,7 +29,7 @@ def read_selector(stated: Mapping[str, Any], place: str = "") -> dict[str, int]:
 def selector_parts(own: Mapping[str, int], found: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `DraftConfig` that the tensors of DFlash 2 depend on, for `check_shapes`.
 
-    own    the four settings as the engine reads them; a kernel of 0 rows is no convolution
+    own    the four settings as the engine reads them; a kernel of 0 rows switches the convolution off
     found  the keys as the config class fills them in
 
     Raises:
@@ -60,10 +60,10 @@ def markov_parts(rank: int, head_type: str, found: Mapping[str, Any], draft_voca
 
 
 def read_logits(stated: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The scale and the soft cap of the logits, as fields of `EngineReading`. A cap of 0 or less is none.
+    """The scale and the soft cap of the logits, as fields of `EngineReading`. A cap of 0 or less is off.
 
     Raises:
-        EngineStops: one is no number.
+        EngineStops: the scale or the cap is not a number.
     """
     cap = real(f"{place}final_logit_softcapping", stated.get("final_logit_softcapping") or 0.0)
     return {
@@ -76,7 +76,7 @@ def check_top_k(top_k: Any, num_tokens: int) -> None:
     """Require as many candidates as there are tokens, or fewer.
 
     Raises:
-        EngineStops: there are none, or more than tokens, or it is no integer, by which the first step stops.
+        EngineStops: `top_k` is not an integer from 1 to `num_tokens`, so the first step stops.
     """
     if top_k is not None and not (is_int(top_k) and 1 <= top_k <= num_tokens):
         raise EngineStops("dspark_draft_topk", f"found {top_k!r}, expected an integer from 1 to {num_tokens}")

@@ -84,16 +84,16 @@ class ServedPair:
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers; empty for an engine without releases.
 
-    reads                  the classes of the dialects that it loads
-    dialect                the name of the dialect to write a draft in for it
-    serves_as_is           names of dialects that it serves without a rewritten config
-    habits                 habit of exporters -> the outcome, if it does not serve the habit as meant
+    reads                  classes of the dialects that the engine loads
+    dialect                name of the dialect for drafts that `convert` writes for this engine
+    serves_as_is           names of dialects whose configs need no change
+    habits                 habit of exporters -> the outcome, if the engine misreads the habit
     releases               the known releases, oldest first; the last is assumed if the user names none
     strictness             the engine with the highest value decides the dialect of a corrected copy
-    follows_reference      it reads drafts as z-lab's code does, and uses the target's head
-    finds_by_architecture  it finds its model by a name in `architectures`
-    takes_other_widths     it serves a draft with another hidden_size than its target
-    has_dialect_rule       a rule in its own file reports dialects that it does not read
+    follows_reference      reads drafts as z-lab's code does, and uses the target's head
+    finds_by_architecture  finds the model class by a name in `architectures`
+    takes_other_widths     serves a draft with another hidden_size than its target
+    has_dialect_rule       a rule in the engine's file reports unreadable dialects
     models                 architecture of a draft of another kind or family -> the first release with a model for it
     read_families          the draft families whose native configs `read_values` judges
     """
@@ -167,7 +167,7 @@ class ServingEngine:
         """Require a model for drafts of another family than DFlash.
 
         Raises:
-            EngineStops: the engine has none under the draft's architecture.
+            EngineStops: the engine lacks a model for the draft's architecture.
         """
         if subject.format.family != Format.family and not self.serves_kind(subject.format, subject.config):
             raise EngineStops("architectures", f"found {named_architectures(subject.config)}, without a model for it")
@@ -302,7 +302,7 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
     """The problem if an engine serves a draft with another causality than its config states, else None.
 
     It is a warning if the config states no causality, because then the causality of training is not known. S33 reports
-    layers whose kind no key states.
+    layers of unstated kind.
     """
     engine, trained = subject.engine(name), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None

@@ -46,7 +46,7 @@ PLAIN_DRAFT = "plain-draft"
 """A serve flag: the target is packed, and the draft must stay plain."""
 
 BLOCK_METHODS = ("dflash", "dspark")
-"""Ways of drafting whose number of draft tokens is an option of the command."""
+"""Ways of drafting with an option of the command for the number of draft tokens."""
 
 SERVED = frozenset(
     {

@@ -153,7 +153,7 @@ def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
 
 
 def _check_type(config: Mapping[str, Any]) -> None:
-    """Require a model type whose config class the DFlash model reads. Source: 0.5.23, run on drafts of each type."""
+    """Require a model type that the DFlash model can read. Source: 0.5.23, run on drafts of each type."""
     if config["model_type"] == "qwen3_5_text":
         raise EngineStops("model_type", "found qwen3_5_text, whose config class gives a rope without a type")
     if config["model_type"] == "minimax" and config.get("layer_types") is None:

@@ -21,10 +21,10 @@ PREFIXED = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", 
 
 
 def read_selector_of_sglang(nested: Mapping[str, Any]) -> dict[str, int]:
-    """The four settings of DFlash 2. Without both sizes of the convolutions, SGLang's model has none.
+    """The four settings of DFlash 2. SGLang's model has convolutions if both of their sizes are stated.
 
     Raises:
-        EngineStops: a key is no number, or one of a pair is missing.
+        EngineStops: a key is not a number, or one of a pair is missing.
     """
     place = "dflash_config."
     found = {key: whole(f"{place}{key}", nested.get(key) or 0, least=0) for key in FIELDS}

@@ -64,7 +64,7 @@ DRAFTS_OF_TARGETS: Mapping[Release, frozenset[str]] = {
     (0, 28): frozenset({"qwen3_5_text", "qwen3_5_moe_text", "kimi_k3"}),
     (0, 30): frozenset({"qwen4_exp", "qwen4_exp_text"}),
 }  # fmt: skip
-"""First release -> model types whose draft it takes for the MTP layers of such a target, by which the draft stops.
+"""First release -> model types that it reads as the MTP layers of a target. It stops at such a draft.
 Source: config/speculative.py hf_config_override of each release.
 """
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

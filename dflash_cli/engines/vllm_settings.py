@@ -26,7 +26,7 @@ Settings = tuple[dict[str, Any], dict[str, Any]]
 def no_settings(
     config: Mapping[str, Any], found: Mapping[str, Any], nested: Mapping[str, Any], release: Release
 ) -> Settings:
-    """DFlash has no settings of its own. Its logits have a scale, as those of DSpark."""
+    """Empty settings of DFlash. Its logits have a scale, as DSpark's have."""
     check_scale(config.get("logit_scale", 1.0))
     return {}, {}
 
@@ -34,7 +34,7 @@ def no_settings(
 def dflash2_settings(
     config: Mapping[str, Any], found: Mapping[str, Any], nested: Mapping[str, Any], release: Release
 ) -> Settings:
-    """The settings of DFlash 2, which vLLM reads in `dflash_config` only. The arguments are those of `read_model`.
+    """The settings of DFlash 2, which vLLM reads in `dflash_config` only. `read_model` explains the arguments.
 
     Raises:
         EngineStops: the key at which the release stops.
@@ -77,7 +77,7 @@ def check_scale(scale: Any) -> None:
     """Require a number, by which the first step multiplies.
 
     Raises:
-        EngineStops: it is none.
+        EngineStops: `scale` is not a number.
     """
     if not isinstance(scale, int | float):
         raise EngineStops("logit_scale", f"found {scale!r}, expected a number")
@@ -101,7 +101,7 @@ READERS = {"dflash2": dflash2_settings, "dspark": dspark_settings}
 def settings_of(
     family: str, config: Mapping[str, Any], found: Mapping[str, Any], nested: Mapping[str, Any], release: Release
 ) -> Settings:
-    """The settings of a family. The other arguments are those of `read_model`.
+    """The settings of a family. `read_model` explains the other arguments.
 
     Raises:
         EngineStops: the key at which the release stops.

@@ -115,7 +115,7 @@ def _dflash2(config: Mapping[str, Any], body: Mapping[str, Any], release: Releas
 
 
 def _dspark(config: Mapping[str, Any], body: Mapping[str, Any], release: Release) -> dict[str, Any]:
-    """The config that vLLM makes of a DSpark file, whose keys go to the top level."""
+    """The config that vLLM makes of a DSpark file: all keys at the top level."""
     if config.get("use_aux_hidden_state") is False and release >= COPIES_AUX:
         raise EngineStops("use_aux_hidden_state", "false, and then the model has no fc.weight")
     given = {key: config[key] for key in COPIED if config.get(key) is not None}

@@ -51,7 +51,7 @@ RESULTS = (
 INTRODUCTION = "From the log book of the station:"
 END = "End of the log book."
 FRAMES = ((f"{INTRODUCTION} ", f"{END}\n\n"), ("", "\n\n"))
-"""Texts before and after the filler, tried in order: a few missing tokens have no room for the first ones."""
+"""Texts before and after the filler, tried in order: the first ones need more tokens than may be missing."""
 SENTENCES_A_PARAGRAPH = 6
 MANY_TOKENS = 64
 """More tokens than any sentence has. A text too long by this many stays too long without one sentence."""

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dflash_cli.terminal.options import CarrierName, SamplingOptions, refuse_beside
+from dflash_cli.terminal.options import CarrierName, refuse_beside
 from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
+from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
 
 OF_ANSWERS = ("output", "trace", "check_lossless")

@@ -2,15 +2,15 @@
 
 The first rule that applies decides. docs/how-to/probe.md explains the rules to users.
 
-1. no token was drafted                                                    engine
+1. the server drafted 0 tokens                                             engine
 2. the yardstick is higher, and drafted another number of tokens per step  settings
-3. the yardstick is higher, and its prompts became other tokens            settings
+3. the yardstick is higher, and its prompts have other token ids           settings
 4. the yardstick is higher                                                 engine, with its known faults
 5. the length is lower with more requests at a time                        engine
 6. greedy answers differ by more than near-ties                            engine
-7. the length is low, and the yardstick is not higher                      checkpoint
-8. there is a yardstick, and rules 1 to 7 do not apply                     none
-9. there is no yardstick                                                   undecided
+7. the length is low, and the yardstick equals it or is lower              checkpoint
+8. rules 1 to 7 do not apply, with a yardstick                             none
+9. rules 1 to 7 do not apply, without a yardstick                          undecided
 
 A yardstick is a local result on the same prompts, or a run of another server.
 """

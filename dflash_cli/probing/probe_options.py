@@ -17,8 +17,9 @@ from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTo
 from dflash_cli.probing.served_faults import known_faults
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
-from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, SeedOptions, VerdictOptions
+from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
+from dflash_cli.terminal.sampling_options import SeedOptions
 from dflash_runtime.errors import UsageError
 
 ANY_TARGET = "the served target"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
-from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, Unrecognised, detect_from
+from dflash_cli.formats.detection import Detection, Unrecognised, detect_from
+from dflash_cli.formats.dialect import Format, ParsedConfig
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
@@ -295,7 +296,7 @@ def _parse(
 def _guess_sizes(stated: StatedConfig) -> DraftConfig | None:
     """The sizes that the config states, with stand-ins for fields that no tensor shape depends on.
 
-    None for a draft of another family than DFlash, whose settings also determine tensors.
+    None for a draft of another family than DFlash: the settings of such a family determine tensors too.
     """
     body = stated.body
     if stated.format.family != Format.family or not all(is_int(body.get(key)) for key in BODY_SIZES):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from dflash_cli.terminal.requests import (
     DRAFTING,
@@ -13,33 +13,19 @@ from dflash_cli.terminal.requests import (
     MEASURING,
     OUTPUT,
     PROMPTS,
-    SAMPLING,
-    SIZE,
     Argument,
     Option,
     Request,
     parameters_of,
-    parse_size,
 )
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import UsageError
-
-if TYPE_CHECKING:
-    from dflash_runtime.config import EngineConfig
-    from dflash_runtime.scheduling.request import SamplingParams
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
-CONFIG_FIELDS = {
-    "concurrency": "max_num_requests",
-    "kv_memory": "kv_memory_bytes",
-    "prefix_store_size": "prefix_store_bytes",
-    "num_speculative_tokens": "num_draft_tokens",
-}
-"""Option -> the field of the engine's config that it sets, if they have different names."""
 
 
 def parse_object(text: str) -> Mapping[str, Any]:
@@ -201,89 +187,6 @@ class PromptOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedOptions(Request):
-    """How the target chooses tokens, as every server understands it."""
-
-    temperature: Annotated[
-        float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
-    ] = 0.0
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
-    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(SeedOptions):
-    """How the target chooses tokens."""
-
-    top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
-    top_p: Annotated[
-        float,
-        Option(
-            above=0, max=1, group=SAMPLING,
-            help="Sample from the fewest tokens that together have a probability of at least X.",
-        ),
-    ] = 1.0  # fmt: skip
-    stop_token_ids: Annotated[
-        tuple[int, ...],
-        Option(
-            flag="--stop-token-id", min=0, metavar="ID,...", group=SAMPLING, help="More token ids that end an answer."
-        ),
-    ] = ()
-
-    def sampling_params(self, max_new_tokens: int) -> "SamplingParams":
-        """The runtime's parameters. Its fields have the names of these options."""
-        from dflash_runtime.scheduling.request import SamplingParams
-
-        given = values_of(self, SamplingOptions)
-        return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
-
-    @property
-    def verified_rows(self) -> int | None:
-        """The number of rows of a block to verify, including the anchor, or None for all rows."""
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftingOptions(SamplingOptions):
-    """How many tokens are drafted, and how the draft chooses them."""
-
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            short="-k", metavar="K", min=0, group=ESSENTIALS,
-            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
-            "is also the most.",
-        ),
-    ] = None  # fmt: skip
-    draft_sampling: Annotated[
-        Literal["greedy", "probabilistic"],
-        Option(
-            group=DRAFTING,
-            help="Draft the most likely tokens, or sample them and accept by rejection, which keeps the target's "
-            "distribution.",
-        ),
-    ] = "greedy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockOptions(DraftingOptions):
-    """Drafting with one verify width for all steps."""
-
-    verify_width: Annotated[
-        int | None,
-        Option(
-            min=1, group=DRAFTING,
-            help="Verify the first N positions of a block, the last committed token included. The draft still fills "
-            "the block, unless N is 1. Default: all K + 1.",
-        ),
-    ] = None  # fmt: skip
-
-    @property
-    def verified_rows(self) -> int | None:
-        return self.verify_width
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Request):
     """Where a pair runs."""
 
@@ -314,103 +217,6 @@ class DeviceOptions(Request):
             help="CPU threads. Default: 1 for a small pair, otherwise one per core.",
         ),
     ] = None  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(DeviceOptions):
-    """How the engine runs."""
-
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float64"],
-        Option(group=ENGINE, help="Number format of the models; auto is bfloat16 on a GPU and float32 on a CPU."),
-    ] = "auto"
-    kernels: Annotated[
-        Literal["auto", "triton", "reference"],
-        Option(group=ENGINE, help="Kernels to run; auto is triton on a GPU and reference on a CPU."),
-    ] = "auto"
-    max_model_len: Annotated[
-        int | None,
-        Option(
-            min=2, group=ENGINE, is_setting=False,
-            help="Most tokens of a prompt and its answer together. Default: the most that the pair allows.",
-        ),
-    ] = None  # fmt: skip
-    max_batched_tokens: Annotated[
-        int | None,
-        Option(
-            min=1, group=ENGINE, is_setting=False,
-            help="Most tokens in one step, prefill and decode together. Default: 8192 on a GPU, 2048 on a CPU.",
-        ),
-    ] = None  # fmt: skip
-    page_size: Annotated[int, Option(min=1, group=ENGINE, is_setting=False, help="Tokens per KV page.")] = 16
-    kv_memory: Annotated[
-        int | None,
-        Option(
-            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_setting=False,
-            help="Memory for the KV cache, such as 512M or 20G. Default: the free memory.",
-        ),
-    ] = None  # fmt: skip
-    gpu_memory_utilization: Annotated[
-        float, Option(above=0, max=1, group=ENGINE, is_setting=False, help="Fraction of the GPU memory to use.")
-    ] = 0.9
-    prefix_cache: Annotated[
-        bool,
-        Option(
-            off="--no-prefix-cache", group=ENGINE, is_setting=False,
-            help="Reuse the KV of prompts that begin with the same tokens.",
-        ),
-    ] = True  # fmt: skip
-    prefix_store: Annotated[
-        str | None,
-        Option(
-            metavar="DIR", group=ENGINE, is_setting=False,
-            help="Keep the KV of prompts in DIR for later runs of the same pair.",
-        ),
-    ] = None  # fmt: skip
-    prefix_store_size: Annotated[
-        int | None,
-        Option(
-            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_setting=False,
-            help="Remove the least recently used prompts of the prefix store above this size. Default: 64G.",
-        ),
-    ] = None  # fmt: skip
-    scheduling: Annotated[
-        Literal["async", "sync"],
-        Option(
-            group=ENGINE, is_setting=False,
-            help="Launch a step before the results of the last step are read (async), or wait for them (sync).",
-        ),
-    ] = "async"  # fmt: skip
-    graphs: Annotated[
-        bool,
-        Option(off="--no-graphs", group=ENGINE, is_setting=False, help="Capture steps as CUDA graphs."),
-    ] = True
-
-    def engine_config(self, **own: Any) -> "EngineConfig":
-        """The runtime's config. `own` are the fields that a verb decides.
-
-        `threads` is set for the whole process.
-        """
-        from dflash_runtime.config import EngineConfig
-
-        given = values_of(self, EngineOptions)
-        del given["threads"]
-        return EngineConfig(**{CONFIG_FIELDS.get(name, name): value for name, value in given.items()}, **own)
-
-
-def options_of_config() -> dict[str, str]:
-    """Field of the engine's config -> the option that sets it."""
-    names = [*(item.name for item in parameters_of(EngineOptions)), *CONFIG_FIELDS]
-    return {CONFIG_FIELDS.get(name, name): f"--{name.replace('_', '-')}" for name in names}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConcurrencyOptions(Request):
-    """How many requests run at once."""
-
-    concurrency: Annotated[
-        int, Option(min=1, group=ENGINE, is_setting=False, help="Run at most N requests at once.")
-    ] = 16
 
 
 @dataclass(frozen=True, kw_only=True)

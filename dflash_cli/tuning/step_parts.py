@@ -87,7 +87,7 @@ class _SilentDraft:
 
 
 class _SilentWalk(_SilentDraft):
-    """Chooses its tokens itself, as the draft that it replaces does, so that the step without the draft has no walk."""
+    """Chooses its own tokens, as the replaced draft does, so that the step without the draft lacks a walk."""
 
     def propose(
         self, block_ids: Tensor, positions: Tensor, attend: object, num_drafts: int, draws: Draws | None

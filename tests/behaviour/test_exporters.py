@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import Overrides, open_draft, override_causality
-from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
+from dflash_cli.formats.detection import Detection, detect_from
+from dflash_cli.formats.dialect import ParsedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support

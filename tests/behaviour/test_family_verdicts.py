@@ -13,17 +13,16 @@ import pytest
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
-from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
-from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
+from dflash_cli.engines.serving_engine import ServingEngine
+from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.validator import validate_subject
-from dflash_testing import config_cases, family_cases
+from dflash_testing import family_cases
 from dflash_testing.family_cases import FamilyCase
 from dflash_testing.paths import GOLDEN
-from dflash_testing.published_pairs import write_headers
+from dflash_testing.verdict_cases import NEWEST, open_case, plain, write_target
 
 RECORDED: dict[str, Any] = json.loads((GOLDEN / "family_verdicts.json").read_text(encoding="utf-8"))
 CASES = family_cases.all_cases()
-NEWEST = "vllm 0.33.0"
 ENGINES = {"z-lab 0.1.0": "transformers", "sglang 0.5.23": "sglang", NEWEST: "vllm@0.33"}
 OLDEST = {"vllm 0.25.0": "vllm@0.25", "vllm 0.28.0": "vllm@0.28", "vllm 0.29.0": "vllm@0.29"}
 """The oldest release that serves DSpark, DFlash 2, and DFlash 2 in the speculators dialect."""
@@ -55,17 +54,7 @@ SAMPLED = 12
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target's config and the header of its embedding."""
-    path = tmp_path_factory.mktemp("pair") / "target"
-    shape = config_cases.SHAPE
-    write_headers(path, config_cases.TARGET, {"model.embed_tokens.weight": ("F32", (shape.vocab, shape.hidden))})
-    return path
-
-
-def open_case(case: FamilyCase, target: Path, engines: str) -> Subject:
-    """The case as a draft with headers and without weights."""
-    draft = target.parent / f"draft-{len(list(target.parent.iterdir()))}"
-    write_headers(draft, case.config, {name: ("F32", shape) for name, shape in case.shapes.items()})
-    return open_subject(ValidationPlan(draft=draft, target=target, engines=parse_engines(engines)))
+    return write_target(tmp_path_factory.mktemp("pair") / "target")
 
 
 def is_read(case: FamilyCase, reader: str) -> bool:
@@ -83,11 +72,6 @@ def expected(case: FamilyCase, reader: str) -> Mapping[str, Any]:
     if reader.startswith("vllm") and case.name in STOPS_LATER and is_new:
         return {"stops": ""}
     return found if "stops" in found else {**entry["plain"][case.family], **found}
-
-
-def plain(value: Any) -> Any:
-    """A value in which tuples are lists, as JSON has it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def compared(

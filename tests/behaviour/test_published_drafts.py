@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.formats.dialect import detect
+from dflash_cli.formats.detection import detect
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
 from dflash_runtime.checkpoint.files import Checkpoint

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dflash_runtime.errors import DFlashError
+from dflash_testing.fuzzed_readers import make_readers
 from dflash_testing.paths import ROOT
-from dflash_testing.reader_fuzzing import Reader, Totals, fuzz, make_readers
+from dflash_testing.reader_fuzzing import Reader, Totals, fuzz
 
 FEW, MANY = 4, 2000
 STRANGER = "greetings"

@@ -9,22 +9,16 @@ drafting, as the serve command of an engine does.
     env/bin/python tests/golden/family_verdicts.py zlab - tests/golden/family_verdicts.json
 """
 
-import argparse
-import json
-import logging
 import sys
-import tempfile
-import warnings
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import engine_verdicts
-from engine_verdicts import NEWEST_VLLM, Load, Reading, attempt, differs, vllm_release, with_stand_ins
+import engine_loaders
+from engine_loaders import Reading, vllm_release
+from verdict_recorder import Recorder
 
-from dflash_testing import checkpoints as support
-from dflash_testing import config_cases, family_cases
+from dflash_testing import family_cases
 
 
 def of_zlab(model: Any, config: Any, draft: Path) -> Reading:
@@ -99,29 +93,7 @@ def of_sglang(model: Any, config: Any, draft: Path) -> Reading:
     }
 
 
-STARTS = {
-    "vllm": ("vllm", partial(engine_verdicts.start_vllm, of_vllm), "vllm"),
-    "sglang": ("sglang", partial(engine_verdicts.start_sglang, of_sglang), "sglang 0.5.23"),
-    "zlab": ("dflash", partial(engine_verdicts.start_zlab, of_zlab), "z-lab 0.1.0"),
-}
-
-
-def main() -> None:
-    """Let one engine load every case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=STARTS)
-    parser.add_argument("code", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--only", default="", help="record only cases whose name contains this text, and print them")
-    arguments = parser.parse_args()
-    sys.path.insert(0, str(arguments.code))
-    own, start, name = STARTS[arguments.engine]
-    load = with_stand_ins(start, own)
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    found = with_stand_ins(lambda: load_all(load, arguments.only, arguments.engine), own)
-    if not arguments.only:
-        record(arguments.output, f"vllm {arguments.code.name.partition('-')[2]}" if name == "vllm" else name, found)
+FAMILIES = ("dflash2", "dspark")
 
 
 def is_read(case: family_cases.FamilyCase, engine: str) -> bool:
@@ -130,59 +102,19 @@ def is_read(case: family_cases.FamilyCase, engine: str) -> bool:
     return engine == "vllm" or (is_native and (engine == "sglang" or case.family == "dflash2"))
 
 
-def load_all(load: Load, only: str, engine: str) -> dict[str, Reading]:
-    """Name of a case -> its reading."""
-    found: dict[str, Reading] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "target"
-        target.mkdir()
-        support.write_config(target, config_cases.TARGET)
-        for index, (name, case) in enumerate(family_cases.all_cases().items()):
-            if only not in name or not is_read(case, engine):
-                continue
-            draft = Path(folder) / f"{case.family}-{index}"
-            support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
-            found[name] = attempt(load, draft, target, folder)
-            if only:
-                print(name, json.dumps(found[name]))
-    return found
-
-
-def record(output: Path, engine: str, found: dict[str, Reading]) -> None:
-    """Replace the engine's entry. A reading states only its differences from the base as it is.
-
-    For a release of vLLM before the newest one, only the cases are kept in which it differs from the newest one.
-    """
-    document = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    plain = {family: found.get(f"{family}: as it is", {}) for family in ("dflash2", "dspark")}
-    kept = {name: reading for name, reading in found.items() if is_kept(engine, name, reading, document)}
-    entry = {
-        "versions": {name: version(name) for name in ("transformers", "torch")},
-        "plain": plain,
-        "cases": {name: without(reading, plain[family_of(name)]) for name, reading in kept.items()},
-    }
-    document = dict(sorted({**document, engine: entry}.items()))
-    lines = [f"{json.dumps(key)}: {engine_verdicts._lines(value)}" for key, value in document.items()]
-    output.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    stops = sum("stops" in reading for reading in found.values())
-    print(f"{engine}: {len(found)} cases, {stops} stop, {len(kept)} kept")
-
-
-def family_of(name: str) -> str:
-    return "dflash2" if name.startswith("dflash2") else "dspark"
-
-
-def is_kept(engine: str, name: str, reading: Reading, document: Reading) -> bool:
-    if not engine.startswith("vllm ") or engine == NEWEST_VLLM:
-        return True
-    newest = document[NEWEST_VLLM]
-    return differs(name, reading, {**newest, "plain": newest["plain"][family_of(name)]})
-
-
-def without(reading: Reading, plain: Reading) -> Reading:
-    """The fields that differ from the plain ones."""
-    return {key: value for key, value in reading.items() if "stops" in reading or value != plain.get(key, reading)}
-
+RECORDER = Recorder(
+    description=__doc__,
+    engines={
+        "vllm": ("vllm", partial(engine_loaders.start_vllm, of_vllm), "vllm"),
+        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_sglang), "sglang 0.5.23"),
+        "zlab": ("dflash", partial(engine_loaders.start_zlab, of_zlab), "z-lab 0.1.0"),
+    },
+    cases=family_cases.all_cases(),
+    is_read=is_read,
+    stem_of=lambda case: case.family,
+    plain_of=lambda found: {family: found.get(f"{family}: as it is", {}) for family in FAMILIES},
+    base_of=lambda plain, name: plain[next(family for family in FAMILIES if name.startswith(family))],
+)
 
 if __name__ == "__main__":
-    main()
+    RECORDER.main()

@@ -11,19 +11,19 @@ from dflash_cli.formats.relatives import Relative
 class Kind(Relative):
     """A kind of draft as a table. Subclasses are data; `KindReading` reads every table.
 
-    stated          its settings
-    parts           its tensors
-    derived         size -> the formula of it
-    head            the part that DFlash lacks, in words, with sizes in braces
-    services        the engines that serve it
+    stated          settings of the kind
+    parts           tensors of the kind
+    derived         size -> its formula
+    head            description of the part that DFlash lacks, with sizes in braces
+    services        engines that serve the kind
     renamings       other names of the same draft, if engines differ in names alone
-    why_not_renamed the reason why no renaming exists
-    is_chain        whether it drafts one token after another, so that the user chooses how many
+    why_not_renamed the reason for the absence of a renaming
+    is_chain        the draft writes one token after another, and the user chooses their number
     serve_flags     needs that serve commands must meet
     serve_settings  vLLM's settings of speculative decoding beside method, model and number of tokens
-    aliases         start of a tensor's name -> the start that the table has instead
-    free            matches the names of tensors that the table does not list, because they are the target family's
-    listed          matches the architectures whose tensors the table lists
+    aliases         prefix of a tensor's name -> its prefix in the table
+    free            pattern of tensors outside the table: the target family defines their names
+    listed          pattern of the architectures with all their tensors in the table
     """
 
     stated: ClassVar[tuple[Key, ...]] = ()

@@ -85,9 +85,9 @@ class Tensors:
 
     `{layers}` in a name counts from 0 to the size `layers`, `{1:layers}` from 1.
 
-    when        the size that must not be absent, false or 0; `!size` for the reverse; `size=a|b` for one of some values
-    is_needed   whether a file without them is faulty
-    only        the layout of configs whose files have these names, if not both
+    when        condition: `size` is stated and not false or 0; `!size` is the reverse; `size=a|b` compares with values
+    is_needed   a file without these tensors is faulty
+    only        config layout of files with these names; None for both layouts
     """
 
     shapes: Mapping[str, str]
@@ -100,14 +100,14 @@ class Tensors:
 class Service:
     """An engine that serves a kind.
 
-    architectures   entry of `architectures` -> the first release that has a model for it
-    types           speculators_model_type -> the first release that reads it
-    demands         size -> the only values that the engine serves; it stops at others
-    of_types        the same, for speculators configs only
-    ignores         size -> the only values of a key that the engine does not read; with others acceptance drops
-    coverage        matches the tensors whose absence the engine reports; it leaves others at random values
-    needs_all_ids   whether it stops at a draft with a reduced vocabulary
-    note            what the engine does otherwise than the draft was trained, or nothing
+    architectures   entry of `architectures` -> the first release with a model
+    types           speculators_model_type -> the first release that reads the type
+    demands         size -> the values that the engine serves; the engine stops at other values
+    of_types        `demands` of speculators configs
+    ignores         size -> the values that the engine assumes; with other values acceptance drops
+    coverage        pattern of required tensors: the engine fills other missing tensors at random
+    needs_all_ids   the engine stops at a draft with a reduced vocabulary
+    note            difference between the engine's computation and the draft's training; empty if equal
     """
 
     engine: str

@@ -151,7 +151,7 @@ def engines_apply_its_settings(subject: Subject) -> Iterator[Problem]:
 
 
 def _listed(subject: Subject) -> KindReading | None:
-    """The reading of a draft whose tensors its table lists; None if they are packed, or of another architecture."""
+    """The reading of a draft with a table of its tensors; None if the tensors are packed or of another architecture."""
     reading = subject.kind_reading
     is_packed = bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
     return (

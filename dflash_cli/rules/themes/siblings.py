@@ -182,7 +182,7 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
 
 
 def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
-    """Each tensor's measure, and the measures of the same tensor in other layers. A single row is no matrix."""
+    """Each tensor's measure, and the measures of the same tensor in other layers. Skips tensors of one row."""
     names = [
         name
         for name, info in (subject.tensors or {}).items()

@@ -148,7 +148,7 @@ def refuse_type(source: TargetSource, known: Container[str], runnable: Container
     """Refuse a model type that a release of transformers does not run. `known` and `runnable` are its model types.
 
     Raises:
-        UnsupportedError: the release does not know the type, or has no causal language model of it.
+        UnsupportedError: the release does not know the type, or lacks a causal language model of the type.
     """
     stated, path = source.checkpoint.config, source.checkpoint.config_path
     kind = str(stated.get("model_type", ""))

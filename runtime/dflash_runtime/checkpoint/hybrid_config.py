@@ -22,7 +22,7 @@ USUAL_SHARE = 0.25
 
 
 def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """Read a target whose layers are recurrent or have full attention.
+    """Read a hybrid target: layers are recurrent or have full attention.
 
     Raises:
         UnsupportedError: the target has other layers, or parts that this runtime does not compute.

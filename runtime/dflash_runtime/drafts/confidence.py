@@ -1,6 +1,6 @@
 """The confidence head of a DSpark draft: for each drafted token, how likely the target accepts it.
 
-The prediction is for a token whose earlier tokens of the block are accepted. It reads the hidden state that the token
+The prediction assumes that all earlier tokens of the block are accepted. It reads the hidden state that the token
 is chosen from and, by config, the embedding of the token before it. Training compares it with 1 minus the total
 variation distance between the draft's and the target's distribution of the token.
 Sources: speculators 0.9.0 models/dspark/core.py; vLLM 0.33.0 models/qwen3_dspark.py, which computes it in float32.

@@ -198,7 +198,7 @@ def read_handoff(path: Path) -> Handoff:
         if header.tensors:
             regular_size(file)  # before the file is opened, because opening a pipe would wait
         tensors = load_file(file) if header.tensors else {}
-    except (SafetensorError, OSError, CheckpointError) as error:
+    except (SafetensorError, RuntimeError, OSError, CheckpointError) as error:  # torch maps the file: RuntimeError
         text = f"cannot be read, it may be cut short: {error}"
         raise InvalidHandoff(text, id="unreadable-handoff", path=file) from error
     with naming_file(path):

@@ -4,8 +4,8 @@ A run stores the pages of the prompts it prefilled. A later run loads them as a 
 instead of computing them again. A page's digest covers its tokens and the digest of the page before it. So equal
 digests mean equal texts. The folder of a pair is named by its fingerprint; `stored_pages.py` has the files.
 
-Writing never delays a step. Pages that wait to be written take at most `UNDER_WAY_BYTES` of host memory. While there is
-no room, more pages wait as long as their requests hold them, and are otherwise not stored.
+Writing never delays a step. Pages that wait to be written take at most `UNDER_WAY_BYTES` of host memory. If the
+bytes are used up, more pages wait as long as their requests hold them. The store skips pages that are freed earlier.
 """
 
 import threading

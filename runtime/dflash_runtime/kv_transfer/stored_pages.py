@@ -106,7 +106,7 @@ class StoredPages:
                 facts = from_json(PageFacts, loads((file.metadata() or {}).get(METADATA, "{}")))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             problem = self._problem(digest, facts, tensors)
-        except (SafetensorError, OSError, ValueError, InvalidConfig) as error:
+        except (SafetensorError, RuntimeError, OSError, ValueError, InvalidConfig) as error:
             problem = str(error)
         if problem is None:
             return tensors

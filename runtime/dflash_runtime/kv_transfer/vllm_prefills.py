@@ -146,7 +146,7 @@ class VllmPrefill:
             with safe_open(file, "pt") as opened:
                 stored = opened.get_slice(TENSOR)
                 shape, found = list(stored.get_shape()), str(stored[:0].dtype).removeprefix("torch.")
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, RuntimeError, OSError) as error:
             text = f"{TENSOR}: cannot be read, it may be cut short: {error}"
             raise InvalidHandoff(text, id="unreadable-tensor", path=file, field=TENSOR) from error
         if found != dtype:

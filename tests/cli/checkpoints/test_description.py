@@ -6,7 +6,7 @@ import pytest
 
 from dflash_cli.checkpoints import description, opening
 from dflash_cli.checkpoints.description import describe
-from dflash_cli.formats.dialect import find_dialect
+from dflash_cli.formats.detection import find_dialect
 from dflash_runtime.errors import UnknownFormat
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from dflash_cli import validate
 from dflash_cli.engines.serving_engine import all_engines
-from dflash_cli.formats.dialect import all_formats, detect_from
+from dflash_cli.formats.detection import detect_from
+from dflash_cli.formats.dialect import all_formats
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.draft_kinds.table import FORMS, evaluate

@@ -1,32 +1,26 @@
-"""DFlash 2 and DSpark in the native and the speculators dialect: keys, tensors, layouts, conversions, refusals."""
+"""DFlash 2 and DSpark in the native and the speculators dialect: keys, tensors, layouts, refusals."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.opening import Overrides, open_draft
-from dflash_cli.formats.dflash2 import update_dflash2
-from dflash_cli.formats.dialect import Format, ParsedConfig, all_formats, detect_from, get_writable
-from dflash_cli.formats.dspark import update_dspark
-from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig, Verifier
+from dflash_cli.formats.detection import detect_from
+from dflash_runtime.config import ConvolutionConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.errors import (
     InvalidConfig,
-    LossyConversion,
     TensorMismatch,
     UnknownFormat,
     UnsupportedError,
     UsageError,
 )
 from dflash_testing import checkpoints as support
-from dflash_testing.checkpoints import REDUCED, REMOVED, SMALL
-from dflash_testing.dialects import named_dialect
+from dflash_testing.checkpoints import REMOVED
+from dflash_testing.dialects import read_parsed
 from dflash_testing.families import (
     CONVOLVED,
     FAMILIES,
@@ -41,12 +35,6 @@ from dflash_testing.refusals import refuses
 
 PATH = Path("config.json")
 NAMES = list(FAMILIES)
-SCALED: dict[str, Any] = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
-WORDS = ("native", "speculators", "vllm", "sglang")
-
-
-def read(config: dict[str, Any]) -> ParsedConfig:
-    return detect_from(config, frozenset(), PATH).format.read_config(config, PATH)
 
 
 class TestReading:
@@ -58,21 +46,21 @@ class TestReading:
 
     @pytest.mark.parametrize("config", [dflash2_native(), dflash2_speculators()])
     def test_dflash2(self, config: dict[str, Any]) -> None:
-        found = read(config).config
+        found = read_parsed(config).config
         assert found.convolution == ConvolutionConfig(kernel_size=2, group_size=4)
         assert found.selector == SelectorConfig(rank=3, top_k=4)
         assert (found.block_size, found.num_draft_tokens, found.markov) == (4, 3, None)
 
     @pytest.mark.parametrize("config", [dspark_native(), dspark_speculators()])
     def test_dspark(self, config: dict[str, Any]) -> None:
-        found = read(config).config
+        found = read_parsed(config).config
         assert found.markov == MarkovConfig(rank=3)
         assert (found.has_confidence, found.confidence_reads_token) == (True, True)
         assert (found.sample_from_anchor, found.block_size, found.num_draft_tokens) == (True, 4, 4)
 
     @pytest.mark.parametrize("make", [dspark_native, dspark_speculators])
     def test_a_fill_in_block_drafts_a_token_less_than_it_has_rows(self, make: Any) -> None:
-        found = read(make(sample_from_anchor=False)).config
+        found = read_parsed(make(sample_from_anchor=False)).config
         assert (found.sample_from_anchor, found.block_size, found.num_draft_tokens) == (False, 4, 3)
 
     @pytest.mark.parametrize("place", ["top", "nested", "both"])
@@ -85,7 +73,7 @@ class TestReading:
         moved = {**config, **({key: value} if place != "nested" else {})}
         moved["dflash_config"] = {**nested, **({key: value} if place != "top" else {})}
         whole = dflash2_native() if key in CONVOLVED else dspark_native()
-        assert read(moved).config == read(whole).config
+        assert read_parsed(moved).config == read_parsed(whole).config
 
     @pytest.mark.parametrize(
         ("key", "other"),
@@ -99,11 +87,11 @@ class TestReading:
     def test_every_other_spelling_of_dspark(self, key: str, other: str) -> None:
         config = dspark_native()
         config[other] = config["dflash_config"].pop(key, None) if key in config["dflash_config"] else config.pop(key)
-        assert read(config).config == read(dspark_native()).config
+        assert read_parsed(config).config == read_parsed(dspark_native()).config
         config[key] = config[other] if isinstance(config[other], str | list) else config[other] + 1
         if config[key] != config[other]:
             with refuses(InvalidConfig, field=key):
-                read(config)
+                read_parsed(config)
 
     @pytest.mark.parametrize("key", [*CONVOLVED, "markov_rank"])
     @pytest.mark.parametrize("dialect", ["native", "speculators"])
@@ -111,7 +99,7 @@ class TestReading:
         family = "dflash2" if key in CONVOLVED else "dspark"
         make = FAMILIES[family if dialect == "native" else f"{family}-speculators"]
         with refuses(InvalidConfig, field=key):
-            read(make(**{key: REMOVED}))
+            read_parsed(make(**{key: REMOVED}))
 
     @pytest.mark.parametrize(
         ("key", "value"), [("conv_kernel_size", 0), ("conv_group_size", 3), ("selector_rank", "a"),
@@ -121,21 +109,21 @@ class TestReading:
     def test_a_wrong_setting_is_named(self, key: str, value: Any) -> None:
         make = dflash2_native if key in CONVOLVED else dspark_native
         with refuses(InvalidConfig, field=key):
-            read(make(**{key: value}))
+            read_parsed(make(**{key: value}))
 
     @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
     def test_every_head(self, kind: str) -> None:
-        found = read(dspark_native(markov_head_type=kind, dspark_draft_topk=5)).config
+        found = read_parsed(dspark_native(markov_head_type=kind, dspark_draft_topk=5)).config
         assert found.markov == MarkovConfig(rank=3, head_type=kind, top_k=5)
 
     @pytest.mark.parametrize("make", [dspark_native, dspark_speculators])
     def test_rank_0_is_no_head(self, make: Any) -> None:
-        found = read(make(markov_rank=0, confidence_head_with_markov=False)).config
+        found = read_parsed(make(markov_rank=0, confidence_head_with_markov=False)).config
         assert (found.markov, found.confidence_reads_token) == (None, False)
 
     def test_no_confidence_unless_a_native_file_states_it(self) -> None:
-        assert not read(dspark_native(enable_confidence_head=REMOVED)).config.has_confidence
-        assert read(dspark_speculators(enable_confidence_head=REMOVED)).config.has_confidence
+        assert not read_parsed(dspark_native(enable_confidence_head=REMOVED)).config.has_confidence
+        assert read_parsed(dspark_speculators(enable_confidence_head=REMOVED)).config.has_confidence
 
     def test_scales_of_dflash2(self) -> None:
         scales: dict[str, Any] = {
@@ -143,20 +131,20 @@ class TestReading:
             "output_multiplier": 0.5,
             "final_logit_softcapping": 20.0,
         }
-        found = read(dflash2_native(**scales)).config
+        found = read_parsed(dflash2_native(**scales)).config
         assert {key: getattr(found, key) for key in scales} == scales
-        assert not read(dflash2_native()).config.has_target_scale  # the target's raw rows, as in z-lab 0.1.0
+        assert not read_parsed(dflash2_native()).config.has_target_scale  # the target's raw rows, as in z-lab 0.1.0
 
     def test_a_padded_vocabulary_and_logit_scale(self) -> None:
-        found = read(dspark_native(logit_scale=0.5, draft_vocab_size=12)).config
+        found = read_parsed(dspark_native(logit_scale=0.5, draft_vocab_size=12)).config
         assert (found.logit_scale, found.draft_vocab_size, found.vocab_size) == (0.5, 12, 32)
 
     def test_an_exporters_projector_is_the_familys_own(self) -> None:
         config = dspark_native()
         config["dflash_config"] |= {"projector_type": "dspark", "attention_mode": "gqa"}
-        assert not read(config).unserved
+        assert not read_parsed(config).unserved
         config["dflash_config"]["projector_type"] = "other"
-        assert set(read(config).unserved) == {"projector_type"}
+        assert set(read_parsed(config).unserved) == {"projector_type"}
 
     @pytest.mark.parametrize(
         ("architecture", "name"),
@@ -204,19 +192,19 @@ class TestReading:
 class TestLayout:
     @pytest.mark.parametrize("make", [dspark_native, dspark_speculators])
     def test_a_missing_key_is_unknown(self, make: Any) -> None:
-        assert read(make(sample_from_anchor=REMOVED)).has_unknown_layout
-        assert read(make(sample_from_anchor=None)).has_unknown_layout
-        assert not read(make()).has_unknown_layout
+        assert read_parsed(make(sample_from_anchor=REMOVED)).has_unknown_layout
+        assert read_parsed(make(sample_from_anchor=None)).has_unknown_layout
+        assert not read_parsed(make()).has_unknown_layout
 
     @pytest.mark.parametrize("is_bonus", [True, False])
     def test_the_bonus_anchor_is_the_opposite(self, is_bonus: bool) -> None:
-        found = read(dspark_native(sample_from_anchor=REMOVED, dspark_bonus_anchor=is_bonus))
+        found = read_parsed(dspark_native(sample_from_anchor=REMOVED, dspark_bonus_anchor=is_bonus))
         assert (found.has_unknown_layout, found.config.sample_from_anchor) == (False, not is_bonus)
 
     def test_both_keys_may_not_agree(self) -> None:
-        assert read(dspark_native(dspark_bonus_anchor=False)).config.sample_from_anchor
+        assert read_parsed(dspark_native(dspark_bonus_anchor=False)).config.sample_from_anchor
         with refuses(InvalidConfig, field="dspark_bonus_anchor", found=True):
-            read(dspark_native(dspark_bonus_anchor=True))
+            read_parsed(dspark_native(dspark_bonus_anchor=True))
 
     @pytest.fixture
     def unknown(self, tmp_path: Path) -> Path:
@@ -294,213 +282,3 @@ class TestTensors:
         done = support.invoke("convert", suffixed, out, "--to", "native", "--target", target)
         assert done.code == 0, done.err
         assert load_file(out / "model.safetensors").keys() == load_file(plain / "model.safetensors").keys()
-
-
-def with_target(config: DraftConfig, dialect: Format) -> DraftConfig:
-    named = None if "verifier" in dialect.unstated else Verifier(name_or_path="acme/target")
-    return replace(config, verifier=named, num_target_layers=4)
-
-
-def sparks() -> st.SearchStrategy[dict[str, Any]]:
-    """Configs of DSpark drafts in each dialect."""
-    own = st.fixed_dictionaries(
-        {
-            "markov_rank": st.integers(0, 5),
-            "markov_head_type": st.sampled_from(["vanilla", "gated", "rnn"]),
-            "enable_confidence_head": st.booleans(),
-            "sample_from_anchor": st.booleans(),
-        }
-    )
-    return st.builds(
-        lambda make, keys, has_token: make(**keys, confidence_head_with_markov=has_token and keys["markov_rank"] > 0),
-        st.sampled_from([dspark_native, dspark_speculators]), own, st.booleans(),
-    )  # fmt: skip
-
-
-def convolved() -> st.SearchStrategy[dict[str, Any]]:
-    """Configs of DFlash 2 drafts in each dialect."""
-    own = st.fixed_dictionaries(
-        {
-            "conv_kernel_size": st.integers(1, 4),
-            "conv_group_size": st.sampled_from([1, 2, 8, 16]),
-            "selector_rank": st.integers(1, 40),
-            "selector_top_k": st.integers(1, 32),
-        }
-    )
-    return st.builds(lambda make, keys: make(**keys), st.sampled_from([dflash2_native, dflash2_speculators]), own)
-
-
-class TestConversion:
-    @settings(max_examples=200, deadline=None)
-    @given(config=st.one_of(sparks(), convolved()), word=st.sampled_from(["native", "speculators"]))
-    def test_round_trips_through_either_dialect_are_lossless(self, config: dict[str, Any], word: str) -> None:
-        source = read(config).config
-        dialect = get_writable(word, source.family)
-        stated = with_target(source, dialect)
-        written = json.loads(json.dumps(dialect.write_config(stated, {})))
-        assert detect_from(written, frozenset(), PATH).format.name == dialect.name
-        parsed = dialect.read_config(written, PATH)
-        assert (parsed.config, parsed.has_unknown_layout) == (stated, False)
-        assert json.loads(json.dumps(dialect.write_config(parsed.config, parsed.carried))) == written
-
-    @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("word", WORDS)
-    def test_a_draft_is_converted_and_back_byte_by_byte(self, name: str, word: str, tmp_path: Path) -> None:
-        source = write_draft(tmp_path / "source", FAMILIES[name]())
-        target = support.make_target(tmp_path / "target")
-        named = ("--target", target, "--target-name", "acme/target")
-        there, back = tmp_path / "there", tmp_path / "back"
-        for command in ((source, there, "--to", word), (there, back, "--to", name.partition("-")[2] or "native")):
-            done = support.invoke("convert", *command, *named)
-            assert done.code == 0, done.err
-        first, last = open_draft(source), open_draft(back)
-        assert replace(first.config, num_target_layers=4) == replace(last.config, num_target_layers=4)
-        before, after = (load_file(path / "model.safetensors") for path in (source, back))
-        assert {key: value.tobytes() for key, value in before.items()} == {
-            key: value.tobytes() for key, value in after.items()
-        }
-
-    def test_a_reduced_vocabulary_of_dspark_is_kept(self, tmp_path: Path) -> None:
-        target = support.make_target(tmp_path / "target")
-        source = write_draft(tmp_path / "source", dspark_speculators(REDUCED), REDUCED)
-        for to, code in (("vllm", 0), ("speculators", 0), ("native", 5), ("sglang", 5)):
-            out = tmp_path / to
-            done = support.invoke("convert", source, out, "--to", to, "--target", target)
-            assert done.code == code, done.err
-            if code == 0:
-                assert open_draft(out).config.draft_vocab_size == 12
-
-    @pytest.mark.parametrize("word", WORDS)
-    def test_dflash2_refuses_a_reduced_vocabulary(self, word: str) -> None:
-        config = replace(read(dflash2_native()).config, draft_vocab_size=12)
-        dialect = get_writable(word, "dflash2")
-        with refuses(LossyConversion, field="draft_vocab_size", found=12):
-            dialect.write_config(with_target(config, dialect), {})
-
-    @pytest.mark.parametrize(
-        ("word", "family", "changes", "field"),
-        [
-            ("vllm", "dspark", {"markov": MarkovConfig(rank=3, head_type="gated")}, "markov_head_type"),
-            ("vllm", "dspark", {"output_multiplier": 2.0}, "output_multiplier"),
-            ("vllm", "dflash2", {"logit_scale": 2.0}, "logit_scale"),
-            ("sglang", "dspark", {"markov": None}, "markov_rank"),
-            ("sglang", "dspark", {"markov": MarkovConfig(rank=3, top_k=5)}, "dspark_draft_topk"),
-            ("sglang", "dspark", {"output_multiplier": 2.0}, "output_multiplier"),
-            ("sglang", "dflash2", {"input_embedding_scale": 2.0}, "input_embedding_scale"),
-            ("speculators", "dflash2", {"output_multiplier": 2.0}, "output_multiplier"),
-            ("speculators", "dspark", {"has_sinks": True}, "has_sinks"),
-        ],
-    )
-    def test_a_dialect_refuses_settings_that_its_readers_ignore(
-        self, word: str, family: str, changes: dict[str, Any], field: str
-    ) -> None:
-        dialect = get_writable(word, family)
-        source = with_target(read(FAMILIES[family]()).config, dialect)
-        dialect.write_config(source, {})
-        with refuses(LossyConversion, field=field):
-            dialect.write_config(replace(source, **changes), {})
-
-    def test_sglang_refuses_a_state_that_starts_late(self) -> None:
-        dialect = get_writable("sglang", "dspark")
-        rnn = replace(read(dspark_native()).config, markov=MarkovConfig(rank=3, head_type="rnn"))
-        dialect.write_config(with_target(rnn, dialect), {})
-        with refuses(LossyConversion, "rnn-state", field="markov_head_type"):
-            dialect.write_config(replace(with_target(rnn, dialect), sample_from_anchor=False), {})
-
-    def test_vllm_applies_the_scales_of_dflash2(self) -> None:
-        dialect = get_writable("vllm", "dflash2")
-        scales: dict[str, Any] = {
-            "input_embedding_scale": 2.0,
-            "output_multiplier": 0.5,
-            "final_logit_softcapping": 20.0,
-        }
-        config = with_target(replace(read(dflash2_native()).config, **scales), dialect)
-        assert dialect.write_config(config, {})["dflash_config"].items() >= scales.items()
-
-    def test_lossy_drops_scales_alone(self, tmp_path: Path) -> None:
-        source = write_draft(tmp_path / "source", dflash2_native(output_multiplier=0.5))
-        target = support.make_target(tmp_path / "target")
-        command = ("convert", source, tmp_path / "out", "--to", "speculators", "--target", target)
-        assert support.invoke(*command).code == 5
-        assert support.invoke(*command, "--allow-lossy").code == 0
-        assert open_draft(tmp_path / "out").config.output_multiplier == 1
-
-    @pytest.mark.parametrize("family", ["dflash2", "dspark"])
-    def test_a_dialect_without_the_family_is_refused(self, family: str, tmp_path: Path) -> None:
-        source = write_draft(tmp_path / "source", FAMILIES[family]())
-        target = support.make_target(tmp_path / "target")
-        done = support.invoke("convert", source, tmp_path / "out", "--to", "mlx", "--target", target)
-        assert done.code == 5
-        assert "native or sglang or speculators or vllm" in done.err
-
-    def test_every_engine_dialect_of_dflash_has_one_for_each_family(self) -> None:
-        for word in WORDS:
-            assert {item.family for item in all_formats() if (item.word or item.name) == word} == {
-                "dflash", "dflash2", "dspark",
-            }  # fmt: skip
-
-
-class TestWhatIsWritten:
-    def test_every_reader_finds_its_keys_in_a_native_dspark_config(self) -> None:
-        dialect = named_dialect("dspark")
-        found = dialect.write_config(with_target(read(dspark_native()).config, dialect), {})
-        assert found["architectures"] == ["Qwen3DSparkModel"]
-        assert found.items() >= {**MARKOV, "dspark_bonus_anchor": False, "block_size": 4}.items()
-        head = {key: value for key, value in MARKOV.items() if key != "sample_from_anchor"}
-        assert found["dflash_config"].items() >= head.items()
-
-    @pytest.mark.parametrize("name", ["dspark", "dspark-vllm", "dspark-sglang"])
-    def test_a_layout_is_not_written_where_vllm_refuses_it(self, name: str) -> None:
-        """vLLM 0.27 to 0.33 stop at `dflash_config.sample_from_anchor: true`."""
-        dialect, config = named_dialect(name), dspark_native()
-        config["dflash_config"] |= {"sample_from_anchor": config.pop("sample_from_anchor")}
-        found = dialect.write_config(with_target(read(config).config, dialect), {})
-        assert (found["sample_from_anchor"], found["dspark_bonus_anchor"]) == (True, False)
-        assert not {"sample_from_anchor", "dspark_bonus_anchor"} & found["dflash_config"].keys()
-
-    def test_speculators_names_its_kind_and_number(self) -> None:
-        for layout, number in ((True, 4), (False, 3)):
-            dialect = named_dialect("dspark-speculators")
-            config = with_target(read(dspark_native(sample_from_anchor=layout)).config, dialect)
-            found = dialect.write_config(config, {})
-            assert (found["speculators_model_type"], found["sample_from_anchor"]) == ("dspark", layout)
-            assert found["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == number
-        dialect = named_dialect("dflash2-speculators")
-        found = dialect.write_config(with_target(read(dflash2_native()).config, dialect), {})
-        assert found["speculators_model_type"] == "dflash2"
-        assert found.items() >= CONVOLVED.items()
-
-
-class TestUpdaters:
-    def test_dflash2(self) -> None:
-        seen: dict[str, Any] = {"layer_types": ["full_attention"]}
-        update_dflash2(dflash2_speculators(), seen)
-        assert seen["architectures"] == ["DFlash2DraftModel"]
-        assert seen["dflash_config"].items() >= {**CONVOLVED, "target_layer_ids": [0, 2], "mask_token_id": 31}.items()
-
-    @pytest.mark.parametrize("anchor", [True, False, REMOVED])
-    def test_dspark(self, anchor: Any) -> None:
-        """Names, values and defaults as in vLLM 0.33: a missing layout means fill-in."""
-        seen: dict[str, Any] = {}
-        update_dspark(dspark_speculators(sample_from_anchor=anchor, use_aux_hidden_state=True), seen)
-        is_first = anchor is True
-        assert seen == {
-            "architectures": ["Qwen3DSparkModel"],
-            "sample_from_anchor": is_first,
-            "dspark_bonus_anchor": not is_first,
-            "eagle_aux_hidden_state_layer_ids": [1, 3],
-            "target_layer_ids": [0, 2],
-            "draft_vocab_size": SMALL.draft_vocab,
-            "mask_token_id": 31,
-            "markov_rank": 3,
-            "markov_head_type": "vanilla",
-            "block_size": 4,
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-            "use_aux_hidden_state": True,
-        }
-
-    def test_dspark_keeps_a_name_that_vllm_knows(self) -> None:
-        seen: dict[str, Any] = {}
-        update_dspark(dspark_speculators(architectures=["Qwen3OmniDSparkModel"]), seen)
-        assert seen["architectures"] == ["Qwen3OmniDSparkModel"]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import all_formats, detect_from
+from dflash_cli.formats.detection import detect_from
+from dflash_cli.formats.dialect import all_formats
 from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.config import DraftConfig

@@ -8,7 +8,8 @@ import pytest
 
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import detect_from, find_dialect, servers_of
+from dflash_cli.formats.detection import detect_from, find_dialect
+from dflash_cli.formats.dialect import servers_of
 from dflash_cli.formats.relatives import Relative, served_in_words
 from dflash_runtime.errors import UnknownFormat
 from dflash_runtime.phrases import article

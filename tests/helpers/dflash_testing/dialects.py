@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.dialect import Format, all_formats
+from dflash_cli.formats.detection import detect_from
+from dflash_cli.formats.dialect import Format, ParsedConfig, all_formats
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_testing import checkpoints as support
 
@@ -22,6 +23,12 @@ UNSTATED = {"is_causal": support.REMOVED}
 def named_dialect(name: str) -> Format:
     """The dialect of that name."""
     return next(item for item in all_formats() if item.name == name)
+
+
+def read_parsed(config: dict[str, Any]) -> ParsedConfig:
+    """The canonical config of a draft, read by its dialect."""
+    path = Path("config.json")
+    return detect_from(config, frozenset(), path).format.read_config(config, path)
 
 
 def zlab(**changes: Any) -> dict[str, Any]:

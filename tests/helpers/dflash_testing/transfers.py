@@ -19,11 +19,13 @@ import torch
 
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, TransferRole
 from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.processes import are_gone
+
+ROLES: tuple[TransferRole, TransferRole] = ("prefill", "decode")
 
 LIMIT_S = 20.0
 """Time limit for every wait of the tests. Fast operations take milliseconds."""
@@ -73,11 +75,14 @@ def free_location(name: str) -> str:
 
 @contextmanager
 def open_both(location: str) -> Iterator[tuple[Connector, Connector]]:
-    """Both sides of a location, opened in this process: prefill, which saves, and decode, which loads."""
-    with ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(open_connector, location, "prefill", LIMIT_S)
-        decode = open_connector(location, "decode", LIMIT_S)
-        prefill = opening.result()
+    """Both sides of a location, opened in this process: prefill, which saves, and decode, which loads.
+
+    Raises:
+        DFlashError: the error of the prefill side, if both fail. The decode side then only reports its time limit.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        opening = [pool.submit(open_connector, location, role, LIMIT_S) for role in ROLES]
+    prefill, decode = (future.result() for future in opening)
     try:
         yield prefill, decode
     finally:

@@ -5,12 +5,14 @@ import os
 import random
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.documents import to_json
@@ -123,6 +125,24 @@ def test_a_hand_off_that_is_absent_while_it_is_replaced_is_read_afterwards(
     monkeypatch.setattr(file_connector, "_identity", away)
     assert outcome(connector.load("a")) == 1
     assert len(looks) >= 3
+
+
+def test_a_hand_off_that_is_replaced_before_torch_maps_its_file_is_read_again(
+    connector: FileConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens a file twice, and torch's error at the second time is a RuntimeError."""
+    connector.save(make_handoff("a", 1)).result(LIMIT_S)
+    is_replaced = threading.Event()
+
+    def replaced(path: Path) -> Any:
+        if not is_replaced.is_set():
+            is_replaced.set()
+            write_handoff(connector.folder, make_handoff("a", 2))
+            raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+        return load_file(path)
+
+    monkeypatch.setattr(file_connector, "load_file", replaced)
+    assert outcome(connector.load("a")) == 2
 
 
 def test_closing_cancels_waiting_and_later_loads(tmp_path: Path) -> None:

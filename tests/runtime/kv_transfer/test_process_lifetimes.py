@@ -19,6 +19,7 @@ from dflash_runtime.kv_transfer.process_connector import GlooCarrier
 from dflash_testing.refusals import refuses
 from dflash_testing.transfers import (
     LIMIT_S,
+    ROLES,
     Peers,
     are_same,
     error_of,
@@ -30,8 +31,6 @@ from dflash_testing.transfers import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-ROLES = ("prefill", "decode")
 
 
 class TestConnecting:

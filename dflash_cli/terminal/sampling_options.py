@@ -1,0 +1,93 @@
+"""Options of sampling and drafting, as bases of request classes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from dflash_cli.terminal.options import values_of
+from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SAMPLING, Option, Request
+
+if TYPE_CHECKING:
+    from dflash_runtime.scheduling.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions(Request):
+    """How the target chooses tokens, as every server understands it."""
+
+    temperature: Annotated[
+        float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
+    ] = 0.0
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
+    ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(SeedOptions):
+    """How the target chooses tokens."""
+
+    top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
+    top_p: Annotated[
+        float,
+        Option(
+            above=0, max=1, group=SAMPLING,
+            help="Sample from the fewest tokens that together have a probability of at least X.",
+        ),
+    ] = 1.0  # fmt: skip
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Option(
+            flag="--stop-token-id", min=0, metavar="ID,...", group=SAMPLING, help="More token ids that end an answer."
+        ),
+    ] = ()
+
+    def sampling_params(self, max_new_tokens: int) -> "SamplingParams":
+        """The runtime's parameters. Its fields have the names of these options."""
+        from dflash_runtime.scheduling.request import SamplingParams
+
+        given = values_of(self, SamplingOptions)
+        return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
+
+    @property
+    def verified_rows(self) -> int | None:
+        """The number of rows of a block to verify, including the anchor, or None for all rows."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(SamplingOptions):
+    """How many tokens are drafted, and how the draft chooses them."""
+
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", metavar="K", min=0, group=ESSENTIALS,
+            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
+            "is also the most.",
+        ),
+    ] = None  # fmt: skip
+    draft_sampling: Annotated[
+        Literal["greedy", "probabilistic"],
+        Option(
+            group=DRAFTING,
+            help="Draft the most likely tokens, or sample them and accept by rejection, which keeps the target's "
+            "distribution.",
+        ),
+    ] = "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(DraftingOptions):
+    """Drafting with one verify width for all steps."""
+
+    verify_width: Annotated[
+        int | None,
+        Option(
+            min=1, group=DRAFTING,
+            help="Verify the first N positions of a block, the last committed token included. The draft still fills "
+            "the block, unless N is 1. Default: all K + 1.",
+        ),
+    ] = None  # fmt: skip
+
+    @property
+    def verified_rows(self) -> int | None:
+        return self.verify_width

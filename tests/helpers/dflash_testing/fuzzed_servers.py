@@ -1,0 +1,98 @@
+"""Readers of a server's answers and metrics, with sound inputs for `reader_fuzzing`."""
+
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.probing.http_client import HttpClient
+from dflash_cli.probing.inference_server import SERVERS, Asked, server_engines
+from dflash_cli.probing.server_counters import read_counters
+from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.documents import to_json
+from dflash_runtime.errors import DFlashError
+from dflash_testing.fake_engines import FakeEngine, make_text
+from dflash_testing.reader_fuzzing import Read, Reader, as_json
+from dflash_testing.server_forms import METRICS, documents, llama_answer, sglang_answer, vllm_answer
+
+
+class _OneAnswer:
+    """A client of a server that answers every request with the same bytes."""
+
+    url, data = "http://server", b""
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return loads(self.data)
+
+    def find(self, path: str) -> Any:
+        with suppress(ValueError):
+            return loads(self.data)
+        return None
+
+    def find_text(self, path: str) -> None:
+        """Metrics have readers of their own."""
+
+
+def of_servers(home: Path) -> dict[str, Reader]:
+    server_engines()
+    readers = {"http": _http()}
+    answers = {"vllm": vllm_answer, "sglang": sglang_answer, "llama.cpp": llama_answer}
+    for engine, make in answers.items():
+        fake = FakeEngine(style=engine, reports="detailed")  # type: ignore[arg-type]
+        text = make_text((1, 2, 3), length=12)
+        bases = [as_json(make(fake, text)), *map(as_json, documents(fake).values())]
+        readers[f"answers of {engine}"] = Reader(bases, _answers_of(engine), (ValueError,))
+        readers[f"metrics of {engine}"] = Reader([METRICS[engine](fake).encode()], _metrics_of(engine))
+    return readers
+
+
+def _metrics_of(engine: str) -> Read:
+    names = SERVERS[engine].counter_names
+    return lambda data: read_counters(data.decode("utf-8", errors="replace"), names, "there")
+
+
+def _answers_of(engine: str) -> Read:
+    def read(data: bytes) -> None:
+        client: Any = _OneAnswer()
+        client.data = data
+        server = SERVERS[engine](client, "m")
+        json.dumps(to_json(server.describe()), allow_nan=False)
+        for ask in (
+            lambda: server.answer([1], Asked(max_new_tokens=1)),
+            lambda: server.next_logprobs([1]),
+            lambda: server.encode("a"),
+        ):
+            with suppress(DFlashError):
+                ask()
+        json.dumps(to_json(server.answer([1], Asked(max_new_tokens=1))), allow_nan=False).encode()
+
+    return read
+
+
+def _http() -> Reader:
+    """A server that answers each request with the bytes of the input, and ends the connection."""
+    server, held = socket.create_server(("127.0.0.1", 0)), [b""]
+
+    def serve() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(held[0])
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)
+
+    threading.Thread(target=serve, daemon=True).start()
+    client = HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}", num_retries=0, timeout_s=1.0)
+
+    def ask(data: bytes) -> None:
+        held[0] = data
+        client.post("/x", {})
+
+    body = b'{"a": [1, 2]}'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n"
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n" + body + b"\r\n0\r\n\r\n"
+    return Reader([head + body, chunked, head.replace(b"200 OK", b"400 Bad") + body], ask)
