@@ -1,15 +1,18 @@
 """Read the config of a target with recurrent layers by the gated delta rule. Needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
 from dflash_runtime.checkpoint.layer_kinds import FULL, LINEAR
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import RecurrenceConfig, TargetConfig
+from dflash_runtime.config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.json_values import is_number
+
+ExpertsReader = Callable[[Mapping[str, Any], int, Path], ExpertsConfig]
+"""Reads the experts from a decoder's config, given its number of layers; see `experts_config`."""
 
 KNOWN = (
     "multimodal", "layer_types linear_attention", "linear attention", "full attention in some layers only",
@@ -21,8 +24,10 @@ USUAL_SHARE = 0.25
 """The rotated share of each head if a config states none. Source: transformers' Qwen3_5TextConfig."""
 
 
-def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """Read a target whose layers are recurrent or have full attention.
+def read_hybrid_config(
+    config: Mapping[str, Any], path: Path, read_experts: ExpertsReader | None = None
+) -> TargetConfig:
+    """Read a target whose layers are recurrent or have full attention, and experts if `read_experts` reads them.
 
     Raises:
         UnsupportedError: the target has other layers, or parts that this runtime does not compute.
@@ -32,12 +37,16 @@ def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     facts = common_facts(config, text, path)
     kinds = facts["layer_kinds"]
     others = sorted({kind for kind in kinds if kind not in (FULL, LINEAR)})
-    parts = [*foreign_parts(config, text, path, known=KNOWN), *(f"layers of kind {kind}" for kind in others)]
+    known = KNOWN if read_experts is None else (*KNOWN, "experts")
+    parts = [*foreign_parts(config, text, path, known=known), *(f"layers of kind {kind}" for kind in others)]
     if parts:
         raise not_run(facts["model_type"], *parts, path=path)
-    body = read_body(text, path)
     if not kinds:
         raise InvalidConfig("layer_types", text.get("layer_types"), "the kind of each layer", path=path)
+    experts = None if read_experts is None else read_experts(text, len(kinds), path)
+    if experts is not None and len(experts.layers) == len(kinds):  # no layer has the width of a dense one
+        text = {"intermediate_size": experts.intermediate_size, **text}
+    body = {**read_body(text, path), "experts": experts}
     body["windows"] = (None,) * body["num_layers"]
     body["rotary_dim"] = _rotary_dim(text, body, path)
     body["recurrence"] = RecurrenceConfig(
