@@ -76,7 +76,9 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iter
             stacks[stacked] = tensor.new_empty(layer.stack_shape(part))
         whose = stacks[stacked][layer.num_experts :] if is_shared else stacks[stacked][: layer.num_experts]
         whose = whose if expert is None else whose[int(expert)]
-        rows = whose if part in ("gate_up", "down") else whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
+        rows = (
+            whose if part in ("gate_up", "down") else whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
+        )
         rows.copy_(layer.cut(tensor, part) if is_shared else tensor)
     yield from stacks.items()
 

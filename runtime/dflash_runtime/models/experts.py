@@ -66,7 +66,7 @@ class Experts:
         return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of each row's experts, most likely first and shared last, and their scores, both [T, C + S]."""
+        """Return each row's experts, most likely first and shared last, and their scores, both [T, C + S]."""
         return self.kernels.choose_experts(
             hidden, self.router, self.num_chosen, self.has_normalised_scores, self.num_shared
         )
