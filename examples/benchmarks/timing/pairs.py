@@ -58,7 +58,7 @@ class RoutedExperts:
 
     def distinct(self, rows: float) -> float:
         """Expected number of routed experts that some of the rows choose, if all experts are equally likely."""
-        return self.count * (1 - (1 - self.chosen / self.count) ** rows)
+        return self.count * (1 - float((1 - self.chosen / self.count) ** rows))
 
 
 @dataclass(frozen=True)
