@@ -44,10 +44,19 @@ class Hybrid:
         return draft if known is None else KnowingDraft(draft, known)
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    path = tmp_path_factory.mktemp("hybrid")
-    return Hybrid(make_model(path, "qwen3_5_text", initializer_range=0.15), load_target(open_target(path), placement()))
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {"mlp_only_layers": [1], "norm_topk_prob": False, "shared_expert_intermediate_size": 23},
+}
+"""Model type -> the keys of its config beyond those of `OWN_CACHE`."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    path, kind = tmp_path_factory.mktemp("hybrid"), request.param
+    model = make_model(path, kind, initializer_range=0.15, **KINDS[kind])
+    return Hybrid(model, load_target(open_target(path), placement()))
 
 
 @pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
