@@ -46,8 +46,9 @@ def read_shared_experts(config: Mapping[str, Any], num_layers: int, path: Path) 
 
     Absent keys have the defaults of transformers' config class, which other readers share.
     """
-    experts = read_experts({**USUAL, **_stated(config)}, num_layers, path)
-    return replace(experts, shared_size=config.get("shared_expert_intermediate_size", MISSING))
+    stated = {key: value for key, value in config.items() if value is not None}
+    experts = read_experts({**USUAL, **stated}, num_layers, path)
+    return replace(experts, shared_size=stated.get("shared_expert_intermediate_size", MISSING))
 
 
 def read_experts_in_every_layer(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
@@ -64,10 +65,6 @@ def read_experts_in_every_layer(config: Mapping[str, Any], num_layers: int, path
         expected = "experts in every layer, as transformers computes this model type"
         raise InvalidConfig(key, config.get(key), expected, path=path)
     return experts
-
-
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def _layers_with_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
