@@ -223,9 +223,10 @@ def test_a_step_with_experts_is_not_captured_on_the_cpu(dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 16, 300])
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_grouped_products_never_synchronise_with_the_host(count: int, name: KernelChoice) -> None:
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_grouped_products_never_synchronise_with_the_host(count: int, name: KernelChoice, num_shared: int) -> None:
     """A captured graph in bfloat16, replayed on other rows, computes the experts of these rows."""
-    _, experts = make(True)
+    experts = make_shared(INNER)[1] if num_shared else make(True)[1]
     router, gate_up, down = (
         tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
     )
