@@ -1,6 +1,7 @@
 """The router chooses the experts that transformers chooses, and both ways of computing them agree."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
 
 def make_shared(shared: int) -> tuple[Qwen3NextSparseMoeBlock, Experts]:
     """A block with a shared expert, and its experts, loaded as from a checkpoint."""
-    sizes = {"moe_intermediate_size": INNER, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 3}
+    sizes: dict[str, Any] = {"moe_intermediate_size": INNER, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 3}
     config = Qwen3NextConfig(hidden_size=HIDDEN, shared_expert_intermediate_size=shared, norm_topk_prob=True, **sizes)
     config._experts_implementation = "eager"
     block = Qwen3NextSparseMoeBlock(config)
