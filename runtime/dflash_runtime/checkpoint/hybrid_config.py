@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.experts_config import read_experts_in_every_layer, read_shared_experts
 from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
 from dflash_runtime.checkpoint.layer_kinds import FULL, LINEAR
 from dflash_runtime.checkpoint.target_facts import decoder_config
@@ -13,6 +14,12 @@ from dflash_runtime.json_values import is_number
 
 ExpertsReader = Callable[[Mapping[str, Any], int, Path], ExpertsConfig]
 """Reads the experts from a decoder's config, given its number of layers; see `experts_config`."""
+
+HYBRIDS: Mapping[str, ExpertsReader | None] = {
+    "qwen3_5": None, "qwen3_5_text": None, "qwen3_5_moe": read_experts_in_every_layer,
+    "qwen3_5_moe_text": read_experts_in_every_layer, "qwen3_next": read_shared_experts,
+}  # fmt: skip
+"""Model types whose configs this module reads, and the readers of their experts."""
 
 KNOWN = (
     "multimodal", "layer_types linear_attention", "linear attention", "full attention in some layers only",
@@ -24,10 +31,8 @@ USUAL_SHARE = 0.25
 """The rotated share of each head if a config states none. Source: transformers' Qwen3_5TextConfig."""
 
 
-def read_hybrid_config(
-    config: Mapping[str, Any], path: Path, read_experts: ExpertsReader | None = None
-) -> TargetConfig:
-    """Read a target whose layers are recurrent or have full attention, and experts if `read_experts` reads them.
+def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
+    """Read a target whose layers are recurrent or have full attention.
 
     Raises:
         UnsupportedError: the target has other layers, or parts that this runtime does not compute.
@@ -37,6 +42,7 @@ def read_hybrid_config(
     facts = common_facts(config, text, path)
     kinds = facts["layer_kinds"]
     others = sorted({kind for kind in kinds if kind not in (FULL, LINEAR)})
+    read_experts = HYBRIDS.get(facts["model_type"])
     known = KNOWN if read_experts is None else (*KNOWN, "experts")
     parts = [*foreign_parts(config, text, path, known=known), *(f"layers of kind {kind}" for kind in others)]
     if parts:

@@ -2,12 +2,6 @@
 huggingface/transformers models/qwen3_5_moe/modeling_qwen3_5_moe.py.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from dflash_runtime.checkpoint.experts_config import read_experts_in_every_layer
-from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import Shape
 from dflash_runtime.models.expert_stacks import experts_shapes
@@ -19,11 +13,6 @@ from dflash_runtime.models.target import TARGETS
 @TARGETS.register("qwen3_5_moe_text")
 class Qwen35MoeTarget(Qwen35Target):
     """A Qwen3.5 decoder with experts."""
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-        """See `models.target.TargetFamily`."""
-        return read_hybrid_config(config, path, read_experts_in_every_layer)
 
     @classmethod
     def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:

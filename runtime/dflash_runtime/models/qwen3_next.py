@@ -5,16 +5,12 @@ Source: huggingface/transformers models/qwen3_next/modeling_qwen3_next.py.
 Axis letters: G key heads.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.suite import Kernels
-from dflash_runtime.checkpoint.experts_config import read_shared_experts
-from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
 from dflash_runtime.config import DraftConfig, RecurrenceConfig, TargetConfig
 from dflash_runtime.models import qwen3_5
 from dflash_runtime.models.decoder_target import Shape
@@ -59,11 +55,6 @@ class Qwen3NextTarget(Qwen35Target):
     """A Qwen3-Next decoder."""
 
     read_layer: ClassVar[LayerReader] = staticmethod(read_layer)
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-        """See `models.target.TargetFamily`."""
-        return read_hybrid_config(config, path, read_shared_experts)
 
     @classmethod
     def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
