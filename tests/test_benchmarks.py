@@ -244,6 +244,22 @@ def test_drafts_of_every_kind_are_timed_in_turns(
     assert [line.split()[0] for line in printed[: len(drafts) + 1]] == ["draft", *draft_kinds.KINDS]
 
 
+def test_steps_of_a_target_with_experts_say_how_many_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ceilings are left out: the experts of a row are not known beforehand."""
+    given = ("--shape", "small-experts", "--batches", "2", "--context", "8", "--steps", "5", "--acceptance", "2")
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *given, "--arms", "ceilings,plain,dflash")
+    assert code == 0
+    plain, dflash = (row for row in rows if row["kind"] == "step")
+    assert not [row for row in rows if row["kind"] == "ceiling"]
+    own = SHAPES["small-experts"].experts
+    assert own is not None
+    assert (plain["experts"], dflash["experts"]) == (own.distinct(2), own.distinct(2 * BLOCK))
+    assert 0 < plain["experts_ms"] < dflash["experts_ms"] < dflash["floor_ms"]
+    assert "experts ms" in capsys.readouterr().out
+
+
 def test_each_kind_drafts_as_many_tokens() -> None:
     base = pairs.model_configs(SHAPES["small"])[1]
     configs = [draft_kinds.kind_config(base, kind, 8) for kind in draft_kinds.KINDS]
