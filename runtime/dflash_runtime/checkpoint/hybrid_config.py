@@ -51,7 +51,7 @@ def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
         raise InvalidConfig("layer_types", text.get("layer_types"), "the kind of each layer", path=path)
     experts = None if read_experts is None else read_experts(text, len(kinds), path)
     if experts is not None and len(experts.layers) == len(kinds):  # no layer has the width of a dense one
-        text = {"intermediate_size": experts.intermediate_size, **text}
+        text = {**text, "intermediate_size": experts.intermediate_size}
     body = {**read_body(text, path), "experts": experts}
     body["windows"] = (None,) * body["num_layers"]
     body["rotary_dim"] = _rotary_dim(text, body, path)
