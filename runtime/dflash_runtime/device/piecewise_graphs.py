@@ -115,17 +115,15 @@ class RecallCut:
     """The convolution and the delta rule of a recurrent layer between two pieces."""
 
     layer: int
-    taps: Tensor  # [C, S]
+    taps: Tensor  # [S, C]
     log_rate: Tensor  # [H]
     bias: Tensor  # [H]
     value_size: int
 
     def run(self, buffers: "Buffers", num_rows: int, attend: RaggedAttention | JoinedAttention) -> None:
         """Run the first rows of the buffers."""
-        heads = len(self.bias)
-        rows, decay, beta = buffers.channels_of(len(self.taps), heads, num_rows).split(
-            (len(self.taps), heads, heads), dim=1
-        )
+        heads, channels = len(self.bias), self.taps.shape[1]
+        rows, decay, beta = buffers.channels_of(channels, heads, num_rows).split((channels, heads, heads), dim=1)
         out = _shaped(buffers.attended, num_rows, heads, self.value_size)
         attend.recall(self.layer, rows, self.taps, Gates(decay, beta, self.log_rate, self.bias), out)
 
@@ -237,7 +235,7 @@ class CuttingAttention:
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """Copy the layer's channels and gates into the buffers -> the buffer with the output, [T, H, V]."""
         heads = len(gates.bias)
-        room = self.buffers.channels_of(len(taps), heads, self.num_rows)
+        room = self.buffers.channels_of(taps.shape[1], heads, self.num_rows)
         torch.cat((rows, gates.decay, gates.beta), dim=1, out=room)
         self._cut(RecallCut(layer, taps, gates.log_rate, gates.bias, self.value_size))
         return _shaped(self.buffers.attended, self.num_rows, heads, self.value_size)
