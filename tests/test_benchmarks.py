@@ -55,6 +55,14 @@ def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert floors[1] > 2 * floors[0]  # a block uses more experts than one row, and the draft is read too
 
 
+def test_shared_experts_are_timed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL, "--shape", "small-shared", "--batches", "1", "--rows", "3", "--ways", "one_by_one,grouped"]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *given])
+    assert experts.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines[1:3]] == [["0.00", "0.00"]] * 2
+
+
 def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both parts have the requested number of steps, and the second one loads hand-offs."""
     out = tmp_path / "times.json"
