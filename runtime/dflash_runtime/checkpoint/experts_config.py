@@ -17,7 +17,7 @@ COUNT_KEYS = ("num_experts", "num_local_experts")
 
 
 USUAL = {"norm_topk_prob": True, "decoder_sparse_step": 1}
-"""What transformers' Qwen3NextConfig and Qwen3_5MoeTextConfig take if a config states nothing else."""
+"""Values of absent keys. Source: transformers' Qwen3NextConfig; its class for Qwen3.5 computes the same."""
 
 
 def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
