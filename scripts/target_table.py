@@ -22,6 +22,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS
@@ -36,8 +37,16 @@ class Tried:
     kinds: Collection[str]
 
 
+FAMILIES = {kind: target_families()[kind] for kind in target_families()}
+
+HYBRID = Tried(
+    "test_hybrid_targets.py",
+    [kind for kind, family in FAMILIES.items() if isinstance(family, type) and issubclass(family, Qwen35Target)],
+)
+"""The test of native families with recurrent layers, and of their multimodal models."""
+
 TRIED = {
-    "native": Tried("test_families.py", target_families()),
+    "native": Tried("test_families.py", FAMILIES),
     "transformers": Tried("test_hosted_targets.py", SERVED),
     "transformers-cache": Tried("test_own_cache_targets.py", OWN_CACHE),
 }
@@ -116,7 +125,9 @@ def answer_and_test(source: TargetSource) -> tuple[str, str]:
     answer = how_it_runs(source)
     if answer.runtime is None:
         return answer.words, refusal_test(source, answer.reason)
-    test = which_test(TRIED[answer.runtime], str(source.checkpoint.config["model_type"]), source.facts.model_type)
+    whole, kind = str(source.checkpoint.config["model_type"]), source.facts.model_type
+    is_recurrent = answer.runtime == "native" and kind in HYBRID.kinds
+    test = f"`{HYBRID.test}`, {whole}" if is_recurrent else which_test(TRIED[answer.runtime], whole, kind)
     quantization = answer.quantization
     return answer.words, test if quantization is None else f"{test}; `{QUANTIZED}`, {quantization.method}"
 

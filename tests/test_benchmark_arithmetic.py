@@ -90,6 +90,20 @@ def test_floors_follow_from_bytes_and_operations() -> None:
     assert least_ms(floor.prefill([2048], has_draft=False), RATES) == pytest.approx(37.6, abs=0.1)
 
 
+def test_floors_count_the_experts_that_are_read() -> None:
+    """Qwen3.6-35B-A3B by hand: 3.15 MB an expert, 40 layers, and 256 * (1 - (1 - 8 / 256) ** 16) = 102 for 16 rows."""
+    shape = SHAPES["qwen3.6-35b-a3b"]
+    assert shape.experts is not None
+    floor = StepFloor(shape)
+    assert [shape.experts.distinct(rows) for rows in (1, 16, 512)] == pytest.approx([8, 101.96, 256], abs=0.01)
+    assert 2 * floor.experts_read(16) == pytest.approx(102 * 40 * 3 * 2048 * 512 * 2, rel=0.001)
+    assert floor.body + floor.head == pytest.approx(2.95e9, rel=0.005), "about 3 billion weights are active"
+    everything = floor.read(100_000) + 2 * floor.head
+    assert everything == pytest.approx(34.66e9, rel=0.001)
+    assert least_ms(floor.plain(1, 512), RATES) == pytest.approx(1.40, abs=0.01)
+    assert least_ms(floor.verify(1, 512), RATES) == pytest.approx(6.9, abs=0.1)
+
+
 def test_time_is_accounted_by_kernel_and_by_gap() -> None:
     kernels = [
         accounting.Interval("nvjet_tst_64x8_64x16", 0, 600),

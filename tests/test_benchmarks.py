@@ -55,6 +55,14 @@ def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert floors[1] > 2 * floors[0]  # a block uses more experts than one row, and the draft is read too
 
 
+def test_shared_experts_are_timed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL, "--shape", "small-shared", "--batches", "1", "--rows", "3", "--ways", "one_by_one,grouped"]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *given])
+    assert experts.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines[1:3]] == [["0.00", "0.00"]] * 2
+
+
 def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both parts have the requested number of steps, and the second one loads hand-offs."""
     out = tmp_path / "times.json"
@@ -242,6 +250,22 @@ def test_drafts_of_every_kind_are_timed_in_turns(
     assert set(drafts[0]["ratios"]) == {1.0}
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[: len(drafts) + 1]] == ["draft", *draft_kinds.KINDS]
+
+
+def test_steps_of_a_target_with_experts_say_how_many_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ceilings are left out: the experts of a row are not known beforehand."""
+    given = ("--shape", "small-experts", "--batches", "2", "--context", "8", "--steps", "5", "--acceptance", "2")
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *given, "--arms", "ceilings,plain,dflash")
+    assert code == 0
+    plain, dflash = (row for row in rows if row["kind"] == "step")
+    assert not [row for row in rows if row["kind"] == "ceiling"]
+    own = SHAPES["small-experts"].experts
+    assert own is not None
+    assert (plain["experts"], dflash["experts"]) == (own.distinct(2), own.distinct(2 * BLOCK))
+    assert 0 < plain["experts_ms"] < dflash["experts_ms"] < dflash["floor_ms"]
+    assert "experts ms" in capsys.readouterr().out
 
 
 def test_each_kind_drafts_as_many_tokens() -> None:

@@ -17,6 +17,7 @@ come last.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,9 +62,19 @@ class Shape:
     taps: tuple[int, ...]
     rows: tuple[int, ...]
     steps: int
+    num_shared: int = 0
+
+    @property
+    def num_stacked(self) -> int:
+        """Experts in memory, shared ones included."""
+        return self.num_experts + self.num_shared
 
 
 SHAPES = {
+    "qwen3.6-35b-a3b": Shape(
+        2048, 512, 40, 16, 2, 248320, 256, 8, (1, 10, 19, 28, 37), (1, 8, 16, 64, 128, 256, 512, 2048), 64, 1
+    ),
+    "small-shared": Shape(64, 32, 2, 4, 2, 256, 8, 2, (0, 1), (1, 8), 4, 1),
     "qwen3-30b-a3b": Shape(
         2048, 768, 48, 32, 4, 151936, 128, 8, (1, 12, 23, 34, 45), (1, 8, 16, 64, 128, 512, 2048), 64
     ),
@@ -92,11 +103,12 @@ def normal(shape: Sequence[int], placement: Placement) -> Tensor:
 def make_experts(shape: Shape, placement: Placement) -> Experts:
     """The experts of a layer with random weights."""
     return Experts(
-        normal((shape.num_experts, shape.hidden), placement),
-        normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement),
-        normal((shape.num_experts, shape.hidden, shape.inner), placement),
+        normal((shape.num_experts + bool(shape.num_shared), shape.hidden), placement),
+        normal((shape.num_stacked, 2 * shape.inner, shape.hidden), placement),
+        normal((shape.num_stacked, shape.hidden, shape.inner), placement),
         shape.num_chosen,
         has_normalised_scores=True,
+        num_shared=shape.num_shared,
     )
 
 
@@ -178,6 +190,7 @@ def configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
     experts = ExpertsConfig(
         num_experts=shape.num_experts, num_chosen=shape.num_chosen, intermediate_size=shape.inner,
         has_normalised_scores=True, layers=tuple(range(shape.layers)),
+        shared_size=shape.num_shared * shape.inner or None,
     )  # fmt: skip
     target = TargetConfig(
         model_type="qwen3_moe", hidden_size=shape.hidden, intermediate_size=3 * shape.hidden, num_layers=shape.layers,
@@ -196,12 +209,12 @@ def configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
 def target_weights(shape: Shape, config: TargetConfig, placement: Placement) -> dict[str, Tensor]:
     """Random weights, with stacked experts as after loading."""
     shapes = Qwen3MoeTarget.expected_shapes(config)
-    plain = {name: size for name, size in shapes.items() if ".experts." not in name}
+    plain = {name: size for name, size in shapes.items() if not re.search(r"\.(experts|shared_expert)\.", name)}
     weights = dict(stack_projections((name, make(name, size, placement)) for name, size in plain.items()))
     for layer in range(shape.layers):
         name = f"model.layers.{layer}.mlp.experts"
-        weights[f"{name}.gate_up_proj.weight"] = normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement)
-        weights[f"{name}.down_proj.weight"] = normal((shape.num_experts, shape.hidden, shape.inner), placement)
+        weights[f"{name}.gate_up_proj.weight"] = normal((shape.num_stacked, 2 * shape.inner, shape.hidden), placement)
+        weights[f"{name}.down_proj.weight"] = normal((shape.num_stacked, shape.hidden, shape.inner), placement)
     return weights
 
 

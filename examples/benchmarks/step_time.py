@@ -7,8 +7,9 @@
 A time is wall time per step of the real loop after prefill: scheduling, launches and commits included. Random weights
 accept almost nothing, so a step commits about one token. `--acceptance` draws the number of accepted draft tokens
 instead, and rows then say `synthetic`. The floor is the least time by formula at the rates measured here. Idle is wall
-time minus the time in which a profiled step runs a kernel. Rows are JSON lines, written at once; tables come last. An
-arm that fails prints one line, the others continue, and the exit code is 1.
+time minus the time in which a profiled step runs a kernel. Experts are the expected number of routed experts that the
+rows of a step choose in a layer, and the part of the floor in which all layers read them. Rows are JSON lines, written
+at once; tables come last. An arm that fails prints one line, the others continue, and the exit code is 1.
 
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
 dflash-at-once (recurrent layers run the rows of a block at once), transformers, reference (a loop of drafting and
@@ -40,6 +41,8 @@ STEP_COLUMNS = {
     "ms": "ms",
     "floor": "floor_ms",
     "ratio": "ratio",
+    "experts": "experts",
+    "experts ms": "experts_ms",
     "idle ms": "idle_ms",
     "nodes": "nodes",
     "tokens/s": "tokens_per_second",

@@ -8,7 +8,10 @@ program of an expert's first route computes all rows of the expert.
 The output of each route stays a separate part. The next norm adds up the parts of a row, likeliest expert first. The
 sum therefore does not depend on the order in which programs run.
 
-Axis letters: T rows, E experts, C chosen experts per row, F inner width, P parts.
+Shared experts are experts that every row chooses. They have the last ids and one common score, the sigmoid of one more
+row of the router. So they cost no launch of their own. Their programs have the most rows, and begin first.
+
+Axis letters: T rows, E experts, C chosen experts per row, S shared experts, F inner width, P parts.
 """
 
 import torch
@@ -36,21 +39,32 @@ from dflash_kernels.rope_norm import sum_parts
 
 
 def choose_experts_ref(
-    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool
+    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool, num_shared: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the likeliest experts of each row and their scores.
+    """Return the likeliest experts of each row, then the shared experts, and their scores.
 
     hidden  [T, hidden]
-    router  [E, hidden]
-    Returns ids [T, C] int64, likeliest first, and scores [T, C] in the dtype of `hidden`. Logits are rounded to this
-    dtype. Scores are their float32 softmax over all experts, or over the chosen experts if normalised. Among equal
-    logits, the kernel prefers the lowest id. torch.topk does not promise an order.
+    router  [E, hidden], or [E + 1, hidden] with shared experts, whose score is the sigmoid of the last row's logit
+    Returns ids [T, C + S] int64, likeliest first and then E, E + 1, ..., and scores [T, C + S] in the dtype of
+    `hidden`. Logits are rounded to this dtype. Scores are their float32 softmax over all experts, or over the chosen
+    experts if normalised. Among equal logits, the kernel prefers the lowest id. torch.topk does not promise an order.
     """
     logits = functional.linear(hidden, router)
-    scores, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    num_experts = _num_routed(router, num_shared)
+    scores, chosen = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
     if has_normalised_scores:
         scores = scores / scores.sum(dim=-1, keepdim=True)
-    return chosen, scores.to(logits.dtype)
+    scores = scores.to(logits.dtype)
+    if not num_shared:
+        return chosen, scores
+    shared = torch.arange(num_experts, num_experts + num_shared, device=hidden.device).expand(len(hidden), -1)
+    gate = logits[:, num_experts:].sigmoid().expand(-1, num_shared)
+    return torch.cat((chosen, shared), dim=1), torch.cat((scores, gate), dim=1)
+
+
+def _num_routed(router: Tensor, num_shared: int) -> int:
+    """Return the number of experts among which the router chooses."""
+    return len(router) - (1 if num_shared else 0)
 
 
 def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
@@ -77,8 +91,8 @@ def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, s
 @jit(do_not_specialize=["num_rows", "part_stride"])
 def _choose_kernel(
     logits, chosen, scores, num_rows, part_stride,
-    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, IS_NORMALISED: tl.constexpr, NUM_PARTS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_SHARED: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    NUM_PARTS: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
@@ -86,7 +100,8 @@ def _choose_kernel(
     row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
     expert, place = tl.arange(0, TILE_E), tl.arange(0, TILE_C)
     is_row, is_expert = row[:, None] < num_rows, expert[None, :] < NUM_EXPERTS
-    offsets = row[:, None] * NUM_EXPERTS + expert[None, :]
+    NUM_LOGITS: tl.constexpr = NUM_EXPERTS + (1 if NUM_SHARED else 0)
+    offsets = row[:, None] * NUM_LOGITS + expert[None, :]
     logit = sum_parts(logits, offsets, is_row & is_expert, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
@@ -103,8 +118,14 @@ def _choose_kernel(
     score = best.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
         score = tl.div_rn(score, tl.broadcast_to(tl.sum(score, 1)[:, None], (TILE_R, TILE_C)))
-    is_place = is_row & (place[None, :] < NUM_CHOSEN)
-    places = row[:, None] * NUM_CHOSEN + place[None, :]
+    if NUM_SHARED:
+        offset = row[:, None] * NUM_LOGITS + NUM_EXPERTS
+        gate = sum_parts(logits, offset, is_row, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+        is_shared = place[None, :] >= NUM_CHOSEN
+        ids = tl.where(is_shared, NUM_EXPERTS + place[None, :] - NUM_CHOSEN, ids)
+        score = tl.where(is_shared, tl.sigmoid(gate), score)
+    is_place = is_row & (place[None, :] < NUM_CHOSEN + NUM_SHARED)
+    places = row[:, None] * (NUM_CHOSEN + NUM_SHARED) + place[None, :]
     tl.store(chosen + places, ids.to(tl.int64), mask=is_place)
     tl.store(scores + places, score.to(dtype), mask=is_place)
 
@@ -178,7 +199,7 @@ def _gated_experts_kernel(
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     expert, count, rank, its_route = _find_rows(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
+        chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
     # Rows of the gate, then rows of `up`: one product with a tile size that suits tensor cores.
@@ -211,7 +232,7 @@ def _down_experts_kernel(
     routes, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
     expert, count, rank, its_route = _find_rows(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
+        chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
     dtype = out.dtype.element_ty
@@ -231,21 +252,22 @@ def _down_experts_kernel(
 
 
 def choose_experts(
-    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool
+    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool, num_shared: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Compute `choose_experts_ref`: the router's product in parts, then one launch that adds them up and chooses."""
     check_tensors(hidden, router)
     check_dtypes(hidden, router)
-    num_rows, num_experts = len(hidden), len(router)
+    num_rows, num_experts = len(hidden), _num_routed(router, num_shared)
+    num_routes = num_chosen + num_shared
     require(0 < num_chosen <= num_experts, "num_chosen", "from 1 to the number of experts")
-    chosen = torch.empty((num_rows, num_chosen), dtype=torch.int64, device=hidden.device)
-    scores = torch.empty((num_rows, num_chosen), dtype=hidden.dtype, device=hidden.device)
+    chosen = torch.empty((num_rows, num_routes), dtype=torch.int64, device=hidden.device)
+    scores = torch.empty((num_rows, num_routes), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
         logits = product_parts(hidden, router)
         _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
             logits, chosen, scores, num_rows, logits.stride(0),
-            NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, IS_NORMALISED=has_normalised_scores, NUM_PARTS=len(logits),
-            TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_chosen),
+            NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, NUM_SHARED=num_shared, IS_NORMALISED=has_normalised_scores,
+            NUM_PARTS=len(logits), TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
             num_warps=4, enable_fp_fusion=False, **early(hidden.device),
         )  # fmt: skip
     return chosen, scores

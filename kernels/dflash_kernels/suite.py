@@ -71,7 +71,7 @@ class Kernels:
     product: Callable[[Tensor, Tensor], Tensor]
     product_parts: Callable[[Tensor, Tensor], Tensor]
     gated_product: Callable[[Tensor, Tensor], Tensor]
-    choose_experts: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+    choose_experts: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]

@@ -275,6 +275,7 @@ class ExpertsConfig:
     """Mixture of experts: in `layers`, a router chooses `num_chosen` experts per row instead of one feed-forward.
 
     Scores are the router's probabilities. With `has_normalised_scores` the scores of the chosen experts sum to one.
+    With `shared_size` every row also has a feed-forward of this inner width, multiplied by a gate.
     """
 
     num_experts: int
@@ -282,13 +283,21 @@ class ExpertsConfig:
     intermediate_size: int
     has_normalised_scores: bool
     layers: tuple[int, ...]
+    shared_size: int | None = None
 
     def __post_init__(self) -> None:
         _require_count("num_experts", self.num_experts)
         _require_count("num_experts_per_tok", self.num_chosen)
         _require_count("moe_intermediate_size", self.intermediate_size)
+        if self.shared_size is not None:
+            _require_count("shared_expert_intermediate_size", self.shared_size)
         if self.num_chosen > self.num_experts:
             raise InvalidConfig("num_experts_per_tok", self.num_chosen, f"at most num_experts {self.num_experts}")
+
+    @property
+    def num_shared(self) -> int:
+        """Experts of the usual width that hold the shared feed-forward, the last one filled up with zeros."""
+        return -(-(self.shared_size or 0) // self.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

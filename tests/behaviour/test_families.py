@@ -356,5 +356,5 @@ def test_windows_are_read_without_layer_types(tmp_path: Path) -> None:
 
 def test_every_family_is_compared() -> None:
     """`test_hybrid_targets.py` compares the families with recurrent layers."""
-    hybrids = {"qwen3_5", "qwen3_5_text"}
+    hybrids = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
     assert {item["model_type"] for item in FAMILIES.values()} | hybrids == set(target_families())

@@ -1,6 +1,7 @@
 """A target with experts on a GPU, in bfloat16: its steps run in CUDA graphs with the results of plain launches."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +25,22 @@ REGRET = 0.2
 """Limit in nats: how far a chosen token may be below the target's best token."""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target with 16 experts, 4 of them chosen per row, and a random draft."""
+WITH_SHARED = {
+    "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "qwen3_5_moe_text": WITH_SHARED, "qwen3_next": WITH_SHARED}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random target with 16 experts, 4 of them chosen per row, some with a shared one, and a random draft."""
     if torch.cuda.get_device_capability()[0] not in ONE_LAUNCH:
         pytest.skip("torch's grouped product waits for the host on this GPU")
     folder = tmp_path_factory.mktemp("experts")
     make_model(
-        folder / "target", "qwen3_moe", hidden_size=64, head_dim=64, vocab_size=128, num_experts=16,
-        num_experts_per_tok=4, moe_intermediate_size=32,
+        folder / "target", request.param, hidden_size=64, head_dim=64, vocab_size=128, num_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=32, **KINDS[request.param],
     )  # fmt: skip
     return support.make_native(folder / "dflash-draft", SHAPE), folder / "target"
 

@@ -1,25 +1,28 @@
 """Native targets with recurrent layers generate transformers' text, however many tokens of a block are rejected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config import RopeConfig, TargetConfig
 from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.plain_loop import plain_loop
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -44,10 +47,19 @@ class Hybrid:
         return draft if known is None else KnowingDraft(draft, known)
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    path = tmp_path_factory.mktemp("hybrid")
-    return Hybrid(make_model(path, "qwen3_5_text", initializer_range=0.15), load_target(open_target(path), placement()))
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {"mlp_only_layers": [1], "norm_topk_prob": False, "shared_expert_intermediate_size": 23},
+}
+"""Model type -> the keys of its config beyond those of `OWN_CACHE`."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    path, kind = tmp_path_factory.mktemp("hybrid"), request.param
+    model = make_model(path, kind, initializer_range=0.15, **KINDS[kind])
+    return Hybrid(model, load_target(open_target(path), placement()))
 
 
 @pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
@@ -153,6 +165,35 @@ def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+class WholeText:
+    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens."""
+
+    def __init__(self, model: Any, config: TargetConfig) -> None:
+        self.config, self.embedding_scale = config, 1.0
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.head = Linear(model.get_output_embeddings().weight.detach())
+        self._model = model
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
+        return out.last_hidden_state[0], torch.cat([out.hidden_states[tap + 1][0] for tap in taps], dim=-1)
+
+
+@pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
+def test_steps_equal_a_loop_over_transformers(hybrid: Hybrid, engine: dict[str, Any]) -> None:
+    """Drafted tokens follow from the features, and accepted ones from the text, both of transformers' own model."""
+    prompts = hybrid.prompts(3, 21)
+    draft = hybrid.draft()
+    wanted = [plain_loop(WholeText(hybrid.model, hybrid.target.config), draft, prompt, 3, 9) for prompt in prompts]
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    found = random_llm(hybrid.target, draft, 3, max_num_requests=2, **engine).generate(prompts, params)
+    for output, (text, steps) in zip(found, wanted, strict=True):
+        assert list(output.token_ids) == text[:9]
+        assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
+
+
 class TestPoisoned:
     """The texts above show faults: without its state, or with rejected tokens in it, a text differs."""
 
@@ -187,8 +228,9 @@ class TestPoisoned:
         assert said != wanted
 
 
-def test_the_text_part_of_a_multimodal_model_is_native(tmp_path: Path) -> None:
-    make_wrapper(tmp_path, "qwen3_5")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path) -> None:
+    make_wrapper(tmp_path, kind)
     source = open_target(tmp_path)
     runtime, config = find_target_runtime(source, "auto")
     assert runtime == "native"

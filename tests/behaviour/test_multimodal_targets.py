@@ -90,7 +90,7 @@ def test_other_parts_are_neither_made_nor_counted(models: Any) -> None:
     assert counted <= text
     assert counted < whole
     assert any(OTHER_PARTS.match(name) for name in load_file(path / "model.safetensors"))
-    runtime, config = find_target_runtime(open_target(path), "auto")
+    runtime, config = find_target_runtime(open_target(path), "transformers")
     is_cached = open_target(path).checkpoint.config["model_type"] in WITH_OWN_CACHE
     assert runtime == ("transformers-cache" if is_cached else "transformers")
     assert isinstance(target, OwnCacheTarget) == is_cached

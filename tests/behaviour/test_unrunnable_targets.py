@@ -112,7 +112,7 @@ def test_running_it_natively_is_refused(name: str, draft: Path, tmp_path: Path) 
 
 
 def test_the_run_level_is_refused_too(draft: Path, tmp_path: Path) -> None:
-    target = make(tmp_path / "target", "qwen3_next")
+    target = make(tmp_path / "target", "lfm2")
     outcome = support.invoke("validate", draft, "--target", target, "--level", "run", "--target-runtime", "native")
     assert outcome.code == 5, outcome.err
 

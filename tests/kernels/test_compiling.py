@@ -47,6 +47,7 @@ def calls():
     for rows in some(1, 32, 128, 256):
         routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)
         kernels.experts(normal(rows, 2048), *weights, *routed)
+    kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
     for rows in some(1, 16):
         block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
         table = torch.ones(64, 40, dtype=torch.int64)

@@ -69,6 +69,25 @@ def test_the_choice_equals_the_reference(num_rows: int, num_experts: int, num_ch
         assert_mostly_equal(scores, wanted[1])
 
 
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen", "num_shared"), [(1, 8, 2, 1), (5, 11, 3, 3)])
+def test_shared_experts_come_last_and_have_the_score_of_their_gate(
+    num_rows: int, num_experts: int, num_chosen: int, num_shared: int
+) -> None:
+    hidden, router = distinct_logits(num_rows, num_experts)
+    gate = torch.linspace(-3, 3, num_rows, device=DEVICE).to(DTYPE)
+    with_gate = torch.cat((router, gate[None]))
+    chosen, scores = choose_experts(hidden, with_gate, num_chosen, True, num_shared)
+    own_chosen, own_scores = choose_experts(hidden, router, num_chosen, True)
+    assert torch.equal(chosen[:, :num_chosen], own_chosen)
+    assert torch.equal(scores[:, :num_chosen], own_scores)
+    last = torch.arange(num_experts, num_experts + num_shared, device=DEVICE)
+    assert torch.equal(chosen[:, num_chosen:], last.expand(num_rows, -1))
+    assert_rows_close(scores[:, num_chosen:], gate.double().sigmoid()[:, None].expand(-1, num_shared), DTYPE)
+    wanted = choose_experts_ref(hidden, with_gate, num_chosen, True, num_shared)
+    assert torch.equal(chosen, wanted[0])
+    assert_rows_close(scores, wanted[1].double(), DTYPE)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
     """The second logit is larger by 2 ** -12. 16 bits round this away, although the parts of the sum are float32."""

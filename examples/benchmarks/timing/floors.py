@@ -1,7 +1,8 @@
 """The least time of a step, by formula: bytes that must be read, and operations that must be done.
 
 A part of a step takes the longer of two times: bytes of weights or KV over the bandwidth, or operations over the rate
-of matrix products. Weights are read once per forward, for any number of rows. The embedding is not counted.
+of matrix products. Weights are read once per forward, for any number of rows. A routed expert is read if some row
+chooses it; the number of these is the expected one, with all experts equally likely. The embedding is not counted.
 """
 
 from collections.abc import Iterable
@@ -54,20 +55,44 @@ class StepFloor:
 
     @property
     def body(self) -> int:
-        """Number of weights in all layers of the target."""
+        """Number of weights in all layers of the target that one row uses."""
         shape, own = self.shape, self.shape.recurrence
         num_recurrent = len(shape.recurrent_layers)
-        attending = self._attending(shape.heads, shape.kv_heads, shape.head_dim)
-        if own is None:
-            return shape.layers * attending
-        attending += shape.hidden * shape.heads * shape.head_dim  # the gate
-        values = own.value_heads * own.head_size
-        recurrent = shape.hidden * (own.channels + 2 * values + 2 * own.value_heads + 3 * shape.inner)
-        return num_recurrent * recurrent + (shape.layers - num_recurrent) * attending
+        attending = self._attention(shape.heads, shape.kv_heads, shape.head_dim)
+        mixers = shape.layers * attending
+        if own is not None:
+            attending += shape.hidden * shape.heads * shape.head_dim  # the gate
+            values = own.value_heads * own.head_size
+            recurrent = shape.hidden * (own.channels + 2 * values + 2 * own.value_heads)
+            mixers = num_recurrent * recurrent + (shape.layers - num_recurrent) * attending
+        if shape.experts is None:
+            return mixers + shape.layers * self._dense
+        routers = shape.hidden * (shape.experts.count + 1)
+        return mixers + shape.layers * (routers + (shape.experts.chosen + 1) * self._expert)
 
-    def _attending(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Number of weights in one layer that attends."""
-        return self.shape.hidden * (2 * heads * head_dim + 2 * kv_heads * head_dim + 3 * self.shape.inner)
+    def experts_read(self, rows: float) -> float:
+        """Expected number of weights of routed experts that these rows read, in all layers."""
+        experts = self.shape.experts
+        return 0 if experts is None else self.shape.layers * experts.distinct(rows) * self._expert
+
+    def read(self, rows: float) -> float:
+        """Expected number of weights in all layers of the target that these rows read."""
+        return self.body if self.shape.experts is None else self.body - self.experts_read(1) + self.experts_read(rows)
+
+    @property
+    def _expert(self) -> int:
+        """Number of weights of one expert."""
+        assert self.shape.experts is not None
+        return 3 * self.shape.hidden * self.shape.experts.inner
+
+    @property
+    def _dense(self) -> int:
+        """Number of weights of one dense feed-forward."""
+        return 3 * self.shape.hidden * self.shape.inner
+
+    def _attention(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Number of weights in one layer's attention."""
+        return self.shape.hidden * (2 * heads * head_dim + 2 * kv_heads * head_dim)
 
     @property
     def head(self) -> int:
@@ -87,8 +112,10 @@ class StepFloor:
         features = shape.hidden * shape.hidden * len(shape.taps)
         heads = shape.heads_of_draft
         context_kv = shape.draft_layers * 2 * heads[1] * heads[2] * shape.hidden
-        body = shape.draft_layers * self._attending(*heads)
-        weights, attention = self._forward(body, shape.draft_layers, heads, batch, BLOCK, context, head_rows=BLOCK - 1)
+        body = shape.draft_layers * (self._attention(*heads) + self._dense)
+        weights, attention = self._forward(
+            body, body, shape.draft_layers, heads, batch, BLOCK, context, head_rows=BLOCK - 1
+        )
         entered = 2 * batch * acceptance * (features + context_kv)
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
 
@@ -101,34 +128,37 @@ class StepFloor:
     def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
         """Work of prompts until each has its first token. Each row attends to the rows before it."""
         shape, lengths = self.shape, list(lengths)
-        numbers, num_attending = self.body, shape.layers - len(shape.recurrent_layers)
+        used, num_attending = self.body, shape.layers - len(shape.recurrent_layers)
+        read = self.read(sum(lengths))
         if has_draft:
-            numbers += shape.hidden**2 * len(shape.taps)
             _, kv_heads, head_dim = shape.heads_of_draft
-            numbers += shape.draft_layers * 2 * kv_heads * head_dim * shape.hidden
+            added = shape.hidden**2 * len(shape.taps) + shape.draft_layers * 2 * kv_heads * head_dim * shape.hidden
+            used, read = used + added, read + added
         pairs = sum(length * length / 2 for length in lengths)
-        products = 2 * (numbers * sum(lengths) + self.head * len(lengths))
+        products = 2 * (used * sum(lengths) + self.head * len(lengths))
         attention = 4 * pairs * shape.heads * shape.head_dim * num_attending
-        return [Work(self.itemsize * (numbers + self.head), products), Work(0, attention)]
+        return [Work(self.itemsize * (read + self.head), products), Work(0, attention)]
 
     def _target(self, batch: int, width: float, context: float) -> list[Work]:
         """Work of the target. Each recurrent layer reads and writes one state of a request."""
         shape, own = self.shape, self.shape.recurrence
         num_recurrent = len(shape.recurrent_layers)
         heads = (shape.heads, shape.kv_heads, shape.head_dim)
-        parts = self._forward(self.body, shape.layers - num_recurrent, heads, batch, width, context, head_rows=width)
+        attending = shape.layers - num_recurrent
+        body = (self.body, self.read(batch * width))
+        parts = self._forward(*body, attending, heads, batch, width, context, head_rows=width)
         return parts if own is None else [*parts, Work(2 * batch * num_recurrent * own.state_bytes, 0)]
 
     def _forward(
-        self, body: int, layers: int, heads: tuple[int, int, int], batch: int, width: float, context: float,
-        *, head_rows: float,
+        self, body: int, read: float, layers: int, heads: tuple[int, int, int], batch: int, width: float,
+        context: float, *, head_rows: float,
     ) -> list[Work]:  # fmt: skip
-        """Work of a forward with `body` weights and `layers` that attend."""
+        """Work of a forward with `layers` that attend. A row uses `body` weights, and all rows read `read` weights."""
         num_heads, kv_heads, head_dim = heads
         products = 2 * batch * (body * width + self.head * head_rows)
         kv_bytes = self.itemsize * 2 * layers * kv_heads * head_dim
         attention = 4 * batch * width * (context + width) * num_heads * head_dim * layers
         return [
-            Work(self.itemsize * (body + self.head), products),
+            Work(self.itemsize * (read + self.head), products),
             Work(batch * (context + width) * kv_bytes, attention),
         ]

@@ -9,8 +9,8 @@ from timing.accounting import StepAccount, waterfall
 from timing.ceilings import chain_ms, step_products
 from timing.draft_kinds import KindCell, add_kinds, measure_kinds, ratios
 from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
-from timing.floors import Rates, least_ms, stated_rates
-from timing.pairs import RandomPair, build_pair
+from timing.floors import Rates, Work, least_ms, stated_rates
+from timing.pairs import BLOCK, RandomPair, build_pair
 from timing.plan import Plan, add_prefill, title
 from timing.report import Row, say
 
@@ -64,7 +64,10 @@ def measure_drafts(plan: Plan, random: RandomPair, cells: list[KindCell]) -> Non
 
 
 def measure_ceilings(plan: Plan, random: RandomPair) -> None:
-    """Measure the chain of products for each kind of step."""
+    """Measure the chain of products for each kind of step. A chain has no experts, which depend on the row."""
+    if plan.shape.experts is not None:
+        say("ceilings: skipped, a chain of products has no routed experts")
+        return
     for is_drafting in (False, True):
         for batch in plan.batches:
             ms = chain_ms(step_products(random, batch, is_drafting=is_drafting))
@@ -79,6 +82,8 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
     times = measure_steps(random, cell, has_profile=plan.is_cuda and cell.has_graphs)
     floor_ms = _floor_ms(plan, cell, times, plan.rates) if cell.arm != "adaptive" else None
     account = times.account
+    rows = cell.batch * (BLOCK if cell.is_drafting else 1)
+    experts = plan.shape.experts if cell.arm != "adaptive" else None
     row: Row = {
         "arm": cell.arm, "shape": plan.shape_name, "batch": cell.batch, "context": cell.context,
         "graphs": cell.has_graphs, "acceptance": "real" if cell.acceptance is None else "synthetic",
@@ -86,6 +91,9 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
         "verify_width": times.verify_width,
         "rounds": times.rounds, "tokens_per_second": times.tokens_per_second, "floor_ms": floor_ms,
         "ratio": times.ms / floor_ms if floor_ms else None,
+        "experts": experts.distinct(rows) if experts else None,
+        "experts_ms": least_ms([Work(plan.floor.itemsize * plan.floor.experts_read(rows), 0)], plan.rates)
+        if experts else None,
     }  # fmt: skip
     if account is not None:
         row |= {

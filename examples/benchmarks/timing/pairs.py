@@ -10,13 +10,16 @@ from torch import Tensor
 
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import DraftConfig, EngineConfig, RecurrenceConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RecurrenceConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.models.decoder_target import DecoderTarget
+from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.qwen3_5 import Qwen35Target
+from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 
@@ -46,9 +49,23 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a target. Its draft has layers of the same kind, with other heads if `draft_heads` are given.
+class RoutedExperts:
+    """Sizes of the experts in every layer of a target: a row uses `chosen` of them, and a shared one of equal width."""
 
+    count: int
+    chosen: int
+    inner: int
+
+    def distinct(self, rows: float) -> float:
+        """Expected number of routed experts that some of the rows choose, if all experts are equally likely."""
+        return self.count * (1 - float((1 - self.chosen / self.count) ** rows))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target. Its draft has attention and dense feed-forwards, with other heads if `draft_heads` are given.
+
+    inner        inner width of dense feed-forwards, which only the draft has if the target has experts
     draft_heads  query heads, KV heads and head size of the draft
     """
 
@@ -65,6 +82,7 @@ class Shape:
     positions: int = 40960
     draft_heads: tuple[int, int, int] | None = None
     recurrence: Recurrence | None = None
+    experts: RoutedExperts | None = None
 
     @property
     def heads_of_draft(self) -> tuple[int, int, int]:
@@ -94,6 +112,47 @@ SHAPES = {
         draft_heads=(32, 8, 128),
         recurrence=Recurrence(key_heads=16, value_heads=32),
     ),
+    "qwen3.8-27b": Shape(
+        5120,
+        17408,
+        64,
+        24,
+        (5, 19, 33, 47, 61),
+        is_tied=False,
+        vocab=248320,
+        kv_heads=4,
+        head_dim=256,
+        draft_heads=(32, 8, 128),
+        recurrence=Recurrence(key_heads=16, value_heads=48),
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        2048,
+        6144,
+        40,
+        16,
+        (1, 10, 19, 28, 37),
+        is_tied=False,
+        vocab=248320,
+        kv_heads=2,
+        head_dim=256,
+        draft_layers=8,
+        draft_heads=(32, 4, 128),
+        recurrence=Recurrence(key_heads=16, value_heads=32),
+        experts=RoutedExperts(count=256, chosen=8, inner=512),
+    ),
+    "small-experts": Shape(
+        128,
+        256,
+        4,
+        4,
+        (0, 3),
+        is_tied=True,
+        vocab=512,
+        kv_heads=2,
+        draft_layers=1,
+        recurrence=Recurrence(key_heads=2, value_heads=4, head_size=32),
+        experts=RoutedExperts(count=8, chosen=2, inner=32),
+    ),
     "small-hybrid": Shape(
         128,
         256,
@@ -108,6 +167,11 @@ SHAPES = {
     ),
     "small": Shape(128, 256, 2, 4, (0, 1), is_tied=True, vocab=512, kv_heads=2, draft_layers=1),
 }
+
+
+MODEL_TYPES: Mapping[type[DecoderTarget], str] = {
+    Qwen3Target: "qwen3", Qwen35Target: "qwen3_5_text", Qwen35MoeTarget: "qwen3_5_moe_text",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,9 +217,9 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
     target_config, draft_config = model_configs(shape)
-    family = Qwen35Target if shape.recurrence is not None else Qwen3Target
+    family = family_of(shape)
     target_shapes = family.expected_shapes(target_config)
-    target_weights = stack_projections(normal_weights(target_shapes, placement))
+    target_weights = stack_projections(stack_experts(normal_weights(target_shapes, placement), target_shapes))
     draft_weights = stack_projections(normal_weights(owned_shapes(draft_config), placement))
     target = family(target_config, target_weights, placement)
     limits = Limits(
@@ -165,6 +229,13 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     draft = DFlashDraft(draft_config, draft_weights, target, placement)
     pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())
     return RandomPair(shape, pair, target_weights, draft_weights)
+
+
+def family_of(shape: Shape) -> type[DecoderTarget]:
+    """The class of a target."""
+    if shape.recurrence is None:
+        return Qwen3Target
+    return Qwen35Target if shape.experts is None else Qwen35MoeTarget
 
 
 def random_prompt(shape: Shape, length: int, generator: torch.Generator) -> tuple[int, ...]:
@@ -204,7 +275,7 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
         "max_position_embeddings": shape.positions, "rope": RopeConfig(theta=1e6), "vocab_size": shape.vocab,
     }  # fmt: skip
     target = TargetConfig(
-        model_type="qwen3" if shape.recurrence is None else "qwen3_5_text", num_layers=shape.layers,
+        model_type=MODEL_TYPES[family_of(shape)], num_layers=shape.layers, experts=_experts(shape),
         tie_word_embeddings=shape.is_tied, windows=(None,) * shape.layers, eos_token_ids=(),
         recurrence=_recurrence(shape), rotary_dim=None if shape.recurrence is None else shape.head_dim // 4, **common,
     )  # fmt: skip
@@ -216,6 +287,16 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
         causal=(False,) * shape.draft_layers, windows=(None,) * shape.draft_layers, **common,
     )  # fmt: skip
     return target, draft
+
+
+def _experts(shape: Shape) -> ExpertsConfig | None:
+    own = shape.experts
+    if own is None:
+        return None
+    return ExpertsConfig(
+        num_experts=own.count, num_chosen=own.chosen, intermediate_size=own.inner, shared_size=own.inner,
+        has_normalised_scores=True, layers=tuple(range(shape.layers)),
+    )  # fmt: skip
 
 
 def _recurrence(shape: Shape) -> RecurrenceConfig | None:

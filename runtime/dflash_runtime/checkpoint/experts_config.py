@@ -1,6 +1,7 @@
 """Read which layers of a target have experts, and how they are chosen. Needs no torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ WITH_EXPERTS = ("qwen3_moe",)
 
 COUNT_KEYS = ("num_experts", "num_local_experts")
 """The published key for the number of experts, and the key that transformers 5 writes."""
+
+
+USUAL = {"norm_topk_prob": True, "decoder_sparse_step": 1}
+"""Values of absent keys. Source: transformers' Qwen3NextConfig; its class for Qwen3.5 computes the same."""
 
 
 def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
@@ -34,6 +39,32 @@ def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> Expe
         has_normalised_scores=norm,
         layers=_layers_with_experts(config, num_layers, path),
     )
+
+
+def read_shared_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
+    """As `read_experts`, with a shared expert beside the chosen ones, for Qwen3-Next.
+
+    Absent keys have the defaults of transformers' config class, which other readers share.
+    """
+    stated = {key: value for key, value in config.items() if value is not None}
+    experts = read_experts({**USUAL, **stated}, num_layers, path)
+    return replace(experts, shared_size=stated.get("shared_expert_intermediate_size", MISSING))
+
+
+def read_experts_in_every_layer(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
+    """As `read_shared_experts`, for Qwen3.5, whose classes ignore keys that would say otherwise.
+
+    Raises:
+        InvalidConfig: such a key says otherwise, so readers differ.
+    """
+    experts = read_shared_experts(config, num_layers, path)
+    if not experts.has_normalised_scores:
+        raise InvalidConfig("norm_topk_prob", False, "true, as transformers computes this model type", path=path)
+    if len(experts.layers) != num_layers:
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        expected = "experts in every layer, as transformers computes this model type"
+        raise InvalidConfig(key, config.get(key), expected, path=path)
+    return experts
 
 
 def _layers_with_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:

@@ -1,15 +1,25 @@
 """Read the config of a target with recurrent layers by the gated delta rule. Needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.experts_config import read_experts_in_every_layer, read_shared_experts
 from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
 from dflash_runtime.checkpoint.layer_kinds import FULL, LINEAR
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import RecurrenceConfig, TargetConfig
+from dflash_runtime.config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.json_values import is_number
+
+ExpertsReader = Callable[[Mapping[str, Any], int, Path], ExpertsConfig]
+"""Reads the experts from a decoder's config, given its number of layers; see `experts_config`."""
+
+HYBRIDS: Mapping[str, ExpertsReader | None] = {
+    "qwen3_5": None, "qwen3_5_text": None, "qwen3_5_moe": read_experts_in_every_layer,
+    "qwen3_5_moe_text": read_experts_in_every_layer, "qwen3_next": read_shared_experts,
+}  # fmt: skip
+"""Model types whose configs this module reads, and the readers of their experts."""
 
 KNOWN = (
     "multimodal", "layer_types linear_attention", "linear attention", "full attention in some layers only",
@@ -32,12 +42,17 @@ def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     facts = common_facts(config, text, path)
     kinds = facts["layer_kinds"]
     others = sorted({kind for kind in kinds if kind not in (FULL, LINEAR)})
-    parts = [*foreign_parts(config, text, path, known=KNOWN), *(f"layers of kind {kind}" for kind in others)]
+    read_experts = HYBRIDS.get(facts["model_type"])
+    known = KNOWN if read_experts is None else (*KNOWN, "experts")
+    parts = [*foreign_parts(config, text, path, known=known), *(f"layers of kind {kind}" for kind in others)]
     if parts:
         raise not_run(facts["model_type"], *parts, path=path)
-    body = read_body(text, path)
     if not kinds:
         raise InvalidConfig("layer_types", text.get("layer_types"), "the kind of each layer", path=path)
+    experts = None if read_experts is None else read_experts(text, len(kinds), path)
+    if experts is not None and len(experts.layers) == len(kinds):  # no layer has the width of a dense one
+        text = {**text, "intermediate_size": experts.intermediate_size}
+    body = {**read_body(text, path), "experts": experts}
     body["windows"] = (None,) * body["num_layers"]
     body["rotary_dim"] = _rotary_dim(text, body, path)
     body["recurrence"] = RecurrenceConfig(

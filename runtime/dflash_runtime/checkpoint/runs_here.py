@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.hosted_config import (
     refuse_cache,
     refuse_pages,
 )
+from dflash_runtime.checkpoint.hybrid_config import HYBRIDS, read_hybrid_config
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -174,7 +175,9 @@ def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
     kind = source.facts.model_type
     if kind not in families:
         raise without_native_family(source, frozenset(families))
-    if not families[kind]:
+    if kind in HYBRIDS:
+        read_hybrid_config(source.checkpoint.config, source.checkpoint.config_path)
+    elif not families[kind]:
         _ = source.config
     refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint, has_headers=has_headers))
 

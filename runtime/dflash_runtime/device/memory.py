@@ -211,7 +211,8 @@ def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is None:
         return dense
-    return max(dense, experts.num_chosen * 3 * (experts.intermediate_size + config.hidden_size))
+    num_routes = experts.num_chosen + experts.num_shared
+    return max(dense, num_routes * 3 * (experts.intermediate_size + config.hidden_size))
 
 
 def _decode_bytes(

@@ -1,6 +1,6 @@
 """A feed-forward of many experts. A router chooses a few of them for each row.
 
-Axis letters: T rows, E experts, C chosen of them, F inner width. Source: huggingface/transformers
+Axis letters: T rows, E experts, C chosen of them, S shared experts, F inner width. Source: huggingface/transformers
 models/qwen3_moe/modeling_qwen3_moe.py, integrations/moe.py.
 """
 
@@ -24,20 +24,27 @@ ONE_LAUNCH = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The sum over the chosen experts of down(silu(gate(x)) * up(x)), weighted by the router's scores."""
+    """The sum over the chosen experts of down(silu(gate(x)) * up(x)), weighted by the router's scores.
 
-    router: Tensor  # [E, hidden]
-    gate_up: Tensor  # [E, 2 F, hidden], the gate's rows first
-    down: Tensor  # [E, hidden, F]
+    With shared experts, the last row of `router` is their common gate, and they are the last of the stacked experts.
+    """
+
+    router: Tensor  # [E, hidden], or [E + 1, hidden]
+    gate_up: Tensor  # [E + S, 2 F, hidden], the gate's rows first
+    down: Tensor  # [E + S, hidden, F]
     num_chosen: int
     has_normalised_scores: bool
     kernels: Kernels = REFERENCE
+    num_shared: int = 0
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: ExpertsConfig, kernels: Kernels) -> "Experts":
         router = weights[f"{name}.gate.weight"]
+        if config.num_shared:
+            router = torch.cat((router, weights[f"{name}.shared_expert_gate.weight"]))
         gate_up, down = (weights[f"{name}.experts.{part}_proj.weight"] for part in ("gate_up", "down"))
-        return cls(router, gate_up, down, config.num_chosen, config.has_normalised_scores, kernels)
+        scores = (config.num_chosen, config.has_normalised_scores)
+        return cls(router, gate_up, down, *scores, kernels, config.num_shared)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
@@ -59,8 +66,10 @@ class Experts:
         return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of each row's experts, most likely first, and their scores, both [T, C]."""
-        return self.kernels.choose_experts(hidden, self.router, self.num_chosen, self.has_normalised_scores)
+        """Return each row's experts, most likely first and shared last, and their scores, both [T, C + S]."""
+        return self.kernels.choose_experts(
+            hidden, self.router, self.num_chosen, self.has_normalised_scores, self.num_shared
+        )
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Run one expert after another, [T, hidden]. The host reads which experts are chosen."""

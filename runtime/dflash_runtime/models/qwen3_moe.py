@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import DecoderTarget, Shape
+from dflash_runtime.models.expert_stacks import experts_shapes
 from dflash_runtime.models.target import TARGETS
 
 
@@ -18,12 +19,4 @@ class Qwen3MoeTarget(DecoderTarget):
         experts = config.experts
         if experts is None or layer not in experts.layers:
             return super().mlp_shapes(config, layer)
-        hidden, inner = config.hidden_size, experts.intermediate_size
-        shapes: dict[str, Shape] = {"mlp.gate.weight": (experts.num_experts, hidden)}
-        for expert in range(experts.num_experts):
-            shapes |= {
-                f"mlp.experts.{expert}.gate_proj.weight": (inner, hidden),
-                f"mlp.experts.{expert}.up_proj.weight": (inner, hidden),
-                f"mlp.experts.{expert}.down_proj.weight": (hidden, inner),
-            }
-        return shapes
+        return experts_shapes(experts, config.hidden_size)

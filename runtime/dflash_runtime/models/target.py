@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs, with
 from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
+from dflash_runtime.models.expert_stacks import with_fused_experts
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
@@ -181,8 +182,8 @@ def target_shapes(source: TargetSource) -> Shapes:
         TensorMismatch: lists all missing and misshapen tensors.
     """
     config, path = _native_config(source), source.checkpoint.path
-    expected = target_families()[config.model_type].expected_shapes(config)
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
+    expected = with_fused_experts(target_families()[config.model_type].expected_shapes(config), found)
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)

@@ -2,25 +2,22 @@
 
 A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`. A model gets `qkv_proj` and `gate_up_proj`, so
 that each needs one product. Stacking happens while tensors are loaded, and needs extra memory for one layer's parts
-only. A layer's experts become the tensors `experts.gate_up_proj` and `experts.down_proj`. Their first axis is the
-expert.
+only. A layer's experts become two tensors; see `expert_stacks.py`.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import FUSED
+from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 
 Weights = Mapping[str, Tensor]
 
 _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
-
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
@@ -41,33 +38,12 @@ def load_weights(
         (name, tensor.to(placement.dtype) if tensor.is_floating_point() and not _begins(name, as_stored) else tensor)
         for name, tensor in checkpoint.load_many(wanted, str(placement.device))
     )
-    return stack_projections(_stack_experts(tensors, wanted))
+    shapes = {name: checkpoint.tensors[name].shape for name in wanted}
+    return stack_projections(stack_experts(tensors, shapes))
 
 
 def _begins(name: str, prefix: str | None) -> bool:
     return prefix is not None and name.startswith(prefix)
-
-
-def _stack_experts(tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield stacked experts, and other tensors unchanged. `names` lists all tensors that will come, in any order.
-
-    Each expert is copied into its stack at once: memory may not hold all experts twice.
-    """
-    num_experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
-    stacks: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            yield name, tensor
-            continue
-        owner, expert, part = match.groups()
-        height, width = tensor.shape
-        stacked = f"{owner}.down_proj.weight" if part == "down" else f"{owner}.gate_up_proj.weight"
-        if stacked not in stacks:
-            stacks[stacked] = tensor.new_empty(num_experts, height if part == "down" else 2 * height, width)
-        begin = height if part == "up" else 0
-        stacks[stacked][int(expert), begin : begin + height] = tensor
-    yield from stacks.items()
 
 
 def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:

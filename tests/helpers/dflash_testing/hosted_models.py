@@ -254,7 +254,7 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
 
 def run_auto(path: Path) -> HostedTarget | OwnCacheTarget:
     """Load a directory's model, which transformers' code runs over our pages or with its own cache."""
-    target = load_target(open_target(path), placement(), "auto")
+    target = load_target(open_target(path), placement(), "transformers")
     assert isinstance(target, HostedTarget | OwnCacheTarget)
     return target
 

@@ -64,6 +64,7 @@ TARGETS: dict[str, Json] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
         "rope_theta": 10000000,
         "partial_rotary_factor": 0.25,
     },

@@ -94,6 +94,8 @@ def test_a_row_of_many_experts_takes_more_than_a_dense_one() -> None:
     dense = replace(TARGET, model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144)
     plain, chosen = (row_bytes(item, 5, torch.bfloat16) for item in (dense, replace(dense, experts=experts)))
     assert chosen - plain + 2 * 3 * 6144 >= 2 * 8 * (768 + 3 * 2048)
+    shared = row_bytes(replace(dense, experts=replace(experts, shared_size=2 * 768)), 5, torch.bfloat16)
+    assert shared - chosen >= 2 * 2 * (768 + 3 * 2048)
 
 
 def test_only_references_write_distributions_of_sampled_drafts() -> None:

@@ -1,6 +1,7 @@
 """The router chooses the experts that transformers chooses, and both ways of computing them agree."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeConfig, Qwen3NextConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels, triton_kernels
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models import layers
+from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.experts import Experts
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_target
@@ -83,9 +86,55 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
             assert_rows_close(found, wanted.double(), torch.float32)
 
 
+def make_shared(shared: int) -> tuple[Qwen3NextSparseMoeBlock, Experts]:
+    """A block with a shared expert, and its experts, loaded as from a checkpoint."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": INNER, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 3}
+    config = Qwen3NextConfig(hidden_size=HIDDEN, shared_expert_intermediate_size=shared, norm_topk_prob=True, **sizes)
+    config._experts_implementation = "eager"
+    block = Qwen3NextSparseMoeBlock(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    tensors = {f"mlp.{name}": tensor.detach() for name, tensor in block.named_parameters()}
+    weights = dict(stack_experts(tensors.items(), {name: tuple(tensor.shape) for name, tensor in tensors.items()}))
+    chosen = ExpertsConfig(
+        num_experts=NUM_EXPERTS, num_chosen=3, intermediate_size=INNER, has_normalised_scores=True, layers=(0,),
+        shared_size=shared,
+    )  # fmt: skip
+    return block, Experts.read(weights, "mlp", chosen, REFERENCE)
+
+
+@pytest.mark.parametrize("shared", [INNER, INNER // 2, 3 * INNER])
+def test_a_shared_expert_is_computed_with_the_others(shared: int) -> None:
+    block, experts = make_shared(shared)
+    hidden = rows(9)
+    with torch.inference_mode():
+        wanted = block(hidden[None])[0]
+        chosen, scores = experts.choose(hidden)
+        for found in (experts.one_by_one(hidden, chosen, scores), experts.grouped(hidden, chosen, scores).sum(0)):
+            assert_rows_close(found, wanted.double(), torch.float32)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("count", [1, 7])
-def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernels_compute_a_shared_expert(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared expert has a part of its own, after those of the chosen experts."""
+    monkeypatch.setattr(Experts, "is_grouped", True)
+    block, experts = make_shared(INNER)
+    hidden = rows(count)
+    with torch.inference_mode():
+        wanted, shared = block(hidden[None])[0], block.shared_expert(hidden)
+        parts = replace(experts, kernels=triton_kernels())(hidden)
+        gate = block.shared_expert_gate(hidden).sigmoid()
+    assert len(parts) == 4
+    assert_rows_close(parts[-1], (gate * shared).double(), torch.float32)
+    assert_rows_close(parts.sum(0), wanted.double(), torch.float32)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("count", [1, 7])
+def test_our_kernels_compute_what_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result has one part per chosen expert, which the next norm sums."""
     monkeypatch.setattr(Experts, "is_grouped", True)
     block, experts = make(True)
@@ -127,11 +176,13 @@ def fake(hidden_size: int = HIDDEN, inner: int = INNER, num_chosen: int = 3) -> 
     return Experts(router, gate_up, down, num_chosen, has_normalised_scores=True)
 
 
+@pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("count", [1, 16, 512])
-def test_a_grouped_product_follows_from_shapes(count: int) -> None:
+def test_a_grouped_product_follows_from_shapes(count: int, num_shared: int) -> None:
     """Code that reads a value for a shape or a branch raises an error on tensors without values."""
     with FakeTensorMode():
         experts, hidden = fake(), torch.empty(count, HIDDEN, dtype=torch.bfloat16)
+        experts = replace(experts, num_shared=num_shared)  # the last of the experts, and of the router's rows
         assert experts.grouped(hidden, *experts.choose(hidden)).shape == (1, *hidden.shape)
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
             experts.one_by_one(hidden, *experts.choose(hidden))
@@ -173,9 +224,10 @@ def test_a_step_with_experts_is_not_captured_on_the_cpu(dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 16, 300])
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_grouped_products_never_synchronise_with_the_host(count: int, name: KernelChoice) -> None:
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_grouped_products_never_synchronise_with_the_host(count: int, name: KernelChoice, num_shared: int) -> None:
     """A captured graph in bfloat16, replayed on other rows, computes the experts of these rows."""
-    _, experts = make(True)
+    experts = make_shared(INNER)[1] if num_shared else make(True)[1]
     router, gate_up, down = (
         tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
     )

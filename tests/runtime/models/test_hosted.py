@@ -70,7 +70,6 @@ def test_a_scaled_embedding_is_the_raw_one_times_its_scale(tmp_path: Path) -> No
 
 
 NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "qwen3_next": ({}, "linear_attention"),
     "olmo_hybrid": ({}, "linear_num_value_heads"),
     "lfm2": ({}, "conv_L_cache"),
     "mamba": ({}, "state_size"),

@@ -15,10 +15,12 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint import target_quantization
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import hosted_quantization
 from dflash_runtime.models.hosted_loading import load_model
+from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
@@ -63,6 +65,20 @@ def test_a_dequantised_target_computes_scale_times_weight(
 
 
 @needs_accelerate
+@needs_accelerate
+@unpacks_wide
+def test_a_native_family_with_eight_bit_weights_runs_through_transformers(tmp_path: Path) -> None:
+    """Experts, shared experts and recurrent layers are dequantised, block by block."""
+    model = quantise(tmp_path, "qwen3_5_moe_text", pack_blocks, FP8)
+    target = load_target(open_target(tmp_path), placement(), "auto")
+    assert isinstance(target, OwnCacheTarget)
+    text = random_prompts((20,), target.config.vocab_size)[0]
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+    found = read_features(target, placement(), 16, text, [0, 2])
+    torch.testing.assert_close(found, torch.cat([wanted[1][0], wanted[3][0]], dim=-1))
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_cut_blocks_are_unpacked(stored: torch.dtype, tmp_path: Path) -> None:
     """24 rows of latent attention are a block of 16 and a cut one, and other weights may be narrower than the run."""

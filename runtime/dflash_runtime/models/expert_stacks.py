@@ -1,0 +1,127 @@
+"""Join the experts of a layer into two tensors, whose first axis is the expert, while they are loaded.
+
+A checkpoint has a tensor for each part of each expert, or one fused tensor for all experts: `experts.gate_up_proj` and
+`experts.down_proj`. A shared expert becomes further experts at the end of the stack, each as wide as the others. Zeros
+fill up the last one. They change no result, because silu(0) * 0 is 0.
+
+Axis letters: E experts, S experts that hold the shared one, F inner width.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_runtime.checkpoint.layout import Shapes
+from dflash_runtime.config import ExpertsConfig
+
+Shape = tuple[int, ...]
+
+_TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d+)\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
+"""Owner, number of a single expert, whether the expert is shared, part."""
+
+
+def experts_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
+    """Return the tensors of a layer with experts, by their names in the layer."""
+    shapes: dict[str, Shape] = {"mlp.gate.weight": (experts.num_experts, hidden)}
+    for expert in range(experts.num_experts):
+        shapes |= _shapes_of_one(f"mlp.experts.{expert}", experts.intermediate_size, hidden)
+    if experts.shared_size is not None:
+        shapes |= _shapes_of_one("mlp.shared_expert", experts.shared_size, hidden)
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def _shapes_of_one(name: str, inner: int, hidden: int) -> dict[str, Shape]:
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {f"{name}.{part}_proj.weight": shape for part, shape in shapes.items()}
+
+
+def with_fused_experts(expected: Shapes, stored: Iterable[str]) -> dict[str, Shape]:
+    """Return the expected tensors, with fused experts instead of single ones in the layers that are stored so."""
+    fused = {name for name in stored if (match := _TENSOR.fullmatch(name)) and match[2] is None and match[3] is None}
+    layers = {owner: layer for owner, layer in _layers(expected).items() if f"{owner}.experts.gate_up_proj" in fused}
+    found: dict[str, Shape] = {}
+    for name, shape in expected.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[2] is None or match[1] not in layers:
+            found[name] = shape
+            continue
+        layer = replace(layers[match[1]], num_shared=0)
+        for part in ("gate_up", "down"):
+            found[f"{match[1]}.experts.{part}_proj"] = layer.stack_shape(part)
+    return found
+
+
+def stack_experts(tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield stacked experts, and other tensors unchanged. `shapes` has all tensors that will come, in any order.
+
+    Each tensor is copied into its stack at once: memory may not hold all experts twice.
+    """
+    layers = _layers(shapes)
+    stacks: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[1] not in layers:
+            yield name, tensor
+            continue
+        owner, expert, is_shared, part = match.groups()
+        layer, stacked = layers[owner], f"{owner}.experts.{'down' if part == 'down' else 'gate_up'}_proj.weight"
+        if tensor.dim() == 3 and not layer.num_shared:
+            yield stacked, tensor
+            continue
+        if stacked not in stacks:
+            stacks[stacked] = tensor.new_empty(layer.stack_shape(part))
+        whose = stacks[stacked][layer.num_experts :] if is_shared else stacks[stacked][: layer.num_experts]
+        whose = whose if expert is None else whose[int(expert)]
+        rows = (
+            whose if part in ("gate_up", "down") else whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
+        )
+        rows.copy_(layer.cut(tensor, part) if is_shared else tensor)
+    yield from stacks.items()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Sizes of a layer's experts."""
+
+    num_experts: int
+    inner: int
+    hidden: int
+    num_shared: int = 0
+
+    def stack_shape(self, part: str) -> Shape:
+        count = self.num_experts + self.num_shared
+        return (count, self.hidden, self.inner) if part == "down" else (count, 2 * self.inner, self.hidden)
+
+    def cut(self, tensor: Tensor, part: str) -> Tensor:
+        """Cut a part of the shared expert into experts: [S, F, hidden], or [S, hidden, F] for `down`."""
+        is_down = part == "down"
+        missing = self.num_shared * self.inner - tensor.shape[1 if is_down else 0]
+        filled = functional.pad(tensor, (0, missing) if is_down else (0, 0, 0, missing))
+        if is_down:
+            return filled.view(self.hidden, self.num_shared, self.inner).transpose(0, 1)
+        return filled.view(self.num_shared, self.inner, self.hidden)
+
+
+def _layers(shapes: Shapes) -> dict[str, _Layer]:
+    """Return the sizes of every layer with experts, by the owner of its tensors. The `down` tensors have all sizes."""
+    layers: dict[str, _Layer] = {}
+    shared: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[4] != "down":
+            continue
+        owner, expert, is_shared, _ = match.groups()
+        if is_shared:
+            shared[owner] = shape[1]
+        elif expert is None:
+            layers[owner] = _Layer(shape[0], inner=shape[2], hidden=shape[1])
+        else:
+            count = max(int(expert) + 1, layers[owner].num_experts if owner in layers else 0)
+            layers[owner] = _Layer(count, inner=shape[1], hidden=shape[0])
+    return {
+        owner: replace(layer, num_shared=-(-shared.get(owner, 0) // layer.inner)) for owner, layer in layers.items()
+    }
