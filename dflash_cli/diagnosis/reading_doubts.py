@@ -18,6 +18,9 @@ FURTHER = 0.1
 """Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
 perfect."""
 
+ELSEWHERE = 0.25
+"""Share of the gain that no other reading may save on top, however little that is of the loss of a weak draft."""
+
 WEAKER = 1.05
 """In parts that only one family has, the ratio for halves of exchanges, and for readings that weaken or leave out the
 part that the best reading puts in order. Drafts hardly miss such parts, and noise has no order that lowers the loss."""
@@ -98,7 +101,8 @@ class ReadingCase:
         others = [item for item in self.screened if not (is_alike(item, best) and item.alternative.touches == touched)]
         others = [item for item in others if not item.alternative.is_free]
         before = self.score(best.alternative, False).loss
-        most = min((1 - FURTHER) * before, before - FURTHER * (self.few.loss - before))
+        gain = self.few.loss - before
+        most = before - max(FURTHER * gain, min(FURTHER * before, ELSEWHERE * gain))
         for item in others[: self.on_top]:
             both = combine(best.alternative, item.alternative, self.reading)
             if both is not None and self.score(both, False).loss < most:

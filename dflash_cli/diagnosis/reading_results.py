@@ -155,6 +155,13 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
         return False
     if (one.rewrite is None and other.rewrite is None) or one.cause == other.cause:
         return True
+    # Two orders of the values of the same parts, as norms hardly notice.
+    if (
+        one.touches
+        and one.touches == other.touches
+        and not any(item.is_neutral or item.is_scale or item.halves for item in (one, other))
+    ):
+        return True
     # A part that harms in one layer also harms in all layers together.
     return (
         one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}
