@@ -4,7 +4,7 @@ Training has minimised the loss under the right reading. So the right reading ha
 change on top of it lowers the loss much, and neither does a step of training.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dflash_cli.diagnosis.alternatives import AlternativeReading
@@ -27,6 +27,9 @@ part that the best reading puts in order. Drafts hardly miss such parts, and noi
 
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
+
+HALF_GAIN = 0.3
+"""One half of an exchange explains as much as the exchange if it gains all but this share of the exchange's gain."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
@@ -91,23 +94,50 @@ class ReadingCase:
 
     def _of_halves(self) -> str | None:
         reading = self.best.alternative
-        limit = (RATIO if reading.factor == "weights" else WEAKER) * self.best.score.loss
+        best = self.best.score.loss
+        limit = min(
+            (RATIO if reading.factor == "weights" else WEAKER) * best, best + HALF_GAIN * (self.own.loss - best)
+        )
         has_rival = any(self.score(replace(reading, rewrite=half), True).loss <= limit for half in reading.halves)
         return "one half of the exchange gains as much" if has_rival else None
 
     def _of_more(self) -> str | None:
         """Another exchange of the same kind, in other layers, is tried on top as well."""
+        found = next((item for item, both in self._on_top() if self._saves(both)), None)
+        return None if found is None else f"{found.reading} on top of it gains more"
+
+    def further(self) -> AlternativeReading | None:
+        """The best reading together with the reading that saves most on top of it, if the saving is large.
+
+        Only readings that put something in order are taken together: many scales make up for a part of any fault.
+        """
+        if is_weaker(self.best.alternative):
+            return None
+        tried = [
+            (self.score(both, False).loss, both, item.alternative)
+            for item, both in self._on_top()
+            if not is_weaker(item.alternative)
+        ]
+        found = min(tried, key=lambda item: item[0], default=None)
+        return _together(self.best.alternative, found[2], found[1]) if found and found[0] < self._most() else None
+
+    def _on_top(self) -> Iterator[tuple[ReadingResult, AlternativeReading]]:
         best, touched = self.best, self.best.alternative.touches
         others = [item for item in self.screened if not (is_alike(item, best) and item.alternative.touches == touched)]
         others = [item for item in others if not item.alternative.is_free]
-        before = self.score(best.alternative, False).loss
-        gain = self.few.loss - before
-        most = before - max(FURTHER * gain, min(FURTHER * before, ELSEWHERE * gain))
         for item in others[: self.on_top]:
             both = combine(best.alternative, item.alternative, self.reading)
-            if both is not None and self.score(both, False).loss < most:
-                return f"{item.reading} on top of it gains more"
-        return None
+            if both is not None:
+                yield item, both
+
+    def _saves(self, both: AlternativeReading) -> bool:
+        return self.score(both, False).loss < self._most()
+
+    def _most(self) -> float:
+        """The loss below which a reading on top of the best one saves much."""
+        before = self.score(self.best.alternative, False).loss
+        gain = self.few.loss - before
+        return before - max(FURTHER * gain, min(FURTHER * before, ELSEWHERE * gain))
 
     def _of_training(self) -> str | None:
         gain = self.train(self.best.alternative)
@@ -116,6 +146,13 @@ class ReadingCase:
         if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
             return None
         return f"a step of training on top of it saves another {gain:.0%} of the loss"
+
+
+def _together(first: AlternativeReading, second: AlternativeReading, both: AlternativeReading) -> AlternativeReading:
+    """Both readings under the names of both. The halves of an exchange are no halves of both."""
+    causes = dict.fromkeys((first.cause, second.cause))
+    touches = first.touches | second.touches
+    return replace(both, name=f"{first.name}, and {second.name}", cause="; ".join(causes), touches=touches, halves=())
 
 
 def is_weaker(reading: AlternativeReading) -> bool:

@@ -162,6 +162,9 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
         and not any(item.is_neutral or item.is_scale or item.halves for item in (one, other))
     ):
         return True
+    # An exchange of parts, and of the same parts with others beside them.
+    if one.halves and other.halves and (one.touches < other.touches or other.touches < one.touches):
+        return True
     # A part that harms in one layer also harms in all layers together.
     return (
         one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}

@@ -25,11 +25,13 @@ BEFORE, BEHIND = (QUERY, KEY, VALUE, GATE, UP), (OUT, DOWN)
 
 GROUPS = {
     "o_proj and down_proj": BEHIND,
-    "matrices of attention": (QUERY, KEY, VALUE, OUT),
     "matrices of the MLP": (GATE, UP, DOWN),
     "matrices of layers": (*BEFORE, *BEHIND),
-    "all matrices": MATRICES,
 }
+"""Matrices that are scaled together. A scale of all matrices of attention is a scale of v_proj or o_proj."""
+
+WRITTEN = {**GROUPS, "matrices of attention": (QUERY, KEY, VALUE, OUT), "all matrices": MATRICES}
+"""Matrices that are written in the same number format."""
 
 
 def value_readings(space: WeightSpace) -> Iterator[WeightReading]:
@@ -103,7 +105,7 @@ def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) 
 
 def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
     """Every matrix of a layer whose size differs from the same matrix of other layers brought to their size."""
-    for layer in space.layers[1:] if space.weights else ():
+    for layer in range(space.config.num_layers) if space.weights and len(space.layers) > 1 else ():
         found = {
             part: beside[0]
             for part in (*BEFORE, *BEHIND)
@@ -114,7 +116,7 @@ def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
             names = ", ".join(map(short, found))
             title = f"{names} brought to the size of other layers in layer {layer}"
             cause = f"the values of {names} are scaled"
-            yield WeightReading(title, rewrite, cause, spots(found, layer))
+            yield WeightReading(title, rewrite, cause, spots(found, layer), is_scale=True)
 
 
 def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
@@ -129,7 +131,7 @@ def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
     groups["all matrices behind layer norms"] = groups["q_proj, k_proj and v_proj"] | groups["gate_proj and up_proj"]
     for (name, parts), layer in product(groups.items(), space.layers):
         title = named(f"{name} divided by the norm before", layer)
-        cause = f"a norm is folded into {name} and kept, so it counts twice"
+        cause = "layer norms are folded into the matrices behind them and kept, so they count twice"
         yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), layer is not None)
     for one, other in (HEAD_NORMS, HEAD_NORMS[::-1]):
         for layer in space.layers:
@@ -162,7 +164,7 @@ def _other_bits(space: WeightSpace) -> Iterator[WeightReading]:
     if not space.weights:
         return
     ways = {"float16": _as_float16, "bfloat16": _as_bfloat16}
-    parts = {**GROUPS, **{short(part): (part,) for part in MATRICES}}
+    parts = {**WRITTEN, **{short(part): (part,) for part in MATRICES}}
     for (name, chosen), layer in product(parts.items(), space.layers):
         if layer is not None and "fc" in chosen:
             continue

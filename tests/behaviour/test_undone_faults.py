@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import Role
-from dflash_cli.diagnosis.weight_readings import WeightSpace, weight_readings
+from dflash_cli.diagnosis.weight_readings import weight_readings
+from dflash_cli.diagnosis.weight_space import WeightSpace
 from dflash_runtime.config import DraftConfig
 
 UNDONE: list[tuple[Kind, Any]] = [
