@@ -1,6 +1,6 @@
 """Which of several similar values of one setting is chosen: rope bases, windows, and lengths of blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dflash_cli.diagnosis.alternatives import AlternativeReading
@@ -44,22 +44,3 @@ def longer_block(screened: Sequence[ReadingResult], own: Score, config: DraftCon
         and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * config.num_draft_tokens
     ]  # fmt: skip
     return min(longer, key=by_loss, default=None)
-
-
-def shorter_block(
-    screened: Sequence[ReadingResult],
-    config: DraftConfig,
-    first_tokens: Callable[[AlternativeReading, int], tuple[Score, Score]],
-) -> ReadingResult | None:
-    """The shorter block to count whole: it lowers the loss of its own tokens, and nearly all of them are accepted.
-
-    first_tokens   a reading and a number of tokens -> the scores of the config as it is and of the reading
-    """
-    found: list[tuple[float, ReadingResult]] = []
-    for item in screened:
-        count = item.alternative.config.num_draft_tokens
-        if item.factor == "block" and count < config.num_draft_tokens:
-            own, other = first_tokens(item.alternative, count)
-            if other.loss < LOWER * own.loss and other.accepted - 1 > NEARLY_ALL * count:
-                found.append((other.loss / own.loss, replace(item, score=other, is_longer=True)))
-    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -60,23 +60,19 @@ class ReadingScreen:
             for position in range(start, end - num_drafts)
         ]
 
-    def score(self, pair: LoadedPair, max_anchors: int, *, first: int | None = None) -> Score:
-        """The score over at most `max_anchors` anchors, in tokens per block, the target's own token included.
-
-        With `first`, only the first tokens of each block count.
-        """
-        num_drafts = self._num_drafts if first is None else first
+    def score(self, pair: LoadedPair, max_anchors: int) -> Score:
+        """The score over at most `max_anchors` anchors, in tokens per block, the target's own token included."""
         stride = max(1, -(-len(self._anchors) // max_anchors))
         chosen = self._anchors[::stride]
         if not chosen:
             return Score(1.0, 1.0, 0.0)
         found = self._foretell(pair, chosen)
-        accepted = self._texts.pages.count_right(chosen, found.ids[:, :num_drafts])
-        chances, losses = found.chances[:, :num_drafts], found.losses[:, :num_drafts]
+        accepted = self._texts.pages.count_right(chosen, found.ids[:, : self._num_drafts])
+        chances, losses = found.chances[:, : self._num_drafts], found.losses[:, : self._num_drafts]
         assert pair.draft is not None
         # The fill-in layout gives a token less per block. Another shorter block says nothing about its last tokens.
         is_other_layout = self._is_anchor_first and not pair.draft.config.sample_from_anchor
-        missing = num_drafts - is_other_layout - losses.shape[1]
+        missing = self._num_drafts - is_other_layout - losses.shape[1]
         if missing > 0:
             losses = functional.pad(losses, (0, missing), value=math.log(pair.limits.vocab_size))
         return Score(

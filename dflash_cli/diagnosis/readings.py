@@ -29,7 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
-from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, shorter_block, usual_value
+from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -174,9 +174,10 @@ class Searcher:
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = usual_value(find_best(counted), counted, own, self._readings)
         best = self._composed(self._refined(best, base), screened, own, base) if best is not None else None
-        other = self._other_block(screened, own, base) if best is None else None
-        if other is not None:
-            best, counted = other, [other]
+        longer = longer_block(screened, own, self._own.config) if best is None else None
+        longer = self._counted(longer, base) if longer is not None else None
+        if longer is not None and longer.matters:
+            best, counted = longer, [longer]
         if best is not None:
             equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
             equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
@@ -289,23 +290,6 @@ class Searcher:
             found = replace(found, name=name, cause="the tapped layers differ from training")
             best = self._counted(replace(better[0], alternative=found), base)
         return best
-
-    def _other_block(self, screened: Sequence[ReadingResult], own: Score, base: StepCounts) -> ReadingResult | None:
-        """The longer or shorter block to count whole, if no other reading gains."""
-        found = longer_block(screened, own, self._own.config)
-        if found is None:
-            found = shorter_block(screened, self._own.config, self._first_tokens)
-        if found is None:
-            return None
-        counted = self._counted(found, base)
-        return counted if counted.matters else None
-
-    def _first_tokens(self, reading: AlternativeReading, count: int) -> tuple[Score, Score]:
-        """The scores of the config as it is and of a reading, over the first tokens of each block."""
-        own, other = (
-            self._screen.score(self._runner.build(item), MANY_ANCHORS, first=count) for item in (self._own, reading)
-        )
-        return own, other
 
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""

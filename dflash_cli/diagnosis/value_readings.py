@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
+FAR = (1 / 64, 1 / 16, 16.0, 64.0)
+
 EQUAL_SCALES = ((VALUE, OUT), (UP, DOWN), HEAD_NORMS)
+
+BESIDE = "attention and MLPs have the wrong scale beside each other (v_proj, o_proj, up_proj or down_proj)"
+"""Attention of all layers times 2 is nearly the same as MLPs of all layers times a half: a norm follows their sum."""
 
 BEFORE, BEHIND = (QUERY, KEY, VALUE, GATE, UP), (OUT, DOWN)
 """Matrices that read the residual stream, and matrices that add to it."""
@@ -58,6 +63,8 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
                 factors |= _residual_factors(space.config)
             for factor in sorted(factors):
                 cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
+                if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
+                    cause = BESIDE
                 yield _scaled(space, f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
 
 
