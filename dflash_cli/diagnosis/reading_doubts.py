@@ -28,7 +28,7 @@ part that the best reading puts in order. Drafts hardly miss such parts, and noi
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
 
-HALF_GAIN = 0.3
+HALF_GAIN = 0.2
 """One half of an exchange explains as much as the exchange if it gains all but this share of the exchange's gain."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03

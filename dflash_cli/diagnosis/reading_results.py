@@ -1,5 +1,6 @@
 """The results of readings: how much a reading gains, and whether the gain explains a draft."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
@@ -169,6 +170,17 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
     return (
         one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}
     )
+
+
+def of_different_causes(found: Sequence[ReadingResult], most: int) -> list[ReadingResult]:
+    """The results, with at most so many of each cause, in the same order."""
+    counts: Counter[str] = Counter()
+    kept = []
+    for item in found:
+        counts[item.alternative.cause] += 1
+        if counts[item.alternative.cause] <= most:
+            kept.append(item)
+    return kept
 
 
 def combine(

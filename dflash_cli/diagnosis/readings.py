@@ -41,6 +41,7 @@ from dflash_cli.diagnosis.reading_results import (
     compare,
     confirm,
     find_best,
+    of_different_causes,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
 from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots
@@ -64,6 +65,9 @@ MAX_RUN = 4
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
 MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
+
+MAX_OF_A_CAUSE = 3
+"""Guesses with the same cause that are kept. More of them would crowd out the guesses that speak against them."""
 
 MAX_ON_TOP = 24
 """Readings that are tried on top of the best one."""
@@ -238,7 +242,7 @@ class Searcher:
                 length = max(own_len, found[0].score.accepted if found else 1.0)
                 guesses = self._suspected(guesses, length)
                 self._num_planned = self._plan(self._num_probed + len(guesses))
-            best = self._best(guesses, VERY_FEW_ANCHORS)[:MAX_GUESSES]
+            best = of_different_causes(self._best(guesses, VERY_FEW_ANCHORS), MAX_OF_A_CAUSE)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
         found.sort(key=by_loss)
         again = [self._estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]

@@ -123,7 +123,7 @@ def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
             names = ", ".join(map(short, found))
             title = f"{names} brought to the size of other layers in layer {layer}"
             cause = f"the values of {names} are scaled"
-            yield WeightReading(title, rewrite, cause, spots(found, layer), is_scale=True)
+            yield WeightReading(title, rewrite, cause, spots(found, layer), True, is_scale=True)
 
 
 def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
@@ -139,12 +139,7 @@ def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
     for (name, parts), layer in product(groups.items(), space.layers):
         title = named(f"{name} divided by the norm before", layer)
         cause = "layer norms are folded into the matrices behind them and kept, so they count twice"
-        yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), layer is not None)
-    for one, other in (HEAD_NORMS, HEAD_NORMS[::-1]):
-        for layer in space.layers:
-            title = named(f"{short(one)} divided by {short(other)}", layer)
-            cause = f"{short(other)} is folded into {short(one)} and kept, so it counts twice"
-            yield WeightReading(title, _divided({one: other}, layer), cause, spots((one,), layer), layer is not None)
+        yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), True)
 
 
 def _divided(norms: Mapping[str, str], layer: int | None) -> Rewrite:
