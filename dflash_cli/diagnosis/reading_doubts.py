@@ -31,6 +31,12 @@ MARGIN, RATIO = 0.15, 1.2
 HALF_GAIN = 0.2
 """One half of an exchange explains as much as the exchange if it gains all but this share of the exchange's gain."""
 
+MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.3, 0.025
+"""The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
+
+GAIN_OF_SCALE = 0.25
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged matrices gain up to a fifth."""
+
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
 
@@ -68,6 +74,8 @@ class ReadingCase:
         best = self.best
         if found := falls_short(best, self.expected):
             return found
+        if best.alternative.is_scale and best.difference < GAIN_OF_SCALE * (best.own_len - 1):
+            return "a scale that gains so little may make up for other damage"
         if best.score.accepted - 1 < RESTORED * (best.score.expected - 1):
             return f"the draft's own probabilities still expect {best.score.expected:.2f} tokens per step"
         return None
@@ -83,7 +91,8 @@ class ReadingCase:
         if item.alternative.is_free or is_alike(item, best) or abs(more) < SAME_LOSS:
             return False
         ratio = WEAKER if self._weakens(item.alternative) else RATIO
-        return more < MARGIN * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
+        margin = MARGIN_OF_SCALE if best.alternative.is_scale else MARGIN
+        return more < margin * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
 
     def _weakens(self, other: AlternativeReading) -> bool:
         """Whether another reading only weakens or leaves out the part of a family that the best one puts in order."""
@@ -143,7 +152,8 @@ class ReadingCase:
         gain = self.train(self.best.alternative)
         if gain is None:
             return "memory does not suffice to check whether a step of training would gain more"
-        if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
+        most = TRAINABLE_OF_SCALE if self.best.alternative.is_scale else TRAINABLE
+        if gain <= most or gain * self.best.score.loss <= MIN_SAVED:
             return None
         return f"a step of training on top of it saves another {gain:.0%} of the loss"
 
