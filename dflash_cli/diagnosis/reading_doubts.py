@@ -35,7 +35,7 @@ MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.3, 0.025
 """The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
 
 GAIN_OF_SCALE = 0.25
-"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged matrices gain up to a fifth."""
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.

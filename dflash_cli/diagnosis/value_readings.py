@@ -1,6 +1,7 @@
 """Readings that change the values of tensors: other scales, signs, bits and zero points, and norms that count twice."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -65,7 +66,8 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
                 cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
                 if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
                     cause = BESIDE
-                yield _scaled(space, f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
+                found = _scaled(space, f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
+                yield replace(found, touches=spots(_equals(part), layer))
 
 
 def _residual_factors(config: DraftConfig) -> set[float]:
@@ -94,9 +96,13 @@ def _scaled(
     return WeightReading(named(title, layer), rewrite, cause, spots(parts, layer), True, is_scale=True)
 
 
-def _names_of_equals(part: str) -> str:
+def _equals(part: str) -> tuple[str, ...]:
     """A part and the part whose scale has the same effect: no run can tell them apart."""
-    return next((" or ".join(map(short, pair)) for pair in EQUAL_SCALES if part in pair), short(part))
+    return next((pair for pair in EQUAL_SCALES if part in pair), (part,))
+
+
+def _names_of_equals(part: str) -> str:
+    return " or ".join(map(short, _equals(part)))
 
 
 def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) -> WeightReading:

@@ -12,6 +12,7 @@ import plant_kinds
 import pytest
 import torch
 from planted_faults.kinds import STRENGTHS, Kind, kinds, order_kinds, owner_kinds, size_kinds
+from planted_faults.layout_kinds import layout_kinds
 from planted_faults.regrouped_kinds import regrouped_kinds
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +25,7 @@ from dflash_runtime.config import DraftConfig
 
 UNDONE: list[tuple[Kind, Any]] = [
     (kind, strength)
-    for group in (regrouped_kinds, order_kinds, owner_kinds, size_kinds)
+    for group in (layout_kinds, regrouped_kinds, order_kinds, owner_kinds, size_kinds)
     for kind in group()
     for strength in STRENGTHS
     if kind.is_undoable
