@@ -31,7 +31,7 @@ MARGIN, RATIO = 0.15, 1.2
 HALF_GAIN = 0.2
 """One half of an exchange explains as much as the exchange if it gains all but this share of the exchange's gain."""
 
-MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.3, 0.025
+MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.2, 0.025
 """The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
 
 GAIN_OF_SCALE = 0.25
