@@ -63,7 +63,7 @@ MAX_RUN = 4
 """The most readings whose steps are counted after the screen."""
 
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
-MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
+MAX_GUESSES, MAX_SCREENED_AGAIN = 20, 16
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
 
 MAX_OF_A_CAUSE = 3

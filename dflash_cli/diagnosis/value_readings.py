@@ -31,12 +31,16 @@ BEFORE, BEHIND = (QUERY, KEY, VALUE, GATE, UP), (OUT, DOWN)
 
 GROUPS = {
     "o_proj and down_proj": BEHIND,
-    "matrices of the MLP": (GATE, UP, DOWN),
     "matrices of layers": (*BEFORE, *BEHIND),
 }
 """Matrices that are scaled together. A scale of all matrices of attention is a scale of v_proj or o_proj."""
 
-WRITTEN = {**GROUPS, "matrices of attention": (QUERY, KEY, VALUE, OUT), "all matrices": MATRICES}
+WRITTEN = {
+    **GROUPS,
+    "matrices of the MLP": (GATE, UP, DOWN),
+    "matrices of attention": (QUERY, KEY, VALUE, OUT),
+    "all matrices": MATRICES,
+}
 """Matrices that are written in the same number format."""
 
 
