@@ -22,7 +22,8 @@ ONE_SIDED = 0.98
 
 MOST_ROWS = 0.5
 
-FEW_ROWS = 8
+ROUNDING = 1e-5
+FEW_ROWS, FEW_SIZES = 8, 3
 SAME_LARGEST = 0.9
 """Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
 
@@ -55,12 +56,13 @@ def scales_were_applied(subject: Subject) -> Iterator[Problem]:
     for name, matrix in _matrices(subject):
         sizes = matrix.float().abs()
         largest = float(sizes.max())
-        if largest in LARGEST:
-            yield Problem(f"{WEIGHTS}:{name}", f"its largest value is {largest:g}, as in {LARGEST[largest]}")
+        form = next((form for value, form in LARGEST.items() if abs(largest / value - 1) < ROUNDING), None)
+        if form is not None:
+            yield Problem(f"{WEIGHTS}:{name}", f"its largest value is {largest:g}, as in {form}")
             continue
         of_rows = sizes.amax(dim=1)
         share = float((of_rows == largest).float().mean())
-        if len(of_rows) >= FEW_ROWS and share > SAME_LARGEST and len(sizes.unique()) > FEW_ROWS:
+        if len(of_rows) >= FEW_ROWS and share > SAME_LARGEST and len(sizes.unique()) > FEW_SIZES:
             yield Problem(f"{WEIGHTS}:{name}", f"{share:.0%} of the rows have the same largest value, {largest:g}")
 
 
