@@ -90,6 +90,9 @@ class ReadingCase:
         more = item.score.loss - best.score.loss
         if item.alternative.is_free or is_alike(item, best) or abs(more) < SAME_LOSS:
             return False
+        # What layers add, times a factor, is nearly the same as embeddings divided by it.
+        if best.factor == "embedding" and item.alternative.is_scale:
+            return False
         ratio = WEAKER if self._weakens(item.alternative) else RATIO
         margin = MARGIN_OF_SCALE if best.alternative.is_scale else MARGIN
         return more < margin * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss

@@ -286,6 +286,15 @@ def test_a_scale_is_no_part_of_several_readings_and_must_gain_much() -> None:
     assert case_of(replace(little, alternative=replace(little.alternative, is_scale=True)), losses).doubt() is not None
 
 
+def test_a_scale_of_layers_does_not_rival_a_scale_of_embeddings() -> None:
+    best, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(4.9, 2.05, rms_norm_eps=1e-3)
+    scale = replace(eps, alternative=replace(eps.alternative, is_scale=True))
+    losses = {"mask_token_id": 2.0, "rms_norm_eps": 2.05, "mask_token_id rms_norm_eps": 2.0}
+    embedding = replace(best, alternative=replace(best.alternative, factor="embedding"))
+    assert case_of(best, losses, scale).doubt() is not None
+    assert case_of(embedding, losses, scale).doubt() is None
+
+
 def test_few_guesses_of_one_cause_are_kept() -> None:
     alike = [result(3.0, 3.0 + number, 0.0, "weights", cause="one") for number in range(5)]
     other = result(3.0, 3.1, 0.0, "weights", cause="other")
