@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.diagnosis.weight_readings import WeightReading, WeightSpace, probes, weight_readings
+from dflash_cli.diagnosis.weight_readings import probes, weight_readings
 from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
+from dflash_cli.diagnosis.weight_space import MOST_LAYERS_ALONE, WeightReading, WeightSpace
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.registry import Registry
 
@@ -216,6 +217,11 @@ def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
     for windows in sorted(set(permutations(own)) - {own}, key=str) if stated and len(own) <= MAX_PERMUTED else ():
         moved = "the attention windows belong to other layers"
         yield changed(space, "window", f"windows {list(windows)}", moved, windows=windows)
+    for layer in range(num_layers) if stated and 1 < num_layers <= MOST_LAYERS_ALONE else ():
+        changed_at = None if own[layer] is not None else min(stated)
+        windows = (*own[:layer], changed_at, *own[layer + 1 :])
+        name = f"{'no window' if changed_at is None else f'a window of {changed_at}'} in layer {layer}"
+        yield changed(space, "window", name, "a layer was trained with another attention window", windows=windows)
     for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
         if width >= space.text_len:
             continue

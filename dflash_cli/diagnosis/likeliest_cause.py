@@ -45,6 +45,9 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     low = next((item for item in report.findings if item.level == "run"), None) if best is None else None
     if best is not None:
         seen = [item for item in about_all if item.level == "weights" and _is_about(item, best)]
+        if not (best.alternative.is_scale or best.alternative.is_neutral):
+            seen = [item for item in seen if item.outcome != "serves"]
+        seen.sort(key=lambda item: item.outcome == "serves")
         return _from_finding(seen[0]) if seen else _from_reading(best, report.findings, f"dflash diagnose {pair}")
     errors = [item for item in about_all if item.severity == "error"]
     is_low = low is not None and low.severity != "info"
@@ -59,7 +62,11 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
 
 def _is_about(finding: Finding, best: ReadingResult) -> bool:
     """Whether a finding is about a tensor that the reading changes."""
-    tensor = finding.location.partition(":")[2].removesuffix(".weight")
+    return any(_is_changed(location, best) for location in (finding.location, *finding.also))
+
+
+def _is_changed(location: str, best: ReadingResult) -> bool:
+    tensor = location.partition(":")[2].removesuffix(".weight")
     layer, _, part = tensor.removeprefix("layers.").partition(".") if tensor.startswith("layers.") else ("", "", tensor)
     return any(part == name and (at is None or str(at) == layer) for name, at in best.alternative.touches)
 

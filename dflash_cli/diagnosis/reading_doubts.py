@@ -4,7 +4,7 @@ Training has minimised the loss under the right reading. So the right reading ha
 change on top of it lowers the loss much, and neither does a step of training.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dflash_cli.diagnosis.alternatives import AlternativeReading
@@ -18,12 +18,24 @@ FURTHER = 0.1
 """Share that another change may still save on top of the right reading, of its loss and of its gain. Training was not
 perfect."""
 
+ELSEWHERE = 0.25
+"""Share of the gain that no other reading may save on top, however little that is of the loss of a weak draft."""
+
 WEAKER = 1.05
 """In parts that only one family has, the ratio for halves of exchanges, and for readings that weaken or leave out the
 part that the best reading puts in order. Drafts hardly miss such parts, and noise has no order that lowers the loss."""
 
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
+
+HALF_GAIN = 0.2
+"""One half of an exchange explains as much as the exchange if it gains all but this share of the exchange's gain."""
+
+MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.2, 0.025
+"""The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
+
+GAIN_OF_SCALE = 0.25
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
@@ -62,6 +74,8 @@ class ReadingCase:
         best = self.best
         if found := falls_short(best, self.expected):
             return found
+        if best.alternative.is_scale and best.difference < GAIN_OF_SCALE * (best.own_len - 1):
+            return "a scale that gains so little may make up for other damage"
         if best.score.accepted - 1 < RESTORED * (best.score.expected - 1):
             return f"the draft's own probabilities still expect {best.score.expected:.2f} tokens per step"
         return None
@@ -76,8 +90,12 @@ class ReadingCase:
         more = item.score.loss - best.score.loss
         if item.alternative.is_free or is_alike(item, best) or abs(more) < SAME_LOSS:
             return False
+        # What layers add, times a factor, is nearly the same as embeddings divided by it.
+        if best.factor == "embedding" and item.alternative.is_scale:
+            return False
         ratio = WEAKER if self._weakens(item.alternative) else RATIO
-        return more < MARGIN * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
+        margin = MARGIN_OF_SCALE if best.alternative.is_scale else MARGIN
+        return more < margin * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
 
     def _weakens(self, other: AlternativeReading) -> bool:
         """Whether another reading only weakens or leaves out the part of a family that the best one puts in order."""
@@ -88,30 +106,66 @@ class ReadingCase:
 
     def _of_halves(self) -> str | None:
         reading = self.best.alternative
-        limit = (RATIO if reading.factor == "weights" else WEAKER) * self.best.score.loss
+        best = self.best.score.loss
+        limit = min(
+            (RATIO if reading.factor == "weights" else WEAKER) * best, best + HALF_GAIN * (self.own.loss - best)
+        )
         has_rival = any(self.score(replace(reading, rewrite=half), True).loss <= limit for half in reading.halves)
         return "one half of the exchange gains as much" if has_rival else None
 
     def _of_more(self) -> str | None:
         """Another exchange of the same kind, in other layers, is tried on top as well."""
+        found = next((item for item, both in self._on_top() if self._saves(both)), None)
+        return None if found is None else f"{found.reading} on top of it gains more"
+
+    def further(self) -> AlternativeReading | None:
+        """The best reading together with the reading that saves most on top of it, if the saving is large.
+
+        Only readings that put something in order are taken together: many scales make up for a part of any fault.
+        """
+        if is_weaker(self.best.alternative):
+            return None
+        tried = [
+            (self.score(both, False).loss, both, item.alternative)
+            for item, both in self._on_top()
+            if not is_weaker(item.alternative)
+        ]
+        found = min(tried, key=lambda item: item[0], default=None)
+        return _together(self.best.alternative, found[2], found[1]) if found and found[0] < self._most() else None
+
+    def _on_top(self) -> Iterator[tuple[ReadingResult, AlternativeReading]]:
         best, touched = self.best, self.best.alternative.touches
         others = [item for item in self.screened if not (is_alike(item, best) and item.alternative.touches == touched)]
         others = [item for item in others if not item.alternative.is_free]
-        before = self.score(best.alternative, False).loss
-        most = min((1 - FURTHER) * before, before - FURTHER * (self.few.loss - before))
         for item in others[: self.on_top]:
             both = combine(best.alternative, item.alternative, self.reading)
-            if both is not None and self.score(both, False).loss < most:
-                return f"{item.reading} on top of it gains more"
-        return None
+            if both is not None:
+                yield item, both
+
+    def _saves(self, both: AlternativeReading) -> bool:
+        return self.score(both, False).loss < self._most()
+
+    def _most(self) -> float:
+        """The loss below which a reading on top of the best one saves much."""
+        before = self.score(self.best.alternative, False).loss
+        gain = self.few.loss - before
+        return before - max(FURTHER * gain, min(FURTHER * before, ELSEWHERE * gain))
 
     def _of_training(self) -> str | None:
         gain = self.train(self.best.alternative)
         if gain is None:
             return "memory does not suffice to check whether a step of training would gain more"
-        if gain <= TRAINABLE or gain * self.best.score.loss <= MIN_SAVED:
+        most = TRAINABLE_OF_SCALE if self.best.alternative.is_scale else TRAINABLE
+        if gain <= most or gain * self.best.score.loss <= MIN_SAVED:
             return None
         return f"a step of training on top of it saves another {gain:.0%} of the loss"
+
+
+def _together(first: AlternativeReading, second: AlternativeReading, both: AlternativeReading) -> AlternativeReading:
+    """Both readings under the names of both. The halves of an exchange are no halves of both."""
+    causes = dict.fromkeys((first.cause, second.cause))
+    touches = first.touches | second.touches
+    return replace(both, name=f"{first.name}, and {second.name}", cause="; ".join(causes), touches=touches, halves=())
 
 
 def is_weaker(reading: AlternativeReading) -> bool:

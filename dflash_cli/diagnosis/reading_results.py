@@ -1,5 +1,6 @@
 """The results of readings: how much a reading gains, and whether the gain explains a draft."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
@@ -155,10 +156,32 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
         return False
     if (one.rewrite is None and other.rewrite is None) or one.cause == other.cause:
         return True
+    # Two orders of the values of the same parts, as norms hardly notice.
+    if (
+        one.touches
+        and one.touches == other.touches
+        and not any(item.is_neutral or item.is_scale or item.halves for item in (one, other))
+    ):
+        return True
+    # An exchange or a scale of parts, and of the same parts with others beside them.
+    is_nested = one.touches < other.touches or other.touches < one.touches
+    if is_nested and ((one.halves and other.halves) or (one.is_scale and other.is_scale)):
+        return True
     # A part that harms in one layer also harms in all layers together.
     return (
         one.is_neutral and other.is_neutral and {part for part, _ in one.touches} == {part for part, _ in other.touches}
     )
+
+
+def of_different_causes(found: Sequence[ReadingResult], most: int) -> list[ReadingResult]:
+    """The results, with at most so many of each cause, in the same order."""
+    counts: Counter[str] = Counter()
+    kept = []
+    for item in found:
+        counts[item.alternative.cause] += 1
+        if counts[item.alternative.cause] <= most:
+            kept.append(item)
+    return kept
 
 
 def combine(

@@ -7,7 +7,7 @@ takes the steps that a run of the pair takes.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class ReadingScreen:
     def __init__(self, texts: KnownTexts, own: DraftConfig) -> None:
         self._texts, self._num_drafts = texts, own.num_draft_tokens
         self._is_anchor_first, num_drafts = own.sample_from_anchor, own.num_draft_tokens
-        self._last: tuple[tuple[object, ...], list[Tensor], KVCache] | None = None
+        self._last: tuple[tuple[object, ...], dict[str, Tensor], KVCache] | None = None
         self._anchors = [
             (index, position)
             for index, (start, end) in enumerate(texts.spans)
@@ -135,7 +135,7 @@ class ReadingScreen:
         assert pair.draft is not None
         config, weights = pair.draft.config, pair.draft_weights or {}
         settings = (config.target_layer_ids, config.rope, config.rms_norm_eps)
-        read = [tensor for name, tensor in weights.items() if OF_CONTEXT.match(name)]
+        read = {name: tensor for name, tensor in weights.items() if OF_CONTEXT.match(name)}
         if self._last is not None and self._last[0] == settings and _are_same(self._last[1], read):
             return self._last[2]
         cache = self._texts.pages.write_context(pair.draft, self._texts.features(config.target_layer_ids))
@@ -143,8 +143,9 @@ class ReadingScreen:
         return cache
 
 
-def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+def _are_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether both have the same tensors under the same names. Readings may exchange names only."""
+    return first.keys() == second.keys() and all(tensor is second[name] for name, tensor in first.items())
 
 
 def mean_loss(losses: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
+from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -40,10 +41,10 @@ from dflash_cli.diagnosis.reading_results import (
     compare,
     confirm,
     find_best,
+    of_different_causes,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
-from dflash_cli.diagnosis.suspect_parts import most_pulled, suspect_spots
-from dflash_cli.diagnosis.weight_rewrites import Spot
+from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UsageError
@@ -62,17 +63,26 @@ MAX_RUN = 4
 """The most readings whose steps are counted after the screen."""
 
 VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 48, 192
-MAX_GUESSES, MAX_SCREENED_AGAIN = 12, 16
+MAX_GUESSES, MAX_SCREENED_AGAIN = 20, 16
 """Guesses are screened at very few anchors; the best guesses and all other readings at few; the best of all at many."""
+
+MAX_OF_A_CAUSE = 3
+"""Guesses with the same cause that are kept. More of them would crowd out the guesses that speak against them."""
 
 MAX_ON_TOP = 24
 """Readings that are tried on top of the best one."""
+
+MAX_TOGETHER = 3
+"""The most readings that are taken together: faults that one mistake planted in several settings."""
 
 MAX_SUSPECTS = 4
 """Norms, and matrices, of single layers and of all layers, that are read in other ways (`suspect_spots`)."""
 
 MAX_PULLED = 5
 """Parts of single layers, and parts of all layers, that are also read in other scales."""
+
+MAX_STRAINED = 3
+"""Matrices of single layers whose values change the loss most, which are read in other ways too."""
 
 EXPECTED_SHARE = 0.25
 """Share of the readings of single parts that are expected to be tried."""
@@ -81,12 +91,6 @@ MAX_HARMFUL = 6
 """Parts that a draft may be better without."""
 
 NUM_RARE_IDS = 96
-
-NEARLY_ALL = 0.75
-"""Share of the drafted tokens from which the block may be shorter than in training."""
-
-LOWER = 0.97
-"""Share of the loss to which the block of training lowers the loss of the first tokens, at least."""
 
 ENOUGH_SHARE = 0.9
 """Share of the drafted tokens above which no part of the draft is suspect."""
@@ -97,9 +101,6 @@ MIN_TEST_PROMPTS = 32
 In the bundled pairs, with 48 tokens per prompt, a gain that matters is 0.14 tokens, and the gain of single prompts has
 a standard deviation of 0.27. With 32 prompts the test finds four of five such gains.
 """
-
-ORDERED, SLIGHT = ("rope", "window", "candidates"), 0.02
-"""Settings with many similar values, and the share of the gain by which short texts cannot tell such values apart."""
 
 MAX_EQUAL = 3
 
@@ -175,15 +176,16 @@ class Searcher:
         own = self._own_score(MANY_ANCHORS)
         screened = self._screened(pooled_acceptance_len(base))
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
-        best = self._usual(find_best(counted), counted, own)
-        best = self._refined(best, base) if best is not None else None
-        longer = self._longer_block(screened, own) if best is None else None
+        best = usual_value(find_best(counted), counted, own, self._readings)
+        best = self._composed(self._refined(best, base), screened, own, base) if best is not None else None
+        longer = longer_block(screened, own, self._own.config) if best is None else None
+        longer = self._counted(longer, base) if longer is not None else None
         if longer is not None and longer.matters:
             best, counted = longer, [longer]
         if best is not None:
             equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
             equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
-            best = replace(best, doubt=self._doubt(best, screened, own), equal=tuple(equal))
+            best = replace(best, doubt=self._case(best, screened, own).doubt(), equal=tuple(equal))
             new = self._new_texts(outputs, best.alternative, is_given=is_given)
             tested = self._tested(best, new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
@@ -240,7 +242,7 @@ class Searcher:
                 length = max(own_len, found[0].score.accepted if found else 1.0)
                 guesses = self._suspected(guesses, length)
                 self._num_planned = self._plan(self._num_probed + len(guesses))
-            best = self._best(guesses, VERY_FEW_ANCHORS)[:MAX_GUESSES]
+            best = of_different_causes(self._best(guesses, VERY_FEW_ANCHORS), MAX_OF_A_CAUSE)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
         found.sort(key=by_loss)
         again = [self._estimate(item.alternative, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
@@ -263,16 +265,13 @@ class Searcher:
         suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
         harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
-        pulled = self._pulled()
+        pulls = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
+        pulled = most_pulled(pulls, self._own.config, MAX_PULLED) if pulls is not None else frozenset()
+        suspects |= most_strained(pulls, self._own.config, MAX_STRAINED) if pulls is not None else frozenset()
         return [
             *harmful,
             *(item for item in guesses if item.touches & (suspects | pulled if item.is_scale else suspects)),
         ]
-
-    def _pulled(self) -> frozenset[Spot]:
-        """Parts of all layers, and parts of single layers, whose scale changes the loss most."""
-        found = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
-        return most_pulled(found, self._own.config, MAX_PULLED) if found is not None else frozenset()
 
     def _is_below(self, own_len: float) -> bool:
         return self._expected is not None and own_len - 1 < ENOUGH_OF_EXPECTED * (self._expected.value - 1)
@@ -296,36 +295,26 @@ class Searcher:
             best = self._counted(replace(better[0], alternative=found), base)
         return best
 
-    def _usual(self, best: ReadingResult | None, counted: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
-        """Of values of one setting with nearly the lowest loss, the usual value: it is listed first."""
-        if best is None or best.factor not in ORDERED:
-            return best
-        limit = best.score.loss + SLIGHT * (own.loss - best.score.loss)
-        near = [item for item in counted if item.factor == best.factor and item.matters and item.score.loss <= limit]
-        return min(near, key=lambda item: self._readings.index(item.alternative))
-
-    def _longer_block(self, screened: Sequence[ReadingResult], own: Score) -> ReadingResult | None:
-        """The longer block to count whole, if nearly every token is accepted and the block harms none of these."""
-        block, num_drafts = self._own.config.block_size, self._own.config.num_draft_tokens
-        if own.accepted - 1 < NEARLY_ALL * num_drafts:
-            return None
-        longer = [
-            replace(item, is_longer=True)
-            for item in screened
-            if item.factor == "block" and item.alternative.config.block_size > block
-            and item.score.loss < LOWER * own.loss
-            and item.score.accepted > own.accepted - (1 - NEARLY_ALL) * num_drafts
-        ]  # fmt: skip
-        if not longer:
-            return None
-        return self._counted(min(longer, key=by_loss), self._screen.walk(self._runner.build(self._own)))
-
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
         return replace(item, acceptance_len=max(1.0, length + item.difference))
 
-    def _doubt(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> str | None:
-        """Why the best reading may not be right; None without a reason."""
+    def _composed(
+        self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score, base: StepCounts
+    ) -> ReadingResult:
+        """The best reading together with others that undo other faults."""
+        for _ in range(MAX_TOGETHER - 1):
+            both = self._case(best, screened, own).further()
+            if both is None:
+                break
+            found = self._counted(self._estimate(both, MANY_ANCHORS), base)
+            if not found.matters or found.score.loss >= best.score.loss:
+                break
+            best = found
+        return best
+
+    def _case(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> ReadingCase:
+        """The best reading, and the means to doubt it."""
         return ReadingCase(
             best,
             self._own,
@@ -336,7 +325,7 @@ class Searcher:
             lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
             self._training_gain,
             self._expected,
-        ).doubt()
+        )
 
     def _training_gain(self, reading: AlternativeReading) -> float | None:
         return _if_memory_suffices(lambda: self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis.reading_results import ReadingResult
-from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, NORMS, PARTS, QKV, Spot, part_of
+from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, MATRICES, NORMS, PARTS, QKV, Spot, part_of
 from dflash_runtime.config import DraftConfig
 
 if TYPE_CHECKING:
@@ -41,6 +41,16 @@ def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) 
         whole[part, None] = sum(map(abs, found))
         single |= {} if part in ENDS else {(part, layer): abs(value) for layer, value in enumerate(found)}
     return frozenset(spot for spots in (whole, single) for spot in sorted(spots, key=lambda at: -spots[at])[:count])
+
+
+def most_strained(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
+    """The matrices of single layers whose values change the loss most, whatever their signs."""
+    found: dict[Spot, float] = {}
+    for part in MATRICES:
+        if part not in ENDS:
+            sizes = [float(item.float().abs().sum()) for item in _values(pulls, config, part)]
+            found |= {(part, layer): size for layer, size in enumerate(sizes)}
+    return frozenset(sorted(found, key=lambda at: -found[at])[:count])
 
 
 def _values(pulls: "Mapping[str, Tensor]", config: DraftConfig, part: str) -> "list[Tensor]":

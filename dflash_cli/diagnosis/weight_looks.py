@@ -9,11 +9,17 @@ from dflash_runtime.config import DraftConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-CENTRE, NEGATIVE = 0.5, 0.05
-"""Offsets from 1 have a median within CENTRE of 0 and at least this share of negative values; factors hardly any."""
+CENTRE, NEGATIVE = 1.5, 0.05
+"""Offsets from 1 have a median within CENTRE of 0 and at least this share of negative values; factors hardly any.
+
+Norms of queries and keys may be trained to factors above 2, so the median of their offsets is above 1.
+"""
 
 LEAST_OF_PLUS_ONE = 0.95
 """A weight to which 1 was added is hardly ever smaller, because trained norms are hardly ever negative."""
+
+TINY, HUGE = 1e-6, 1e4
+"""The median of a trained matrix, by size, lies between these. Bits of another format lie outside."""
 
 UNLIKE = 1.6
 """A tensor may have been scaled if its values are this many times larger or smaller than its siblings'."""
@@ -34,6 +40,12 @@ def _pooled(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequenc
     import torch
 
     return torch.cat([item.float() for part in parts for item in _values(weights, config, part, layer)])
+
+
+def has_odd_bits(weights: "Mapping[str, Tensor]", config: DraftConfig, parts: Sequence[str], layer: int | None) -> bool:
+    """Whether the values of every part are far smaller or larger than trained values are."""
+    medians = [float(item.float().abs().median()) for part in parts for item in _values(weights, config, part, layer)]
+    return all(0 < median < TINY or median > HUGE for median in medians)
 
 
 def scale_beside_siblings(

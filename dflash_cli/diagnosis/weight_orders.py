@@ -1,6 +1,6 @@
 """Regular orders of the rows and columns of a draft's matrices, and of the values of its norms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ QUERY, KEY, VALUE = QKV
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
 
-def _orders(count: int) -> dict[str, Order]:
+def orders(count: int) -> dict[str, Order]:
     """Regular orders of `count` items that are not the order itself."""
     found: dict[str, Order] = {
         "in reverse": rewrites.reverse,
@@ -33,7 +33,10 @@ def _orders(count: int) -> dict[str, Order]:
             found[f"interleaved by {first}"] = rewrites.transposed(first)
             found[f"from {first} interleaved parts"] = rewrites.untransposed(first)
             if count // first > 1 and first > 2:
-                found[f"with {first} parts in reverse"] = rewrites.of_heads(rewrites.reverse, count // first)
+                found[f"with {first} parts in reverse"] = rewrites.of_parts(rewrites.reverse, first)
+                for steps, way in ((1, "by one"), (-1, "back by one")):
+                    rolled = rewrites.of_parts(partial(rewrites.roll, steps), first)
+                    found[f"with {first} parts shifted {way}"] = rolled
             if (count // first) % 2 == 0:
                 found[f"with halves of {first} parts exchanged"] = rewrites.in_parts(rewrites.exchange_halves, first)
     return found
@@ -41,7 +44,7 @@ def _orders(count: int) -> dict[str, Order]:
 
 def _head_orders(count: int, groups: int) -> dict[str, Order]:
     """Orders of heads: every order of a few, else regular ones; and heads tiled over groups instead of repeated."""
-    found = _orders(count) if count > 1 else {}
+    found = orders(count) if count > 1 else {}
     if 1 < count <= MOST_SHUFFLED_HEADS:
         for order in sorted(permutations(range(count)))[1:]:
             found[f"in the order {list(order)}"] = partial(_given, order)
@@ -67,6 +70,18 @@ def _paired_in(num_heads: int, num_rows: int) -> dict[str, Order]:
     }
 
 
+def _by_channel(num_heads: int, size: int = 0) -> dict[str, Order]:
+    """A grid of heads and dimensions in the other order. Without a number of heads, it follows from their `size`."""
+
+    def grid(order: Callable[[int], Order], count: int) -> "Tensor":
+        return order(num_heads or count // size)(count)
+
+    return {
+        "from rows of one dimension of all heads": partial(grid, rewrites.untransposed),
+        "to rows of one dimension of all heads": partial(grid, rewrites.transposed),
+    }
+
+
 def _orders_of_parts(count: int) -> dict[str, Order]:
     """Every order of four equal parts, and exchanges of two of eight neighbouring parts."""
     orders = {order: 4 for order in sorted(permutations(range(4)))[1:]} if count % 4 == 0 else {}
@@ -79,16 +94,6 @@ def _orders_of_parts(count: int) -> dict[str, Order]:
     }
 
 
-def _blocks_of_taps(hidden_size: int, taps: int) -> dict[str, Order]:
-    """The features of the taps by blocks of columns: a block of each tap, then the next block of each tap."""
-    found: dict[str, Order] = {}
-    for size in sorted({2, 4, 8, 16, 32, 64, 128, *(hidden_size // parts for parts in (2, 4, 8, 16))}):
-        if 1 < size < hidden_size and hidden_size % size == 0:
-            found[f"interleaved over taps by {size}"] = rewrites.of_heads(rewrites.transposed(taps), size)
-            found[f"from taps interleaved by {size}"] = rewrites.of_heads(rewrites.untransposed(taps), size)
-    return found
-
-
 def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, Order]]]:
     """Each axis of matrices with the parts that it may have been reordered in, and its orders."""
     size, heads, keys = config.head_dim, config.num_heads, config.num_kv_heads
@@ -96,7 +101,7 @@ def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, O
     def whole(count: int, groups: int) -> dict[str, Order]:
         return {name: rewrites.of_heads(order, size) for name, order in _head_orders(count, groups).items()}
 
-    inside = {name: rewrites.in_heads(order, size) for name, order in _orders(size).items()}
+    inside = {name: rewrites.in_heads(order, size) for name, order in orders(size).items()}
     yield "query heads", {QUERY: 0, OUT: 1}, whole(heads, keys)
     yield "query heads", {QUERY: 0}, whole(heads, keys)
     yield "query heads", {OUT: 1}, whole(heads, keys)
@@ -110,7 +115,17 @@ def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, O
     yield "dimensions of heads", {QUERY: 0}, _paired_in(keys, heads * size)
     yield "dimensions of heads", {VALUE: 0}, inside
     yield "dimensions of heads", {OUT: 1}, inside
-    inner, hidden = _orders(config.intermediate_size), _orders(config.hidden_size)
+    for part, dim in ((QUERY, 0), (KEY, 0), (VALUE, 0), (OUT, 1)):
+        yield "dimensions of heads", {part: dim}, _by_channel(keys if part in {KEY, VALUE} else heads)
+    yield "dimensions of heads", {VALUE: 0, OUT: 1}, _by_channel(0, size)
+    yield "dimensions of heads", {KEY: 0, VALUE: 0}, _by_channel(keys)
+    yield "dimensions of heads", {QUERY: 0, KEY: 0}, _by_channel(0, size)
+    inner, hidden = orders(config.intermediate_size), orders(config.hidden_size)
+    ranks = {name: order for name, order in orders(heads * size).items() if name in inner}
+    yield "input channels", {OUT: 1, DOWN: 1}, ranks
+    smallest = orders(keys * size)
+    ranks = {name: order for name, order in ranks.items() if name in smallest}
+    yield "output channels", {QUERY: 0, KEY: 0, VALUE: 0, GATE: 0, UP: 0}, ranks
     for parts in ({DOWN: 1}, {GATE: 0}, {UP: 0}, {GATE: 0, UP: 0}):
         yield "MLP channels", parts, inner
     for part in (QUERY, KEY, VALUE, GATE, UP):
@@ -118,15 +133,5 @@ def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, O
     for part in (OUT, DOWN, "fc"):
         yield "output channels", {part: 0}, hidden
     yield "output channels", {"fc": 0}, _orders_of_parts(config.hidden_size)
-    taps = config.num_taps
-    if config.hidden_size % taps == 0 or taps > 1:
-        yield "features", {"fc": 1}, {
-            **{f"{name} within each tap": rewrites.in_parts(order, taps) for name, order in hidden.items()},
-            "interleaved over taps": rewrites.transposed(taps),
-            "from interleaved taps": rewrites.untransposed(taps),
-            **_blocks_of_taps(config.hidden_size, taps),
-            "with halves exchanged": rewrites.exchange_halves,
-            "in reverse": rewrites.reverse,
-        }  # fmt: skip
     for norm in (*HEAD_NORMS, *LAYER_NORMS, "hidden_norm", "norm"):
         yield "values", {norm: 0}, {"in reverse": rewrites.reverse, "with halves exchanged": rewrites.exchange_halves}

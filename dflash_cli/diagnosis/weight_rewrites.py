@@ -131,12 +131,12 @@ def order_layers(order: tuple[int, ...]) -> Rewrite:
     return rewrite
 
 
-def unfuse(rows_of: Callable[[DraftConfig], "Tensor"], stacked: str) -> Rewrite:
+def unfuse(rows_of: Callable[[DraftConfig], "Tensor"], stacked: str, layers: Collection[int] | None = None) -> Rewrite:
     """Take the rows of a stacked projection in another order, as if it had been split at the wrong rows."""
 
     def rewrite(weights: "Mapping[str, Tensor]", config: DraftConfig) -> "Mapping[str, Tensor]":
         changed = dict(weights)
-        for name in _named(weights, stacked):
+        for name in _of_layers(_named(weights, stacked), layers):
             changed[name] = weights[name][rows_of(config).to(weights[name].device)]
         return changed
 
@@ -231,6 +231,11 @@ def of_heads(order: Order, head_dim: int) -> Order:
     return lambda count: _arange(count).view(-1, head_dim)[order(count // head_dim)].flatten()
 
 
+def of_parts(order: Order, num_parts: int) -> Order:
+    """Equal parts in another order, each as it is."""
+    return lambda count: of_heads(order, count // num_parts)(count)
+
+
 def in_heads(order: Order, head_dim: int) -> Order:
     """The dimensions of every head in another order."""
     return lambda count: _arange(count).view(-1, head_dim)[:, order(head_dim)].flatten()
@@ -291,8 +296,11 @@ def _tensors(weights: "Mapping[str, Tensor]", part: str, layers: Collection[int]
     if part in ENDS:
         return [f"{part}.weight"]
     stacked = next((name for name, parts in STACKED.items() if part in parts), part)
-    found = _named(weights, stacked)
-    return [name for name in found if layers is None or int(name.split(".")[1]) in layers]
+    return _of_layers(_named(weights, stacked), layers)
+
+
+def _of_layers(names: list[str], layers: Collection[int] | None) -> list[str]:
+    return [name for name in names if layers is None or int(name.split(".")[1]) in layers]
 
 
 def _named(weights: "Mapping[str, Tensor]", stacked: str) -> list[str]:

@@ -107,6 +107,7 @@ class Finding(Traits):
     outcome: Annotated[Outcome, "how engines serve the draft"] = "serves"
     repair: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
     correction: Annotated[str, HIDDEN] = ""
+    also: Annotated[tuple[str, ...], HIDDEN] = ()
 
     def concerns(self, engine: str) -> bool:
         """Whether the finding concerns that engine."""
@@ -120,6 +121,7 @@ class Problem:
     engines      the engines it concerns, if not every engine of the rule
     repair       dotted config key -> the only right value, or REMOVED
     correction   what the user may correct if the evidence convinces them
+    also         other locations of the same problem
     """
 
     location: str
@@ -131,6 +133,7 @@ class Problem:
     engines: tuple[str, ...] | None = None
     repair: Mapping[str, Any] = field(default_factory=dict)
     correction: str = ""
+    also: tuple[str, ...] = ()
 
 
 class _Judged(Protocol):
@@ -220,6 +223,7 @@ class Rule(Traits):
                 outcome=item.outcome or self.outcome or by_severity,
                 repair=item.repair,
                 correction=item.correction,
+                also=item.also,
             )
             for item in problems[:MAX_FINDINGS]
         ]
@@ -279,7 +283,9 @@ def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
         first, rest = group[0], len(group) - 1
         repair = {key: value for item in group for key, value in item.repair.items()}
         places = "place" if rest == 1 else "places"
-        yield replace(first, message=f"{first.message} (and in {rest} more {places})", repair=repair) if rest else first
+        also = tuple(item.location for item in group[1:])
+        message = f"{first.message} (and in {rest} more {places})"
+        yield replace(first, message=message, repair=repair, also=also) if rest else first
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:

@@ -251,8 +251,11 @@ def fc_columns(change: Callable[[Tensor, int], Tensor]) -> Any:
 
 def kinds() -> Iterator[Kind]:
     """All kinds."""
+    from planted_faults.layout_kinds import format_kinds, layout_kinds
     from planted_faults.regrouped_kinds import regrouped_kinds
 
+    yield from layout_kinds()
+    yield from format_kinds()
     yield from regrouped_kinds()
     yield from config_kinds()
     yield from order_kinds()

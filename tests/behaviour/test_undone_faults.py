@@ -12,18 +12,20 @@ import plant_kinds
 import pytest
 import torch
 from planted_faults.kinds import STRENGTHS, Kind, kinds, order_kinds, owner_kinds, size_kinds
+from planted_faults.layout_kinds import layout_kinds
 from planted_faults.regrouped_kinds import regrouped_kinds
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import Role
-from dflash_cli.diagnosis.weight_readings import WeightSpace, weight_readings
+from dflash_cli.diagnosis.weight_readings import weight_readings
+from dflash_cli.diagnosis.weight_space import WeightSpace
 from dflash_runtime.config import DraftConfig
 
 UNDONE: list[tuple[Kind, Any]] = [
     (kind, strength)
-    for group in (regrouped_kinds, order_kinds, owner_kinds, size_kinds)
+    for group in (layout_kinds, regrouped_kinds, order_kinds, owner_kinds, size_kinds)
     for kind in group()
     for strength in STRENGTHS
     if kind.is_undoable

@@ -80,6 +80,7 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     effect="one layer was written twice, or never trained",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters",
+    outcome="drops",
 )
 def layers_differ(subject: Subject) -> Iterator[Problem]:
     """No two layers have the same matrix, bit for bit."""
@@ -114,6 +115,7 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
     effect="the tensor was never trained, or its values were lost",
     fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
+    outcome="drops",
 )
 def values_vary(subject: Subject) -> Iterator[Problem]:
     """The values of every tensor vary.

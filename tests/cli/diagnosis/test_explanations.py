@@ -12,6 +12,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
+from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
     ReadingResult,
     ReadingSearch,
@@ -19,11 +20,12 @@ from dflash_cli.diagnosis.reading_results import (
     compare,
     confirm,
     find_best,
+    of_different_causes,
 )
 from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
-from dflash_cli.diagnosis.run_settings import ExpectedFigure, SearchBudget
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
 from dflash_cli.diagnosis.suspect_parts import suspect_spots
 from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
@@ -227,6 +229,77 @@ def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
     high = ReadingSearch(16, 1000, 6.1, (), 60)
     report = report_of_search(high, finding("N34", "model.safetensors:layers.1.mlp.down_proj.weight"))
     assert diagnose_report(report, draft="d", target="t").has_cause is False
+
+
+def test_a_finding_counts_in_each_of_its_places() -> None:
+    spots = frozenset({("self_attn.v_proj", 2), ("self_attn.o_proj", 2)})
+    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True),), 60)
+    also = ("model.safetensors:layers.2.self_attn.o_proj.weight",)
+    report = report_of_search(search, finding("N41", "model.safetensors:layers.0.mlp.up_proj.weight", also=also))
+    assert diagnose_report(report, draft="d", target="t").rule == "N41"
+
+
+def test_an_order_is_named_before_a_size_beside_other_layers() -> None:
+    spots = frozenset({("mlp.down_proj", 1)})
+    size = replace(finding("N36", "model.safetensors:layers.1.mlp.down_proj.weight"), outcome="serves")
+    for is_scale, rule in ((True, "N36"), (False, None)):
+        tested = result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=is_scale)
+        report = report_of_search(ReadingSearch(16, 1000, 3.1, (tested,), 60), size)
+        assert diagnose_report(report, draft="d", target="t").rule == rule
+
+
+def case_of(best: ReadingResult, losses: dict[str, float], *screened: ReadingResult) -> ReadingCase:
+    """The doubts about a reading. `losses` are those of readings by name; 4.0 as configured."""
+
+    def score(reading: AlternativeReading, _: bool) -> Score:
+        changed = [field for field in ("mask_token_id", "rms_norm_eps") if getattr(reading.config, field) != getattr(
+            bundled_draft().config, field)]  # fmt: skip
+        return Score(6.0, 5.0, losses[" ".join(changed)])
+
+    own = AlternativeReading("", "as it is", bundled_draft().config)
+    return ReadingCase(best, own, Score(3.0, 3.0, 4.0), Score(3.0, 3.0, 4.0), screened, 12, score, lambda _: 0.0)
+
+
+def in_config(length: float, loss: float, **fields: Any) -> ReadingResult:
+    found = result(3.0, length, 1.0, next(iter(fields)))
+    reading = replace(found.alternative, config=replace(found.alternative.config, **fields), cause=f"wrong {fields}")
+    return replace(found, alternative=reading, score=Score(length, length - 1, loss))
+
+
+def test_a_reading_that_saves_much_on_top_is_taken_together_with_the_best() -> None:
+    mask, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(4.0, 3.0, rms_norm_eps=1e-3)
+    losses = {"mask_token_id": 2.0, "rms_norm_eps": 3.0, "mask_token_id rms_norm_eps": 1.0}
+    both = case_of(mask, losses, mask, eps).further()
+    assert both is not None
+    assert (both.config.mask_token_id, both.config.rms_norm_eps) == (7, 1e-3)
+    assert all(item.alternative.cause in both.cause for item in (mask, eps))
+    assert case_of(mask, {**losses, "mask_token_id rms_norm_eps": 1.9}, mask, eps).further() is None
+
+
+def test_a_scale_is_no_part_of_several_readings_and_must_gain_much() -> None:
+    mask, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(4.0, 3.0, rms_norm_eps=1e-3)
+    losses = {"mask_token_id": 2.0, "rms_norm_eps": 3.0, "mask_token_id rms_norm_eps": 1.0}
+    scale = replace(eps, alternative=replace(eps.alternative, is_scale=True))
+    assert case_of(mask, losses, mask, scale).further() is None
+    little = replace(in_config(3.4, 2.0, mask_token_id=7), score=Score(3.4, 2.0, 2.0))
+    assert case_of(little, losses).doubt() is None
+    assert case_of(replace(little, alternative=replace(little.alternative, is_scale=True)), losses).doubt() is not None
+
+
+def test_a_scale_of_layers_does_not_rival_a_scale_of_embeddings() -> None:
+    best, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(4.9, 2.05, rms_norm_eps=1e-3)
+    scale = replace(eps, alternative=replace(eps.alternative, is_scale=True))
+    losses = {"mask_token_id": 2.0, "rms_norm_eps": 2.05, "mask_token_id rms_norm_eps": 2.0}
+    embedding = replace(best, alternative=replace(best.alternative, factor="embedding"))
+    assert case_of(best, losses, scale).doubt() is not None
+    assert case_of(embedding, losses, scale).doubt() is None
+
+
+def test_few_guesses_of_one_cause_are_kept() -> None:
+    alike = [result(3.0, 3.0 + number, 0.0, "weights", cause="one") for number in range(5)]
+    other = result(3.0, 3.1, 0.0, "weights", cause="other")
+    kept = of_different_causes([*alike, other], 3)
+    assert kept == [*alike[:3], other]
 
 
 def test_a_size_beside_other_layers_is_no_cause_without_a_reading() -> None:

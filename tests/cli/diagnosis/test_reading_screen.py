@@ -7,6 +7,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_runner import ReadingRunner
 from dflash_cli.diagnosis.run_settings import SearchBudget
+from dflash_cli.diagnosis.weight_rewrites import order_layers
 from dflash_runtime.config import EngineConfig
 
 
@@ -26,3 +27,17 @@ def test_the_screen_accepts_the_same_tokens_as_the_engine(name: str) -> None:
         assert steps > 2
         assert (tokens, steps) == (sum(lengths[:steps]), steps)
         assert len(lengths) - steps <= draft.config.num_draft_tokens
+
+
+def test_layers_in_another_order_get_their_own_context() -> None:
+    """The reading moves tensors to other names only, after a reading with the same tensors."""
+    draft = open_draft(fetch_directory(TINY, Role.DRAFT))
+    budget = SearchBudget(num_prompts=4, max_new_tokens=16)
+    target = open_target(fetch_directory(TINY, Role.TARGET))
+    runner = ReadingRunner(draft, target, EngineConfig(device="cpu"), budget, longest=None)
+    own = AlternativeReading("", "as configured", draft.config)
+    reversed_layers = AlternativeReading("weights", "reversed", draft.config, rewrite=order_layers((2, 1, 0)))
+    outputs = runner.run(runner.build(own), runner.make_prompts(range(4)))
+    after, alone = (runner.screen(outputs, draft.config.target_layer_ids) for _ in range(2))
+    after.score(runner.build(own), 8)
+    assert after.score(runner.build(reversed_layers), 8) == alone.score(runner.build(reversed_layers), 8)

@@ -17,6 +17,7 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     monkeypatch.setattr(readings, "MAX_RUN", 2)
     monkeypatch.setattr(readings, "MAX_SUSPECTS", 1)
     monkeypatch.setattr(readings, "MAX_PULLED", 1)
+    monkeypatch.setattr(readings, "MAX_STRAINED", 1)
     monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
     monkeypatch.setattr(readings, "FEW_ANCHORS", 24)

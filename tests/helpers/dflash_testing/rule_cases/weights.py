@@ -61,6 +61,18 @@ CASES = [
         tensors=edit(DOWN.partition(":")[2], lambda item: item * (np.arange(24) % 4 != 0).astype("f4")),
     ),
     Case(
+        rule="N40", at=DOWN, names=("one sign",), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item - item.min(axis=1, keepdims=True)),
+    ),
+    Case(
+        rule="N41", at=DOWN, names=("100%", "1"), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item / abs(item).max(axis=1, keepdims=True)),
+    ),
+    Case(
+        rule="N41", at=DOWN, names=("448", "e4m3"), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: item * np.float32(448 / abs(item).max())),
+    ),
+    Case(
         rule="N13", at="model.safetensors:norm.weight", names=("1",), level="weights",
         tensors=edit("norm.weight", lambda item: np.where(np.arange(16) == 3, np.nan, item).astype(np.float32)),
     ),

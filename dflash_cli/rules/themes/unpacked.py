@@ -1,0 +1,87 @@
+"""Looks at values that were unpacked from a smaller number format in the wrong way, for `--level weights`.
+
+Sound drafts may look like this too, so these findings are remarks. `diagnose` names them if acceptance is low.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
+from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.themes.tensors import WEIGHTS
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN = ("BF16", "F16", "F32")
+LARGEST = {448.0: "float8 e4m3", 240.0: "float8 e4m3fnuz", 57344.0: "float8 e5m2", 127.0: "int8", 128.0: "int8"}
+"""The largest values of small number formats."""
+
+ONE_SIDED = 0.98
+"""Share of the values of a row from which they have one sign. About half of trained values are negative."""
+
+MOST_ROWS = 0.5
+
+ROUNDING = 1e-5
+FEW_ROWS, FEW_SIZES = 8, 3
+SAME_LARGEST = 0.9
+"""Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
+
+
+@check_weights(
+    "N40",
+    "info",
+    effect="each row adds a constant times the sum of its inputs, if a zero point was not subtracted",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="asymmetric integer formats store values from a zero point on",
+    outcome="drops",
+)
+def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
+    """Most rows of every matrix have positive and negative values."""
+    for name, matrix in _matrices(subject):
+        if is_one_sided(matrix.float()):
+            yield Problem(f"{WEIGHTS}:{name}", "most rows have values of one sign only")
+
+
+@check_weights(
+    "N41",
+    "info",
+    effect="the matrix has another size than in training, if the scales of a packed format were not applied",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="float8 and integer formats store values divided by scales of tensors or rows",
+    outcome="drops",
+)
+def scales_were_applied(subject: Subject) -> Iterator[Problem]:
+    """No matrix fills the range of a small number format, and its rows have different largest values."""
+    for name, matrix in _matrices(subject):
+        sizes = matrix.float().abs()
+        largest = float(sizes.max())
+        form = next((form for value, form in LARGEST.items() if abs(largest / value - 1) < ROUNDING), None)
+        if form is not None:
+            yield Problem(f"{WEIGHTS}:{name}", f"its largest value is {largest:g}, as in {form}")
+            continue
+        of_rows = sizes.amax(dim=1)
+        share = float((of_rows == largest).float().mean())
+        if len(of_rows) >= FEW_ROWS and share > SAME_LARGEST and len(sizes.unique()) > FEW_SIZES:
+            yield Problem(f"{WEIGHTS}:{name}", f"{share:.0%} of the rows have the same largest value, {largest:g}")
+
+
+def is_one_sided(matrix: "torch.Tensor") -> bool:
+    """Whether most rows of a matrix have values of one sign only."""
+    if matrix.dim() != 2 or min(matrix.shape) < 2:
+        return False
+    share = (matrix < 0).float().mean(dim=1)
+    return float(((share > ONE_SIDED) | (share < 1 - ONE_SIDED)).float().mean()) > MOST_ROWS
+
+
+def _matrices(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Matrices of plain numbers without a tensor of scales beside them, except copies of the target's tensors."""
+    tensors = subject.tensors or {}
+    scaled = {name.rpartition(".weight_scale")[0] for name in tensors if ".weight_scale" in name}
+    names = [
+        name
+        for name, info in tensors.items()
+        if info.dtype in PLAIN and len(info.shape) == 2 and min(info.shape) > 1
+        and name not in {"embed_tokens.weight", "lm_head.weight"} and name.removesuffix(".weight") not in scaled
+    ]  # fmt: skip
+    yield from subject.checkpoint.load_many(names) if subject.checkpoint is not None else ()
