@@ -129,8 +129,9 @@ def time_blocks(sheet: Sheet, batch: int, block: int) -> None:
         time_at_once(sheet, rows, own, stores, blocks, (squares, marks, out), strides)
     rings = cycle([normal(batch, block + 3, WIDTH) for _ in range(12)])
     taps = normal(TAPS, WIDTH)
-    for conv.BLOCK_CHANNELS, conv.BLOCK_WARPS in CONV_BLOCKS:
-        name = f"recent_conv, channels {conv.BLOCK_CHANNELS} warps {conv.BLOCK_WARPS}"
+    for channels, conv.BLOCK_WARPS in CONV_BLOCKS:
+        conv.BLOCK_CHANNELS = conv.SHORT_CHANNELS = channels
+        name = f"recent_conv, channels {channels} warps {conv.BLOCK_WARPS}"
         sheet.time(name, lambda: recent_conv(rows, taps, next(rings), RowRuns(texts, lens)))
     time_norm(sheet, batch * block)
 

@@ -29,6 +29,9 @@ from dflash_kernels.launch_config import (
 BLOCK_CHANNELS, BLOCK_WARPS = 128, 4
 """Channels of a block in one program, and its warps."""
 
+SHORT_ROWS, SHORT_CHANNELS = 4, 256
+"""The same for blocks of at most so many rows."""
+
 CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 16, 128, 4
 """Rows and channels of a chunk in one program, and its warps."""
 
@@ -183,9 +186,10 @@ def recent_conv(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns) -> Te
         num_rows = count // num_runs
         require(num_rows * num_runs == count, "runs", "equally many rows each")
         require(num_rows <= size - num_taps + 1, "ring", f"at least {num_rows + num_taps - 1} rows")
-        _block_conv_kernel[(num_runs, ceil_div(width, BLOCK_CHANNELS))](
+        channels = SHORT_CHANNELS if num_rows <= SHORT_ROWS else BLOCK_CHANNELS
+        _block_conv_kernel[(num_runs, ceil_div(width, channels))](
             rows, weight, ring, out, runs.texts, runs.starts, num_rows, rows.stride(0), size,
-            TILE_R=power_of_2(num_rows), TILE_C=BLOCK_CHANNELS, num_warps=BLOCK_WARPS, **options,
+            TILE_R=power_of_2(num_rows), TILE_C=channels, num_warps=BLOCK_WARPS, **options,
         )  # fmt: skip
         return out
     _chunk_conv_kernel[(ceil_div(count, CHUNK_ROWS), ceil_div(width, CHUNK_CHANNELS))](
