@@ -163,7 +163,7 @@ def _add_correction(state, key, delta, TILE_K: tl.constexpr, TILE_V: tl.constexp
 
 
 @jit
-def _replay_rows(
+def replay_rows(
     state, keys, deltas, decays, text, done, num_replayed, ring_size, key, is_key, value, is_value, group, head,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
     TILE_V: tl.constexpr, TILE_K: tl.constexpr,
@@ -210,7 +210,7 @@ def _delta_rule_kernel(
     place = states + ((text * NUM_HEADS + head) * KEY + key[:, None]) * VALUE + value[None, :]
     # The launch before this one writes neither states nor records: they come from earlier steps.
     num_replayed = (begin - done).to(tl.int32)
-    state = _replay_rows(
+    state = replay_rows(
         tl.load(place, mask=is_element, other=0.0), keys, deltas, decays, text, done, num_replayed, ring_size,
         key, is_key, value, is_value, group, head, NUM_HEADS, NUM_KEYS, VALUE, KEY, TILE_V, TILE_K,
     )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Which snapshots of recurrent states the prefix cache keeps. Host only: knows pages and slots, no tensors.
+
+A hit on a target with recurrent layers continues from a state, so it ends where a snapshot exists. A snapshot belongs
+to a published page and is dropped with it. `SnapshotIndex` hands out a fixed number of slots. When none is free, the
+snapshot that is worth least is replaced: its worth is the number of tokens that a hit did not have to compute, and
+ages by the GreedyDual rule, so that a snapshot nobody uses loses to newer ones.
+Sources: Young 1994, "The k-server dual and loose competitiveness for paging" (GreedyDual); Pan et al. 2025, "Marconi:
+Prefix Caching for the Era of Hybrid LLMs" (snapshots at branches and at the ends of texts).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+SPARE_SHARE = 0.5
+"""The most slots that running requests may hold as spares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The result of a lookup, in pages of a text.
+
+    num_found      pages that the cache holds
+    num_restored   pages before the snapshot that the request continues from
+    num_pages      full pages of the text before its last token: the most that a later lookup can find
+    """
+
+    num_found: int
+    num_restored: int
+    num_pages: int
+
+
+Policy = Callable[[Lookup], Sequence[int]]
+"""The numbers of pages after which a request keeps a snapshot while its prompt runs, in ascending order."""
+
+
+def branches_and_ends(found: Lookup) -> list[int]:
+    """Keep the state where the text leaves the cached texts, and at the end of the prompt.
+
+    The next text with the same beginning then continues from the branch, and the next turn of a conversation from the
+    end. `docs/measurements/snapshots.md` compares policies.
+    """
+    return sorted({item for item in (found.num_found, found.num_pages) if item > found.num_restored})
+
+
+@dataclass(slots=True)
+class Kept:
+    """A snapshot: its slot, the tokens that a hit saves, and its rank, by which the least useful one is replaced."""
+
+    slot: int
+    worth: int
+    rank: float
+
+
+class SnapshotIndex:
+    """Snapshots by page. A slot is free, taken by a request, or has the snapshot of one page."""
+
+    def __init__(self, num_slots: int, policy: Policy = branches_and_ends) -> None:
+        self.num_slots = num_slots
+        self.policy = policy
+        self.most_spares = int(num_slots * SPARE_SHARE)
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages that have a snapshot."""
+        return tuple(self._kept)
+
+    def clear(self) -> None:
+        """Make every slot free."""
+        self._kept: dict[int, Kept] = {}  # by page
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._age = 0.0
+        self.num_spares = 0
+
+    def has(self, page: int) -> bool:
+        """Whether a page has a snapshot."""
+        return page in self._kept
+
+    def depth(self, pages: Sequence[int]) -> int:
+        """The number of pages before the last snapshot among these pages of a text."""
+        return next((count for count in range(len(pages), 0, -1) if pages[count - 1] in self._kept), 0)
+
+    def use(self, page: int) -> int:
+        """The slot of a page's snapshot, which gets its full worth again."""
+        kept = self._kept[page]
+        kept.rank = self._age + kept.worth
+        return kept.slot
+
+    def take(self) -> int | None:
+        """A slot for a new snapshot, or None if requests hold all slots."""
+        if not self._free and self._kept:
+            page = min(self._kept, key=lambda item: self._kept[item].rank)
+            self._age = self._kept[page].rank
+            self.drop(page)
+        return self._free.pop() if self._free else None
+
+    def take_spare(self) -> int | None:
+        """A slot that a request holds while it decodes, or None if enough slots are spares."""
+        slot = self.take() if self.num_spares < self.most_spares else None
+        self.num_spares += slot is not None
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that a request took."""
+        self._free.append(slot)
+
+    def keep(self, page: int, slot: int, worth: int) -> None:
+        """Enter the snapshot of a published page in a slot that was taken. A page keeps its first snapshot."""
+        if page in self._kept:
+            self.give_back(slot)
+        else:
+            self._kept[page] = Kept(slot, worth, self._age + worth)
+
+    def drop(self, page: int) -> None:
+        """Forget the snapshot of a page, if it has one."""
+        kept = self._kept.pop(page, None)
+        if kept is not None:
+            self._free.append(kept.slot)
+
+    def check_integrity(self, taken: Sequence[int]) -> None:
+        """Assert that every slot is in one state. `taken` are the slots that requests hold."""
+        slots = [*self._free, *taken, *(kept.slot for kept in self._kept.values())]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or has two owners"
