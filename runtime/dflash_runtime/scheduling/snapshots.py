@@ -68,6 +68,11 @@ class SnapshotIndex:
         """The pages that have a snapshot."""
         return tuple(self._kept)
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The slots that nobody uses."""
+        return tuple(self._free)
+
     def clear(self) -> None:
         """Make every slot free."""
         self._kept: dict[int, Kept] = {}  # by page
