@@ -118,7 +118,7 @@ class PrefixCache:
             return
         restored = request.restored.position if request.restored is not None else 0
         below = max((position for position in request.keep_at if position < snapshot.position), default=restored)
-        self.snapshots.keep(page, snapshot.slot, snapshot.position - below)
+        self.snapshots.keep(page, snapshot.slot, snapshot.position, below)
 
     def take_slots(self, request: Request, end: int) -> tuple[SnapshotAt, ...]:
         """Slots for the snapshots that a request keeps while it prefills up to `end`."""

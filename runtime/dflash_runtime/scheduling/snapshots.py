@@ -91,7 +91,7 @@ class SnapshotIndex:
     def use(self, page: int) -> int:
         """The slot of a page's snapshot, which gets its full worth again."""
         kept = self._kept[page]
-        kept.rank = self._age + kept.worth
+        kept.rank = self.rank(kept.worth)
         return kept.slot
 
     def take(self) -> int | None:
@@ -112,12 +112,24 @@ class SnapshotIndex:
         """Free a slot that a request took."""
         self._free.append(slot)
 
-    def keep(self, page: int, slot: int, worth: int) -> None:
-        """Enter the snapshot of a published page in a slot that was taken. A page keeps its first snapshot."""
+    def keep(self, page: int, slot: int, position: int, below: int) -> None:
+        """Enter the snapshot of a published page in a slot that was taken. A page keeps its first snapshot.
+
+        It includes `position` rows of its text, and the snapshot before it `below` rows.
+        """
         if page in self._kept:
             self.give_back(slot)
         else:
-            self._kept[page] = Kept(slot, worth, self._age + worth)
+            worth = self.worth(position, below)
+            self._kept[page] = Kept(slot, worth, self.rank(worth))
+
+    def worth(self, position: int, below: int) -> int:
+        """The tokens that a hit of a snapshot saves."""
+        return position - below
+
+    def rank(self, worth: int) -> float:
+        """The rank of a snapshot that is used now."""
+        return self._age + worth
 
     def drop(self, page: int) -> None:
         """Forget the snapshot of a page, if it has one."""
