@@ -95,10 +95,12 @@ class Fit:
     def _parts(self, weights: WeightBytes) -> dict[str, int]:
         """Bytes of each part of the engine's memory, except the target's weights."""
         page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
+        has_snapshots = self.target.recurrence is not None and self.config.prefix_cache
+        kept = self.config.snapshot_memory_bytes if has_snapshots else None
         return {
             "weights of the draft": weights.draft,
             "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
-            "snapshots of states": 0 if self.target.recurrence is None else self.config.snapshot_memory_bytes or 0,
+            **({} if kept is None else {"snapshots of states": kept}),
             "working memory of steps": self._step_bytes(),
         }
 

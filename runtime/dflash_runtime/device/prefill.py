@@ -29,7 +29,7 @@ from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
-from dflash_runtime.device.snapshots import PromptKeeps
+from dflash_runtime.device.snapshot_pool import PromptKeeps
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk

@@ -19,7 +19,7 @@ from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.state_snapshots import LayerMemories
 from dflash_runtime.config import RecurrenceConfig
-from dflash_runtime.device.snapshots import PromptKeeps, SnapshotPool
+from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
