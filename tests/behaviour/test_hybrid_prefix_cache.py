@@ -98,7 +98,7 @@ MODES: dict[str, dict[str, Any]] = {
     "together": {"max_num_requests": 6},
     "in chunks": {"max_num_requests": 3, "max_batched_tokens": 24},
     "in odd chunks": {"max_num_requests": 4, "max_batched_tokens": 37},
-    "few slots": {"max_num_requests": 4, "slots": 3},
+    "few slots": {"max_num_requests": 4, "slots": 4},
     "few pages": {"max_num_requests": 4, "num_pages": 120},
 }
 DEFAULT = {("together", "async"), ("in chunks", "async"), ("few slots", "sync"), ("few pages", "async")}

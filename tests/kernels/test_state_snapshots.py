@@ -48,7 +48,7 @@ def test_snapshots_equal_states_after_as_many_rows(keep: Callable[..., None], pa
     before = torch.full((4,), 6, device=device)
     rows = normal(LAYERS, 4, 7 + BLOCK, WIDTH)
     gates = normal(2, 4, 7 + BLOCK, HEADS, seed=1)
-    parameters = (normal(HEADS, seed=3).sub(2.0), normal(HEADS, seed=4))
+    parameters = normal(HEADS, seed=3).sub(2.0), normal(HEADS, seed=4)
 
     def filled(counts: list[int]) -> LayerMemories:
         """Memories after these blocks of rows."""
@@ -56,9 +56,9 @@ def test_snapshots_equal_states_after_as_many_rows(keep: Callable[..., None], pa
         state_lens = done.clone()
         for count in counts:
             part = slice(int(done[0]), int(done[0]) + count)
-            run(memories, rows[:, :, part].flatten(1, 2).contiguous(),
-                Gates(*(item[:, part].flatten(0, 1).contiguous() for item in gates), *parameters),
-                texts, state_lens, done)  # fmt: skip
+            decay, beta = (item[:, part].flatten(0, 1).contiguous() for item in gates)
+            inputs = rows[:, :, part].flatten(1, 2).contiguous()
+            run(memories, inputs, Gates(decay, beta, *parameters), texts, state_lens, done)
             state_lens, done = done.clone(), done + count
         return memories
 

@@ -11,7 +11,7 @@ Prefix Caching for the Era of Hybrid LLMs" (snapshots at branches and at the end
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-SPARE_SHARE = 0.5
+SPARE_SHARE = 0.25
 """The most slots that running requests may hold as spares."""
 
 

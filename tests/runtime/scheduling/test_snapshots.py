@@ -58,8 +58,8 @@ def test_slots_of_requests_are_not_replaced() -> None:
     assert index.take() == slots[0]
 
 
-def test_requests_hold_at_most_half_of_the_slots_as_spares() -> None:
-    index = SnapshotIndex(5)
+def test_requests_hold_at_most_a_quarter_of_the_slots_as_spares() -> None:
+    index = SnapshotIndex(11)
     assert [index.take_spare() is None for _ in range(3)] == [False, False, True]
 
 
