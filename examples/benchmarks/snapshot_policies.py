@@ -3,10 +3,13 @@
     python3 examples/benchmarks/snapshot_policies.py [--conversations 150] [--concurrency 16] [--seed 0]
         [--shares 1,5,25] [--slots 64,128,256] [--pool 100] [--every-policy] [--out rows.jsonl]
 
-The scheduler and the prefix cache run as in an engine, with invented results. The load mixes conversations over a few
-system prompts (in half of them the client leaves the start of each answer out of the next prompt, as clients of
-reasoning models do), questions to few-shot prompts that share parts of their examples, prompts that are asked twice,
-and prompts of their own.
+The scheduler and the prefix cache run as in an engine, with invented results. The load mixes:
+
+    conversations   over a few system prompts; half of the clients leave the start of each answer out of the next
+                    prompt, as clients of reasoning models do
+    few-shot        questions to prompts that share parts of their examples
+    repeated        prompts that are asked twice
+    alone           prompts without a common beginning
 
 Without a limit every page has a state. `hits` is the number of cached tokens divided by the number without a limit.
 `states` is the number of slots divided by the most states without a limit. With `--pool` below 100, KV pages hold that
@@ -115,7 +118,7 @@ class Mix:
         yield Turn(prompt, self._tokens(50, 300), 0)
 
     def _interleaved(self, scripts: Sequence[Sequence[Turn]]) -> Iterator[Turn]:
-        """Turns of scripts that begin at random times, with other turns between those of a script."""
+        """Turns of scripts that begin at random times. Turns of other scripts come between the turns of a script."""
         timed = [
             (begin + 0.03 * number, script, number)
             for script, begin in ((index, self._random.random()) for index in range(len(scripts)))

@@ -30,7 +30,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A hybrid target with random weights in float64, and a draft whose tokens are sometimes right."""
+    """A hybrid target, and a draft whose tokens are sometimes right."""
 
     target: Target
     draft: Draft
@@ -48,7 +48,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid target with random weights."""
     path = tmp_path_factory.mktemp("hybrid")
     model = make_model(path, "qwen3_5_text", initializer_range=0.15)
     with torch.no_grad():
@@ -56,8 +57,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
             if name.endswith("A_log"):
                 parameter.sub_(6.0)  # the states of random weights forget a text within a few tokens
     model.save_pretrained(path)
-    target = load_target(open_target(path), placement(torch.float64))
-    return Pair(target, random_draft(target, torch.float64, rope=RopeConfig(theta=10_000.0)))
+    return path
+
+
+def load(path: Path, dtype: torch.dtype) -> Pair:
+    target = load_target(open_target(path), placement(dtype))
+    return Pair(target, random_draft(target, dtype, rope=RopeConfig(theta=10_000.0)))
+
+
+@pytest.fixture(scope="module")
+def pair(path: Path) -> Pair:
+    return load(path, torch.float64)
 
 
 def check(found: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> None:
@@ -275,6 +285,21 @@ def test_an_engine_hits_as_often_as_the_simulation(pair: Pair, slots: int) -> No
     most = sum(unlimited.run(turns))
     assert slots < 0.25 * len(unlimited.cache)
     assert sum(found) >= (0.8 if slots == 38 else 0.5) * most > 0
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+def test_triton_kernels_continue_from_snapshots(path: Path) -> None:
+    """Two turns beside a prompt with the same beginning, in chunks. The plain text has no near ties in float32."""
+    pair, params = load(path, torch.float32), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    llm = pair.llm(kernels="triton", max_num_requests=2, max_batched_tokens=40)
+    given = (pair.prompt(30), (*pair.prompt(21), *pair.prompt(60, seed=1)))
+    first = llm.generate(given, params)
+    turns = tuple((*prompt, *item.token_ids, 5, 6, 7) for prompt, item in zip(given, first, strict=True))
+    second = llm.generate(turns, params)
+    assert [item.num_cached for item in second] == [32, 84]
+    for prompts, outputs in ((given, first), (turns, second)):
+        assert [item.token_ids for item in outputs] == [item.token_ids for item in pair.cold(prompts, params)]
 
 
 class TestPoisoned:

@@ -90,10 +90,10 @@ class PromptKeeps:
 
     snapshots: Snapshots
     rounds: tuple[Round, ...]
-    slots: Tensor  # [K * (S - 1)], the slot of each row before a boundary
-    columns: Tensor  # [K * (S - 1)], its place in the snapshot
+    slots: Tensor  # [K * (S - 1)], the slot for each row before a boundary
+    columns: Tensor  # [K * (S - 1)], the index of the row in the snapshot
     flat: Tensor  # [K * (S - 1)], its flat row, if the row is in this step
-    earlier: tuple[Tensor, Tensor, Tensor] | None  # otherwise whether it is, its text, and its place in the ring
+    earlier: tuple[Tensor, Tensor, Tensor] | None  # whether the row is in this step, else its text and ring index
 
     @classmethod
     def lay_out(

@@ -25,7 +25,7 @@ Prompts behind it in the queue may be admitted meanwhile."""
 class PrefixCache:
     """The pages of one pair by digest. With `is_enabled` false it finds and publishes nothing.
 
-    `snapshots` are those of a target with recurrent layers, otherwise None.
+    `snapshots` is the index of snapshots for a target with recurrent layers, otherwise None.
     """
 
     def __init__(self, pool: PagePool, *, is_enabled: bool = True, snapshots: SnapshotIndex | None = None) -> None:
@@ -110,7 +110,7 @@ class PrefixCache:
         request.num_published = max(request.num_published, num_full)
 
     def keep(self, request: Request, snapshot: SnapshotAt) -> None:
-        """Enter a snapshot of a request's text, whose pages up to there are published."""
+        """Enter a snapshot of a request's text. The pages before its position must be published."""
         assert self.snapshots is not None
         page = self._pages.get(self._digest(request, snapshot.position // self._pool.page_size - 1))
         if page is None:

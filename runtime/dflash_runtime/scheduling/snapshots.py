@@ -1,9 +1,9 @@
 """Which snapshots of recurrent states the prefix cache keeps. Host only: knows pages and slots, no tensors.
 
 A hit on a target with recurrent layers continues from a state, so it ends where a snapshot exists. A snapshot belongs
-to a published page and is dropped with it. `SnapshotIndex` hands out a fixed number of slots. When none is free, the
-snapshot that is worth least is replaced: its worth is the number of tokens that a hit did not have to compute, and
-ages by the GreedyDual rule, so that a snapshot nobody uses loses to newer ones.
+to a published page and is dropped with it. `SnapshotIndex` hands out a fixed number of slots. If all are in use, the
+snapshot with the lowest worth is replaced. The worth is the number of tokens that a hit saves. It ages by the
+GreedyDual rule, so that an unused snapshot loses to newer ones.
 Sources: Young 1994, "The k-server dual and loose competitiveness for paging" (GreedyDual); Pan et al. 2025, "Marconi:
 Prefix Caching for the Era of Hybrid LLMs" (snapshots at branches and at the ends of texts).
 """
