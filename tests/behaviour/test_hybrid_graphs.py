@@ -1,5 +1,6 @@
 """Captured steps of targets with recurrent layers give the same tokens and drafts as uncaptured steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp
         assert traces(llm.generate(given, params)) == wanted
     assert traces(llm.generate(given, params)) == wanted
     assert sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured) >= 1
+
+
+def test_a_chunk_that_keeps_a_snapshot_has_no_room() -> None:
+    """A captured step runs each chunk of a prompt in one launch of the delta rule."""
+    llm = small_llm(has_draft=False)
+    llm.engine.scheduler.add(Request(index=0, prompt_token_ids=tuple(range(9)), params=SamplingParams()))
+    (chunk,) = llm.engine.scheduler.schedule(is_drained=True).chunks
+    assert [keep.position for keep in chunk.keeps] == [8]
+    room = llm.engine.runner._room(16)
+    assert not room.holds([chunk])
+    assert room.holds([replace(chunk, keeps=())])
 
 
 def gpu_llm(dtype: str, *, has_draft: bool = True, **engine: Any) -> LLM:

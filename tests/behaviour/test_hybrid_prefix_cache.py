@@ -241,6 +241,59 @@ def test_stopped_and_aborted_requests_give_their_slots_back(pair: Pair) -> None:
     settle(llm)
 
 
+def test_slots_of_a_step_that_is_forgotten_are_free(pair: Pair) -> None:
+    """Aborting the last request and restarting both forget the steps in flight, whose chunks write into slots."""
+    llm = pair.llm(max_num_requests=2)
+    scheduler = llm.engine.scheduler
+    for forget in (scheduler.abort, scheduler.restart):
+        request = Request(index=0, prompt_token_ids=pair.prompt(30), params=PARAMS)
+        scheduler.add(request)
+        (chunk,) = scheduler.schedule(is_drained=True).chunks
+        assert [keep.position for keep in chunk.keeps] == [28]
+        assert request.spare is not None
+        forget()
+        assert request.spare is None
+        assert not request.keeping
+        settle(llm)
+        scheduler.abort()
+        settle(llm)
+
+
+def test_an_aborted_answer_that_queued_steps_continue_keeps_no_state(pair: Pair) -> None:
+    """The device may have passed a later boundary than the tokens that were committed."""
+    for count in range(3, 11):
+        prompt, found = pair.prompt(30, seed=count), list[int]()
+        llm = pair.llm(scheduling="async")
+        stream = llm.stream([prompt], PARAMS)
+        while len(found) < count:
+            found += next(stream).token_ids
+        stream.close()
+        other = (*prompt, *found, *pair.prompt(9))
+        check(llm.generate([other], PARAMS), pair.cold((other,)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_an_answer_that_passes_no_boundary_keeps_no_state(pair: Pair, num_tokens: int) -> None:
+    """The answer begins at a boundary, whose state is not in the request's spare slot."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    prompt, llm = pair.prompt(28), pair.llm()
+    (output,) = llm.generate([prompt], params)
+    other = (*prompt, *output.token_ids, *pair.prompt(9, seed=1))
+    (found,) = llm.generate([other], PARAMS)
+    assert found.num_cached == 24
+    check([found], pair.cold((other,)))
+
+
+@pytest.mark.parametrize("num_before", range(1, 5))
+def test_a_boundary_shortly_after_the_begin_of_a_chunk(pair: Pair, num_before: int) -> None:
+    """The convolution needs rows of the chunk before, which the ring loses in this step."""
+    given = tuple((*pair.prompt(44), *pair.prompt(60, seed=index)) for index in (1, 2, 3))
+    llm = pair.llm(max_num_requests=1, max_batched_tokens=44 - num_before)
+    outputs = llm.generate(given, PARAMS)
+    assert [item.num_cached for item in outputs] == [0, 0, 44]
+    check(outputs, pair.cold(given))
+
+
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_requests_restart_without_snapshots_after_a_failed_step(
     pair: Pair, scheduling: str, monkeypatch: pytest.MonkeyPatch
