@@ -1,11 +1,11 @@
 """Copy the state of a text at the last page boundary that its block passed, for all recurrent layers in one launch.
 
-A stored state ends where the last block began, and the block's rows are records (`delta_rule.py`). The state at a
-boundary among the accepted rows is the stored state with the records before the boundary replayed, by the same
-operations in the same order as in the next block. A program without a boundary ends at once.
+The rows after a stored state are records (`delta_rule.py`). The state at a boundary among the accepted rows is the
+stored state with the records before the boundary replayed, by the same operations in the same order as in the next
+block. A program without a boundary ends at once.
 
 Axis letters: R requests, L layers, B texts, M rows of a ring, H value heads, G key heads, V and K sizes of a value and
-a key, C channels, S taps, N snapshots.
+a key, P tiles of T columns of a state, C channels, S taps, N snapshots.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import DeltaMemory, replay_rows
+from dflash_kernels.delta_rule import STATE_TILE, DeltaMemory, replay_rows, state_places, state_tiles, whole_states
 from dflash_kernels.launch_config import ELEMENT_TILE, check_tensors, jit, power_of_2, require, tl
 
 
@@ -21,7 +21,7 @@ class LayerMemories(NamedTuple):
     """The memory of every text in all recurrent layers; see `DeltaMemory` and `recent_conv`."""
 
     states: Tensor
-    """[L, B, H, K, V] float32"""
+    """[L, B, H, P, K, T] float32"""
     keys: Tensor
     """[L, B, M, G, K] float32"""
     deltas: Tensor
@@ -40,7 +40,7 @@ class Snapshots(NamedTuple):
     """Copies of states and of the rows before the next row."""
 
     states: Tensor
-    """[N, L, H, K, V] float32"""
+    """[N, L, H, P, K, T] float32"""
     latest: Tensor
     """[N, L, S - 1, C], oldest row first"""
 
@@ -69,13 +69,13 @@ def keep_passed_ref(memories: LayerMemories, passed: PassedRows, snapshots: Snap
         boundary = after // page_size * page_size
         if slot < 0 or boundary <= before:
             continue
-        state = memories.states[:, text]
+        state = whole_states(memories.states[:, text], memories.deltas.shape[4])
         for position in range(done, boundary):
             place = position % size
             key = memories.keys[:, text, place].repeat_interleave(repeat, 1)[..., None]
             decay, delta = memories.decays[:, text, place], memories.deltas[:, text, place]
             state = state * decay.exp()[..., None, None] + key * delta[:, :, None]
-        snapshots.states[slot] = state
+        snapshots.states[slot] = state_tiles(state)
         for index in range(num_latest):
             snapshots.latest[slot, :, index] = memories.rings[:, text, (boundary - num_latest + index) % num_rows]
 
@@ -95,24 +95,23 @@ def _keep_passed_kernel(
         group = head // (NUM_HEADS // NUM_KEYS)
         value, key = tl.arange(0, TILE_V), tl.arange(0, TILE_K)
         is_value, is_key = value < VALUE, key < KEY
-        is_element = is_key[:, None] & is_value[None, :]
-        inside = key[:, None] * VALUE + value[None, :]
+        source, is_home = state_places(states, text * NUM_HEADS + head, key, value, VALUE, KEY)
+        home, _ = state_places(kept_states, (slot * num_layers + layer) * NUM_HEADS + head, key, value, VALUE, KEY)
         state = replay_rows(
-            tl.load(states + (text * NUM_HEADS + head) * KEY * VALUE + inside, mask=is_element, other=0.0),
+            tl.load(source, mask=is_home, other=0.0),
             keys, deltas, decays, text, done, (boundary - done).to(tl.int32), ring_size,
             key, is_key, value, is_value, group, head, NUM_HEADS, NUM_KEYS, VALUE, KEY, TILE_V, TILE_K,
         )  # fmt: skip
-        home = (slot * num_layers + layer) * NUM_HEADS + head
-        tl.store(kept_states + home * KEY * VALUE + inside, state, mask=is_element)
+        tl.store(home, state, mask=is_home)
         # Each head's program copies a part of the channels.
         for index in tl.static_range(NUM_LATEST):
             position = boundary - NUM_LATEST + index
-            source = rings + (text * num_ring_rows + (position + num_ring_rows) % num_ring_rows) * WIDTH
+            row = rings + (text * num_ring_rows + (position + num_ring_rows) % num_ring_rows) * WIDTH
             target = kept_latest + ((slot * num_layers + layer) * NUM_LATEST + index) * WIDTH
             for first in range(head * TILE_C, WIDTH, NUM_HEADS * TILE_C):
                 channel = first + tl.arange(0, TILE_C)
                 is_channel = channel < WIDTH
-                tl.store(target + channel, tl.load(source + channel, mask=is_channel, other=0.0), mask=is_channel)
+                tl.store(target + channel, tl.load(row + channel, mask=is_channel, other=0.0), mask=is_channel)
 
 
 def keep_passed(memories: LayerMemories, passed: PassedRows, snapshots: Snapshots, page_size: int) -> None:
@@ -130,6 +129,6 @@ def keep_passed(memories: LayerMemories, passed: PassedRows, snapshots: Snapshot
         _keep_passed_kernel[(len(passed.texts), num_heads, num_layers)](
             *memories, *passed, *snapshots, num_texts, num_layers, page_size, size, num_rows,
             NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size, WIDTH=width,
-            NUM_LATEST=num_latest, TILE_V=power_of_2(value_size), TILE_K=power_of_2(key_size),
-            TILE_C=ELEMENT_TILE, num_warps=8,
+            NUM_LATEST=num_latest, TILE_V=power_of_2(memories.states.shape[3] * STATE_TILE),
+            TILE_K=power_of_2(key_size), TILE_C=ELEMENT_TILE, num_warps=8,
         )  # fmt: skip
