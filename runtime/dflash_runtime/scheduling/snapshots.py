@@ -10,9 +10,13 @@ Prefix Caching for the Era of Hybrid LLMs" (snapshots at branches and at the end
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 SPARE_SHARE = 0.25
 """The most slots that running requests may hold as spares."""
+
+MOST_OUTDATED = 64
+"""Outdated entries of the order of snapshots that are kept besides one for each snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,15 @@ def branches_and_ends(found: Lookup) -> list[int]:
 
 @dataclass(slots=True)
 class Kept:
-    """A snapshot: its slot, the tokens that a hit saves, and its rank, by which the least useful one is replaced."""
+    """A snapshot: its slot, the tokens that a hit saves, its rank, and the number of its last use.
+
+    The snapshot with the lowest rank is replaced, among equals the one with the oldest use.
+    """
 
     slot: int
     worth: int
     rank: float
+    last_use: int = 0
 
 
 class SnapshotIndex:
@@ -76,6 +84,8 @@ class SnapshotIndex:
     def clear(self) -> None:
         """Make every slot free."""
         self._kept: dict[int, Kept] = {}  # by page
+        self._order: list[tuple[float, int, int]] = []  # a heap of rank, number of use and page, some of them outdated
+        self._num_uses = 0
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._age = 0.0
         self.num_spares = 0
@@ -92,14 +102,16 @@ class SnapshotIndex:
         """The slot of a page's snapshot, which gets its full worth again."""
         kept = self._kept[page]
         kept.rank = self.rank(kept.worth)
+        self._enqueue(page, kept)
         return kept.slot
 
     def take(self) -> int | None:
         """A slot for a new snapshot, or None if requests hold all slots."""
-        if not self._free and self._kept:
-            page = min(self._kept, key=lambda item: self._kept[item].rank)
-            self._age = self._kept[page].rank
-            self.drop(page)
+        while not self._free and self._kept:
+            item = heappop(self._order)
+            if self._is_current(item):
+                self._age, _, page = item
+                self.drop(page)
         return self._free.pop() if self._free else None
 
     def take_spare(self) -> int | None:
@@ -121,7 +133,8 @@ class SnapshotIndex:
             self.give_back(slot)
         else:
             worth = self.worth(position, below)
-            self._kept[page] = Kept(slot, worth, self.rank(worth))
+            self._kept[page] = kept = Kept(slot, worth, self.rank(worth))
+            self._enqueue(page, kept)
 
     def worth(self, position: int, below: int) -> int:
         """The tokens that a hit of a snapshot saves."""
@@ -136,6 +149,19 @@ class SnapshotIndex:
         kept = self._kept.pop(page, None)
         if kept is not None:
             self._free.append(kept.slot)
+
+    def _enqueue(self, page: int, kept: Kept) -> None:
+        """Enter the rank of a snapshot. Outdated entries are removed when they are many."""
+        self._num_uses += 1
+        kept.last_use = self._num_uses
+        heappush(self._order, (kept.rank, kept.last_use, page))
+        if len(self._order) > 2 * len(self._kept) + MOST_OUTDATED:
+            self._order = [item for item in self._order if self._is_current(item)]
+            heapify(self._order)
+
+    def _is_current(self, item: tuple[float, int, int]) -> bool:
+        _, number, page = item
+        return page in self._kept and self._kept[page].last_use == number
 
     def check_integrity(self, taken: Sequence[int]) -> None:
         """Assert that every slot is in one state. `taken` are the slots that requests hold."""

@@ -49,6 +49,20 @@ def test_a_snapshot_that_is_used_stays() -> None:
         assert index.use(1) == slot
 
 
+def test_the_order_of_replacement_stays_small() -> None:
+    """Each use enters a snapshot anew. The order is that of the latest ranks."""
+    index = SnapshotIndex(3)
+    for page, position in ((1, 50), (2, 40), (3, 60)):
+        kept(index, page, position)
+    for _ in range(1000):
+        index.use(1)
+    assert len(index._order) < 200
+    for page in (4, 5, 6):
+        kept(index, page, 1000)
+    assert index.pages == (4, 5, 6)
+    index.check_integrity([])
+
+
 def test_slots_of_requests_are_not_replaced() -> None:
     index = SnapshotIndex(2)
     slots = [taken(index), taken(index)]
