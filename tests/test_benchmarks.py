@@ -20,6 +20,7 @@ import hosted
 import load
 import products
 import short_prompts
+import snapshot_policies
 import step_time
 import tune_times
 from dflash_cli.checkpoints.references import tiny_directory
@@ -102,6 +103,21 @@ def test_steps_are_timed_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("full pool", 64),
     ]  # fmt: skip
     assert all(row["ms"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_snapshot_policies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chosen policy has 0.8 of the hits without a limit in 5% of its states. States after every page have not."""
+    out = tmp_path / "policies.jsonl"
+    given = ["--conversations", "10", "--shares", "5", "--slots", "32", "--every-policy"]
+    assert snapshot_policies.main([*given, "--out", str(out)]) == 0
+    limit, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 0.5 * limit["tokens"] < limit["cached"] < limit["tokens"]
+    assert len(rows) == len(snapshot_policies.ARMS) + 1
+    hits = {(row["policy"], row["answers"], row["replaced"]): row["hits"] for row in rows[:-1]}
+    chosen = snapshot_policies.CHOSEN
+    assert all(0 < value <= 1 for value in hits.values())
+    assert hits[chosen.name, chosen.keeps_answers, chosen.replaces] > 0.8 > hits["every page", True, chosen.replaces]
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 

@@ -36,6 +36,8 @@ class GenerateDocument:
     target: str | None
     num_speculative_tokens: int
     num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: Annotated[int, "prompt tokens that were found in the prefix cache"]
     seconds: float
     counts: Annotated[AcceptanceCounts, INLINE]
     verify_width_histogram: Annotated[Mapping[int, int], "number of steps by verified rows; 1 is plain decoding"]
@@ -61,6 +63,8 @@ def generate_document(
         target=session.references["target"],
         num_speculative_tokens=tally.num_speculative_tokens,
         num_tokens=tally.num_tokens,
+        num_prompt_tokens=sum(len(answer.output.prompt_token_ids) for answer in answers),
+        num_cached_tokens=sum(answer.output.num_cached for answer in answers),
         seconds=round(seconds, 6),
         counts=tally.counts,
         verify_width_histogram=count_widths(tally.outputs),

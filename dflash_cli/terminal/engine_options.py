@@ -13,6 +13,7 @@ CONFIG_FIELDS = {
     "concurrency": "max_num_requests",
     "kv_memory": "kv_memory_bytes",
     "prefix_store_size": "prefix_store_bytes",
+    "snapshot_memory": "snapshot_memory_bytes",
     "num_speculative_tokens": "num_draft_tokens",
 }
 """Option -> the field of the engine's config that it sets, if they have different names."""
@@ -62,6 +63,14 @@ class EngineOptions(DeviceOptions):
             help="Reuse the KV of prompts that begin with the same tokens.",
         ),
     ] = True  # fmt: skip
+    snapshot_memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_setting=False,
+            help="Memory for recurrent states that the prefix cache of a hybrid target keeps. Default: 8 states per "
+            "concurrent request, at most a quarter of the KV memory.",
+        ),
+    ] = None  # fmt: skip
     prefix_store: Annotated[
         str | None,
         Option(

@@ -45,6 +45,7 @@ from dflash_kernels.row_changes import (
 )
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import locate_rows, locate_rows_ref
+from dflash_kernels.state_snapshots import keep_passed, keep_passed_ref
 from dflash_kernels.step_rows import (
     Bounds,
     RowState,
@@ -85,6 +86,7 @@ class Kernels:
     delta_rule: Callable[..., Tensor]
     delta_blocks: Callable[..., Tensor]
     delta_prompts: Callable[..., Tensor]
+    keep_passed: Callable[..., None]
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
@@ -120,6 +122,7 @@ REFERENCE = Kernels(
     delta_rule=delta_rule_ref,
     delta_blocks=delta_blocks_ref,
     delta_prompts=delta_prompts_ref,
+    keep_passed=keep_passed_ref,
     gated_norm=gated_norm_ref,
     output_gate=output_gate_ref,
     open_step=open_step_ref,
@@ -155,6 +158,7 @@ _TRITON = Kernels(
     delta_rule=delta_rule,
     delta_blocks=delta_blocks,
     delta_prompts=delta_prompts,
+    keep_passed=keep_passed,
     gated_norm=gated_norm,
     output_gate=output_gate,
     open_step=open_step,

@@ -410,6 +410,8 @@ class EngineConfig:
                              if a family supports the target, otherwise transformers.
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
+    snapshot_memory_bytes    memory for states of recurrent layers that the prefix cache keeps; by default 8 for each
+                             request that runs at a time, in at most a quarter of the KV memory
     prefix_store             the folder that keeps prompts for later runs of the same pair
     prefix_store_bytes       the size of that folder above which the pages used least recently are removed, 64 GiB
     seed                     seeds of requests without a seed are derived from it; with None it is random
@@ -428,6 +430,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
+    snapshot_memory_bytes: int | None = None
     prefix_store: str | None = None
     prefix_store_bytes: int | None = None
     scheduling: str = "async"
@@ -445,7 +448,7 @@ class EngineConfig:
         for name in ("max_num_requests", "page_size", "max_in_flight"):
             _check_setting(name, getattr(self, name), least=1)
         for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes",
-                     "prefix_store_bytes"):  # fmt: skip
+                     "snapshot_memory_bytes", "prefix_store_bytes"):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_setting(name, getattr(self, name), least=0 if name == "num_draft_tokens" else 1)
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -21,7 +21,7 @@ from dflash_runtime.checkpoint.tokenizer import Tokenizer
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair, load_pair
-from dflash_runtime.device.memory import fit_num_pages
+from dflash_runtime.device.memory import fit_num_pages, fit_num_snapshots
 from dflash_runtime.device.pair_fingerprint import fingerprint
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
@@ -36,6 +36,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
+from dflash_runtime.scheduling.snapshots import SnapshotIndex
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
 from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
@@ -81,10 +82,11 @@ class LLM:
         self.pair = pair = target if isinstance(target, LoadedPair) else load_pair(target, draft, config)
         draft_config = pair.draft.config if pair.draft is not None else None
         num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
+        num_snapshots = fit_num_snapshots(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
         pages = PagePool(num_pages, pair.config.page_size)
-        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache)
+        cache, self._without_snapshots = make_cache(pair, pages, num_snapshots)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
-        runner = Runner(pair, num_pages)
+        runner = Runner(pair, num_pages, num_snapshots)
         self._store, self._without_store = open_store(pair, lambda: self.fingerprint, runner.porter)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         scheduler.load.keeps_to_ridge = pair.has_graphs
@@ -118,7 +120,8 @@ class LLM:
         """Warnings about the pair, about features that were switched off, and about steps that run slower."""
         runner = self.engine.runner
         shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
-        return (*self.pair.warnings, *(item for item in (self._without_store, *shortages) if item is not None))
+        without = (self._without_snapshots, self._without_store, *shortages)
+        return (*self.pair.warnings, *(item for item in without if item is not None))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -356,10 +359,23 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         return None
 
 
+def make_cache(pair: LoadedPair, pages: PagePool, num_snapshots: int) -> tuple[PrefixCache, Notice | None]:
+    """The prefix cache, and a warning if it is off because memory holds no state of recurrent layers."""
+    if not pair.has_prefix_cache or pair.target.config.recurrence is None:
+        return PrefixCache(pages, is_enabled=pair.has_prefix_cache), None
+    if num_snapshots:
+        return PrefixCache(pages, snapshots=SnapshotIndex(num_snapshots)), None
+    notice = Notice("the prefix cache is off: its memory holds no state of the recurrent layers", id="no-snapshots")
+    logger.warning(notice)
+    return PrefixCache(pages, is_enabled=False), notice
+
+
 def open_store(
     pair: LoadedPair, find_fingerprint: Callable[[], Fingerprint], porter: PagePorter
 ) -> tuple[PrefixStore | None, Notice | None]:
-    """The store that keeps prompts between runs, or None without one, and a warning if the prefix cache is off.
+    """The store that keeps prompts between runs, or None without one, and a warning if it cannot be used.
+
+    It needs the prefix cache. It has no states, so a target with recurrent layers could not continue from its pages.
 
     Raises:
         UsageError: the path of the store is a file.
@@ -372,8 +388,9 @@ def open_store(
             "is a file, expected a folder",
             id="prefix-store-is-a-file", path=folder, field="prefix_store", found=str(folder), expected="a folder",
         )  # fmt: skip
-    if not pair.has_prefix_cache:
-        notice = Notice(f"prompts are not kept in {folder}: the prefix cache is off", id="no-prefix-store")
+    if not pair.has_prefix_cache or pair.target.config.recurrence is not None:
+        why = "it does not hold the states of recurrent layers" if pair.has_prefix_cache else "the prefix cache is off"
+        notice = Notice(f"prompts are not kept in {folder}: {why}", id="no-prefix-store")
         logger.warning(notice)
         return None, notice
     max_bytes = pair.config.prefix_store_bytes or STORE_BYTES

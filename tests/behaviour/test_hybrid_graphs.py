@@ -1,5 +1,6 @@
 """Captured steps of targets with recurrent layers give the same tokens and drafts as uncaptured steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,20 @@ def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp
     assert sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured) >= 1
 
 
+def test_a_chunk_that_keeps_a_snapshot_has_no_room() -> None:
+    """A captured step runs each chunk of a prompt in one launch of the delta rule."""
+    llm = small_llm(has_draft=False)
+    llm.engine.scheduler.add(Request(index=0, prompt_token_ids=tuple(range(9)), params=SamplingParams()))
+    (chunk,) = llm.engine.scheduler.schedule(is_drained=True).chunks
+    assert [keep.position for keep in chunk.keeps] == [8]
+    room = llm.engine.runner._room(16)
+    assert not room.holds([chunk])
+    assert room.holds([replace(chunk, keeps=())])
+
+
 def gpu_llm(dtype: str, *, has_draft: bool = True, **engine: Any) -> LLM:
-    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 400, "max_num_requests": 4} | engine
+    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 400, "max_num_requests": 4}
+    settings |= {"prefix_cache": False} | engine  # hits change the number of rows of a forward
     draft = open_draft(PAIR / "draft") if has_draft else None
     return LLM(open_target(PAIR / "target"), draft, EngineConfig(**settings))
 
@@ -109,6 +122,23 @@ def test_captured_steps_equal_uncaptured_steps(has_draft: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_hits_change_no_text(has_draft: bool) -> None:
+    """Snapshots are restored before captured steps, and written by them."""
+    given: dict[str, Any] = {"has_draft": has_draft, "page_size": 8}
+    beginning = random_prompts((50,), 90)[0]
+    llm, without = (gpu_llm("float32", prefix_cache=is_on, **given) for is_on in (True, False))
+    prompts_ = [beginning + prompt for prompt in prompts(llm.limits.vocab_size)]
+    for _ in range(2):
+        outputs, wanted = (item.generate(prompts_, answers()) for item in (llm, without))
+        assert [item.token_ids for item in outputs] == [item.token_ids for item in wanted]
+        assert sum(item.num_cached for item in outputs) >= 48 * (len(prompts_) - 4)
+        turns = zip(prompts_, outputs, strict=True)
+        prompts_ = [[*prompt, *item.token_ids, 5, 6, 7] for prompt, item in turns]
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.gpu
 def test_texts_equal_the_cpu() -> None:
     on_cpu = LLM(
         open_target(PAIR / "target"), open_draft(PAIR / "draft"),
@@ -119,7 +149,7 @@ def test_texts_equal_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_no_step_waits_for_the_device() -> None:
-    llm = gpu_llm("bfloat16", max_batched_tokens=40)
+    llm = gpu_llm("bfloat16", max_batched_tokens=40, prefix_cache=True)
     said(llm)  # warm up: compile kernels and fill allocators
     for index, (prompt, params) in enumerate(zip(prompts(llm.limits.vocab_size), answers(), strict=True)):
         llm.engine.add(Request(index=index, prompt_token_ids=tuple(prompt), params=params))

@@ -13,6 +13,7 @@ from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tile
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
+from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.distributions import reject_probs
@@ -192,6 +193,17 @@ def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states.to(BFLOAT)
 
 
+def keep_passed(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    keys, deltas, decays = at["records"].split((D, H * D, H), -1)
+    records = (at["states"], keys.unflatten(-1, (1, D)), deltas.unflatten(-1, (H, D)), -decays.abs(), at["ring"])
+    kept = Snapshots(torch.zeros_like(at["states"])[:, None], at["ring"].new_zeros(R, 1, 3, at["ring"].shape[2]))
+    begin, end = at["places"], at["places"] + at["replayed"]
+    passed = PassedRows(at["texts"], at["texts"].flip(0).contiguous(), begin, begin, end)
+    memories = LayerMemories(*(item[None].contiguous() for item in records))
+    kernels.keep_passed(memories, passed, kept, 2)
+    return kept.states.to(BFLOAT), kept.latest
+
+
 def convolve_recent(kernels: Kernels, at: Inputs, *, has_blocks: bool) -> tuple[Tensor, ...]:
     ring = at["ring"].clone()
     firsts, counts, starts, texts, _ = at["chunks"]
@@ -229,6 +241,7 @@ CALLS: dict[str, Call] = {
     "delta_rule": delta_rule,
     "delta_blocks": lambda k, at: tuple(item.to(BFLOAT) for item in delta_rule(k, at, is_at_once=True)),
     "delta_prompts": delta_prompts,
+    "keep_passed": keep_passed,
     "gated_norm": lambda k, at: (
         k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][0, :D].contiguous(), 1e-6),
     ),

@@ -69,12 +69,8 @@ class LoadedPair:
 
     @property
     def has_prefix_cache(self) -> bool:
-        """Whether prompts with the same beginning share pages.
-
-        A target with its own cache keeps its KV elsewhere, and the state of recurrent layers is not in pages.
-        """
-        config = self.target.config
-        return self.config.prefix_cache and config.own_cache is None and config.recurrence is None
+        """Whether prompts with the same beginning share pages. A target with its own cache keeps its KV elsewhere."""
+        return self.config.prefix_cache and self.target.config.own_cache is None
 
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The pair with another config for the draft, and the draft's loaded weights."""

@@ -12,7 +12,7 @@ import torch
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
-from dflash_runtime.device.recurrent import state_bytes
+from dflash_runtime.device.recurrent import snapshot_bytes, state_bytes
 from dflash_runtime.device.row_buckets import row_buckets
 from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
@@ -34,6 +34,13 @@ GRAPH_BYTES = 4 * 2**20
 
 NUM_GRAPHS = 64
 """Expected CUDA graphs per verify width: the buckets of a usual run times its kinds of sampling."""
+
+
+SNAPSHOT_SHARE = 0.25
+"""The most of the KV memory that snapshots of recurrent states take by default."""
+
+SNAPSHOTS_PER_REQUEST = 8
+"""Snapshots of recurrent states for each request that runs at a time, if memory holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +95,12 @@ class Fit:
     def _parts(self, weights: WeightBytes) -> dict[str, int]:
         """Bytes of each part of the engine's memory, except the target's weights."""
         page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
+        has_snapshots = self.target.recurrence is not None and self.config.prefix_cache
+        kept = self.config.snapshot_memory_bytes if has_snapshots else None
         return {
             "weights of the draft": weights.draft,
             "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
+            **({} if kept is None else {"snapshots of states": kept}),
             "working memory of steps": self._step_bytes(),
         }
 
@@ -135,12 +145,10 @@ def fit_num_pages(
     token_bytes = _token_bytes(target, draft, placement)
     page_bytes = max(1, config.page_size * token_bytes)
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
-    budget = config.kv_memory_bytes
-    if budget is None:
-        withheld = scratch_bytes(config, target, draft, limits, placement) + text_bytes(target, limits, placement.dtype)
-        share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
-        budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
-        logger.info("%s reserved for steps", _gib(withheld))
+    budget = _kv_budget(config, target, draft, limits, placement)
+    if target.recurrence is not None:
+        num_snapshots = fit_num_snapshots(config, target, draft, limits, placement)
+        budget -= num_snapshots * snapshot_bytes(target.recurrence, placement.dtype)
     affordable = max(0, budget) // page_bytes
     needed = _least_pages(config, limits)
     if affordable < needed:
@@ -151,6 +159,34 @@ def fit_num_pages(
             hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
         )  # fmt: skip
     return min(wanted, affordable)
+
+
+def fit_num_snapshots(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
+) -> int:
+    """Snapshots of recurrent states for the prefix cache, which take a part of the KV memory.
+
+    0 without recurrent layers or without the prefix cache.
+    """
+    if target.recurrence is None or not config.prefix_cache:
+        return 0
+    size = snapshot_bytes(target.recurrence, placement.dtype)
+    if config.snapshot_memory_bytes is not None:
+        return config.snapshot_memory_bytes // size
+    budget = int(SNAPSHOT_SHARE * _kv_budget(config, target, draft, limits, placement))
+    return max(0, min(SNAPSHOTS_PER_REQUEST * limits.max_num_requests, budget // size))
+
+
+def _kv_budget(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
+) -> int:
+    """Bytes for KV pages and snapshots: as the config says, or the free memory that steps do not need."""
+    if config.kv_memory_bytes is not None:
+        return config.kv_memory_bytes
+    withheld = scratch_bytes(config, target, draft, limits, placement) + text_bytes(target, limits, placement.dtype)
+    share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
+    logger.info("%s reserved for steps", _gib(withheld))
+    return int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
 
 
 def scratch_bytes(

@@ -29,6 +29,7 @@ from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
+from dflash_runtime.device.snapshot_pool import PromptKeeps
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
@@ -165,7 +166,8 @@ class PromptLayout:
             self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
         )
         cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-        memory = self.recall(cuts, len(plan.segments), len(token_ids))
+        keeps = self._keeps(filled, plan.segments)
+        memory = self.recall(cuts, len(plan.segments), len(token_ids), keeps)
         attend = RaggedAttention(
             self.kernels, self.cache, self.state.page_table, cut, self.config.windows, slots, memory
         )
@@ -176,11 +178,20 @@ class PromptLayout:
             rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
         )  # fmt: skip
 
-    def recall(self, ints: Tensor, num_chunks: int, num_rows: int) -> PromptRecall | None:
+    def recall(
+        self, ints: Tensor, num_chunks: int, num_rows: int, keeps: PromptKeeps | None = None
+    ) -> PromptRecall | None:
         """The memory of recurrent layers for chunks that are given as `chunk_ints`. None without recurrent layers."""
         if self.states is None:
             return None
-        return PromptRecall.of(self.states, PromptChunks.cut(ints, num_chunks), num_rows)
+        return PromptRecall.of(self.states, PromptChunks.cut(ints, num_chunks), num_rows, keeps)
+
+    def _keeps(self, chunks: Sequence[Chunk], segments: Sequence[Segment]) -> PromptKeeps | None:
+        """The snapshots that these chunks keep, if any."""
+        if self.states is None or not any(chunk.keeps for chunk in chunks):
+            return None
+        ring_rows = self.states.all_layers.rings.shape[2]
+        return PromptKeeps.lay_out(self.states.pool, chunks, segments, ring_rows, self.upload)
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:

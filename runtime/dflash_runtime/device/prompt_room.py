@@ -50,10 +50,11 @@ class PromptRoom:
         self._ints = layout.upload.ints([value for values in lists for value in values])
 
     def holds(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether these chunks fit. The last chunk of a resumed request never fits."""
+        """Whether these chunks fit. The last chunk of a resumed request and chunks that keep snapshots never fit."""
         num_rows = sum(chunk.end - chunk.start for chunk in chunks)
         is_resuming = any(chunk.is_last and is_resumed(chunk.request) for chunk in chunks)
-        return not is_resuming and len(chunks) <= self._num_prompts and num_rows <= self.num_rows
+        is_keeping = any(chunk.keeps for chunk in chunks)
+        return not (is_resuming or is_keeping) and len(chunks) <= self._num_prompts and num_rows <= self.num_rows
 
     def fill(self, chunks: Sequence[Chunk]) -> tuple[Request, ...]:
         """Copy chunks into the room -> the requests that end their prefill, in the order of their results."""

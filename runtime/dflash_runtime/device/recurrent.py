@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
-from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, DeltaMemory, Gates, empty_states
+from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, Gates, empty_states, room_for
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
+from dflash_kernels.state_snapshots import LayerMemories
 from dflash_runtime.config import RecurrenceConfig
+from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
@@ -41,7 +43,15 @@ class RecurrentStates:
     is faster for many requests.
     """
 
-    def __init__(self, config: RecurrenceConfig, num_texts: int, block_rows: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: RecurrenceConfig,
+        num_texts: int,
+        block_rows: int,
+        placement: Placement,
+        num_snapshots: int = 0,
+        page_size: int = 1,
+    ) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
         self.is_exact = True
@@ -50,19 +60,22 @@ class RecurrentStates:
         keys = (config.num_key_heads, config.key_size)
 
         def zeros(*shape: int, dtype: torch.dtype = self.wide) -> Tensor:
-            return torch.zeros((num_texts, *shape), dtype=dtype, device=placement.device)
+            return torch.zeros((len(config.layers), num_texts, *shape), dtype=dtype, device=placement.device)
 
-        self.memories = {
-            layer: DeltaMemory(
-                empty_states(num_texts, heads, config.key_size, values, self.wide, placement.device),
-                zeros(size, *keys),
-                zeros(size, heads, values),
-                zeros(size, heads),
-            )
-            for layer in config.layers
-        }
-        rows = max(block_rows, 1) + config.num_taps - 1
-        self.rings = {layer: zeros(rows, config.num_channels, dtype=placement.dtype) for layer in config.layers}
+        states = empty_states(
+            len(config.layers) * num_texts, heads, config.key_size, values, self.wide, placement.device
+        )  # fmt: skip
+        self.all_layers = LayerMemories(
+            states.unflatten(0, (len(config.layers), num_texts)),
+            zeros(size, *keys),
+            zeros(size, heads, values),
+            zeros(size, heads),
+            zeros(max(block_rows, 1) + config.num_taps - 1, config.num_channels, dtype=placement.dtype),
+        )
+        by_layer = {layer: self.all_layers.of_layer(index) for index, layer in enumerate(config.layers)}
+        self.memories = {layer: memory for layer, (memory, _) in by_layer.items()}
+        self.rings = {layer: ring for layer, (_, ring) in by_layer.items()}
+        self.pool = SnapshotPool(config, self.all_layers, num_snapshots, page_size, placement)
         self.holders: dict[int, Request] = {}  # the last request of each row
         self.state_lens = torch.zeros(num_texts, dtype=torch.int64, device=placement.device)
 
@@ -152,21 +165,33 @@ class PromptRecall:
     states: RecurrentStates
     prompts: PromptChunks
     runs: RowRuns
+    keeps: PromptKeeps | None = None
 
     @classmethod
-    def of(cls, states: RecurrentStates, prompts: PromptChunks, num_rows: int) -> "PromptRecall":
+    def of(
+        cls, states: RecurrentStates, prompts: PromptChunks, num_rows: int, keeps: PromptKeeps | None = None
+    ) -> "PromptRecall":
         """Chunks whose flat rows follow each other. Rows after the last chunk are padding."""
         firsts, counts, starts, texts, _ = prompts.chunks
         flat = torch.arange(num_rows, device=firsts.device)
         of_rows = torch.searchsorted(firsts + counts, flat, right=True).clamp(max=len(firsts) - 1)
-        return cls(states, prompts, RowRuns(texts, starts, firsts, counts, of_rows))
+        return cls(states, prompts, RowRuns(texts, starts, firsts, counts, of_rows), keeps)
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
-        states, runs = self.states, self.runs
+        states, runs, keeps = self.states, self.runs, self.keeps
+        index = states.config.layers.index(layer)
+        if keeps is not None:
+            keeps.keep_rows(index, rows, states.rings[layer])
         mixed = states.kernels.recent_conv(rows, taps, states.rings[layer], runs)
         memory, heads = states.memories[layer].states, states.config.num_key_heads
-        found = states.kernels.delta_prompts(mixed, gates, memory, heads, self.prompts, out)
+        if keeps is None:
+            found = states.kernels.delta_prompts(mixed, gates, memory, heads, self.prompts, out)
+        else:
+            found = room_for(mixed, states.config.num_value_heads, states.config.value_size) if out is None else out
+            for item in keeps.rounds:
+                states.kernels.delta_prompts(mixed, gates, memory, heads, item.prompts, found)
+                keeps.keep_states(index, memory, item)
         if states.is_last(layer):
             assert runs.counts is not None
             states.state_lens[runs.texts] = runs.starts + runs.counts
@@ -181,11 +206,22 @@ def recall_alone(config: RecurrenceConfig | None, num_rows: int, placement: Plac
     return PromptRecall.of(RecurrentStates(config, 1, 1, placement), PromptChunks.cut(ints, 1), num_rows)
 
 
+def snapshot_bytes(config: RecurrenceConfig, dtype: torch.dtype) -> int:
+    """Bytes of one snapshot."""
+    states = _state_numbers(config) * torch.promote_types(dtype, torch.float32).itemsize
+    return len(config.layers) * (states + (config.num_taps - 1) * config.num_channels * dtype.itemsize)
+
+
+def _state_numbers(config: RecurrenceConfig) -> int:
+    """Numbers in the state of one layer, with the padding of its last tile."""
+    columns = -(-config.value_size // STATE_TILE) * STATE_TILE
+    return config.num_value_heads * columns * config.key_size
+
+
 def state_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -> int:
     """Bytes of one text's memory in all recurrent layers."""
     wide = torch.promote_types(dtype, torch.float32).itemsize
     record = config.keys_width + config.values_width + config.num_value_heads
-    columns = -(-config.value_size // STATE_TILE) * STATE_TILE
-    numbers = config.num_value_heads * columns * config.key_size + (MOST_REPLAYED + 2 * block_rows) * record
+    numbers = _state_numbers(config) + (MOST_REPLAYED + 2 * block_rows) * record
     ring = (block_rows + config.num_taps - 1) * config.num_channels
     return len(config.layers) * (numbers * wide + ring * dtype.itemsize)

@@ -64,7 +64,7 @@ Results = list[tuple[Sequence[Request], Tensor | None]]
 class Runner:
     """Runs batches on one device. Without a draft (K = 0) it decodes plainly."""
 
-    def __init__(self, pair: LoadedPair, num_pages: int) -> None:
+    def __init__(self, pair: LoadedPair, num_pages: int, num_snapshots: int = 0) -> None:
         self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
         self.kernels = pair.placement.kernels
         self.device = pair.placement.device
@@ -83,7 +83,11 @@ class Runner:
         self._upload = Uploader(self.device)
         recurrence, block_rows = self.target.config.recurrence, self.limits.num_lookahead_tokens
         num_texts = self.limits.max_num_requests + 1
-        self.states = RecurrentStates(recurrence, num_texts, block_rows, pair.placement) if recurrence else None
+        self.states = None
+        if recurrence is not None:
+            self.states = RecurrentStates(
+                recurrence, num_texts, block_rows, pair.placement, num_snapshots, page_size
+            )  # fmt: skip
         self._layout = PromptLayout(
             self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
             self.states,
@@ -139,6 +143,7 @@ class Runner:
             self.texts.drop_ended()
         if self.states is not None:
             self.states.hold(batch.admitted)
+            self.states.pool.admit(batch.admitted, self.states.state_lens, self._upload)
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
@@ -327,6 +332,8 @@ class Runner:
         packed, slots = self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
+        if self.states is not None:
+            self.states.pool.keep_passed(blocks.rows, step, self.state, self.states.state_lens)
         return with_confidences(packed, proposal.confidences), slots
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request import Request, SnapshotAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class PageAddition:
 class Chunk:
     """Positions `[start, end)` of a request to prefill. After its last chunk the request decodes.
 
-    Only the last chunk of a resumed request can be empty. The last token of a prompt always runs.
+    Only the last chunk of a resumed request can be empty. The last token of a prompt always runs. `keeps` are the
+    snapshots to take at positions in `(start, end]`, in order.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class Chunk:
     end: int
     is_last: bool
     generation: int
+    keeps: tuple[SnapshotAt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
@@ -190,6 +190,13 @@ class Refusal:
     num_freed: int
 
 
+class SnapshotAt(NamedTuple):
+    """A snapshot of recurrent states: the rows that it includes, and its slot."""
+
+    position: int
+    slot: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt on its way through the engine. Only the scheduler changes it.
@@ -212,6 +219,10 @@ class Request:
     is_loading      those rows are still loading, or the request is not switched on yet
     is_sending      the request has ended and holds its pages until they are handed off
     prefill_len     `rows_to_prefill` when the request got its row
+    restored        the snapshot that it continues from, for a target with recurrent layers
+    keep_at         positions after which its prompt keeps a snapshot
+    keeping         slots of snapshots that queued steps write, by position
+    spare           the slot in which decode steps keep the state at the last page boundary
 
     Raises:
         RequestError: a token id is not an integer.
@@ -251,6 +262,10 @@ class Request:
     prefill_len: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    restored: SnapshotAt | None = None
+    keep_at: set[int] = field(default_factory=set)
+    keeping: dict[int, int] = field(default_factory=dict)
+    spare: int | None = None
     _prompt_bytes: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
@@ -307,6 +322,8 @@ class Request:
         self.pages = []
         self.num_shared = self.num_published = 0
         self.prefilled_len = 0
+        self.restored = None
+        self.keep_at = set()
 
     def commit(self, token_ids: Iterable[int], max_model_len: int) -> None:
         """Append committed tokens and set the finish reason. The device has already cut them at stops and limits."""

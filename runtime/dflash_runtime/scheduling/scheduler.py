@@ -154,6 +154,9 @@ class Scheduler:
         request = chunk.request
         if request.row is not None and request.generation == chunk.generation:
             self.cache.publish(request, chunk.end)
+            for keep in chunk.keeps:
+                del request.keeping[keep.position]
+                self.cache.keep(request, keep)
 
     def finish_loading(
         self,
@@ -219,13 +222,14 @@ class Scheduler:
             request.row = None
             request.num_in_flight = 0
             request.is_loading = False
+            request.keeping, request.spare = {}, None
             request.forget_pages()
         self._waiting = deque(request for request in self._live if not request.is_sending)
 
     def check_integrity(self) -> None:
         """Assert that pages, references, cache and rows are consistent, as they must be between steps."""
         self.pages.check_integrity([request.pages for request in (*self._running, *self._sending)])
-        self.cache.check_integrity()
+        self.cache.check_integrity(self._running)
         rows = [request.row for request in self._running]
         assert len(set(rows)) == len(rows)
         assert {*rows, *self._free_rows} == set(range(self.limits.max_num_requests))
@@ -303,7 +307,7 @@ class Scheduler:
         """
         is_alone = not (self._running or self._sending)
         last = request.refusal
-        if not is_alone and last is not None and not self.cache.has_page(request, last.num_found):
+        if not is_alone and last is not None and not self.cache.finds_more(request, last.num_found):
             if last.num_freed != self.pages.num_freed:  # the idle pages may have changed: none is the best case
                 request.refusal = replace(last, num_idle=0, num_freed=self.pages.num_freed)
             if not self.room.has_room(request, self._running):
@@ -325,7 +329,8 @@ class Scheduler:
         """
         end = request.prefilled_len + num_rows
         is_last = end == request.prefill_len
-        chunk = Chunk(request, request.prefilled_len, end, is_last, request.generation)
+        keeps = self.cache.take_slots(request, end)
+        chunk = Chunk(request, request.prefilled_len, end, is_last, request.generation, keeps)
         request.prefilled_len = end
         if chunk.is_last and not request.output_token_ids:
             request.num_in_flight += 1  # its first token
@@ -339,6 +344,7 @@ class Scheduler:
             request.num_cached = request.prefilled_len
         self._generations[row] += 1
         request.generation = self._generations[row]
+        self.cache.enter_row(request)
         self._running.append(request)
         if request.pages:
             self._additions.append(PageAddition(row, 0, self.pages.run_ending_with(request.pages[-1])))
@@ -386,6 +392,7 @@ class Scheduler:
 
     def _leave_row(self, request: Request) -> None:
         assert request.row is not None
+        self.cache.leave_row(request)
         self._running.remove(request)
         request.is_loading = False
         if request in self._loaded:

@@ -20,6 +20,7 @@ from dflash_runtime.metrics import request_metrics
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
+from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 PROMPT = "def fibonacci(n):"
@@ -68,6 +69,21 @@ def test_rows_hold_the_output_of_the_runtime(expected: RequestOutput) -> None:
         "rejected_ids": list(expected.rejected_ids),
         "metrics": to_json(request_metrics(expected, 7)),
     }
+
+
+@pytest.mark.parametrize(("option", "share"), [(None, 0.25), ("--no-prefix-cache", 0)])
+def test_json_counts_prompt_tokens_found_in_the_cache_of_a_hybrid(
+    option: str | None, share: float, tmp_path: Path
+) -> None:
+    """The second of two equal prompts of 64 tokens finds its first pages of 32."""
+    pair, prompts = ROOT / "tests/data/pairs/hybrid", tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt_token_ids": [5 + index % 40 for index in range(64)]})
+    prompts.write_text(f"{line}\n{line}\n")
+    given = ["--draft", str(pair / "draft"), "--target", str(pair / "target"), "--prompts", str(prompts)]
+    options = ["-n", "4", "--page-size", "32", "--snapshot-memory", "64M", "--concurrency", "1", "--json"]
+    document = json.loads(run(*given, *options, *([option] if option else [])).stdout)
+    assert document["num_prompt_tokens"] == 128
+    assert document["num_cached_tokens"] == 128 * share
 
 
 def test_json_is_one_document_with_vllms_names(expected: RequestOutput) -> None:

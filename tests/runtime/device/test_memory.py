@@ -23,6 +23,7 @@ from dflash_runtime.config import (
     ExpertsConfig,
     MarkovConfig,
     OwnCache,
+    RecurrenceConfig,
     RopeConfig,
     SelectorConfig,
     TargetConfig,
@@ -35,11 +36,13 @@ from dflash_runtime.device.memory import (
     Fit,
     WeightBytes,
     fit_num_pages,
+    fit_num_snapshots,
     is_out_of_memory,
     row_bytes,
     scratch_bytes,
     text_bytes,
 )
+from dflash_runtime.device.recurrent import snapshot_bytes
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.drafts.draft import load_draft_weights
 from dflash_runtime.errors import CapacityError
@@ -151,6 +154,46 @@ def test_out_of_memory_is_known_by_class_or_text(is_known: bool) -> None:
     assert all(is_out_of_memory(error) is is_known for error in (known if is_known else others))
 
 
+class TestSnapshots:
+    """A hybrid target with four recurrent layers, whose snapshots share the KV memory with pages."""
+
+    recurrence = RecurrenceConfig(
+        layers=(0, 1, 2, 3), num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, num_taps=4
+    )  # fmt: skip
+    target = replace(TARGET, recurrence=recurrence)
+    size = snapshot_bytes(recurrence, torch.bfloat16)
+
+    def fit(self, **engine: Any) -> tuple[int, int]:
+        config, given = EngineConfig(**engine), (self.target, DRAFT, LIMITS, GPU)
+        return fit_num_snapshots(config, *given), fit_num_pages(config, *given)
+
+    def test_a_snapshot_is_as_large_as_its_tensors(self) -> None:
+        assert self.size == 4 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+
+    @pytest.mark.parametrize("num_states", [10, 1000])
+    def test_snapshots_take_a_quarter_of_the_kv_memory_at_most(self, num_states: int) -> None:
+        budget = 4 * num_states * self.size
+        num_snapshots, num_pages = self.fit(kv_memory_bytes=budget)
+        assert num_snapshots == min(num_states, 8 * LIMITS.max_num_requests)
+        without = self.fit(kv_memory_bytes=budget - num_snapshots * self.size, prefix_cache=False)
+        assert (0, num_pages) == without
+
+    def test_a_given_memory_decides_and_leaves_less_for_pages(self) -> None:
+        budget = 400 * self.size
+        few, many = (
+            self.fit(kv_memory_bytes=budget, snapshot_memory_bytes=count * self.size + 1) for count in (2, 300)
+        )
+        assert (few[0], many[0]) == (2, 300)
+        assert few[1] > 3 * many[1]
+
+    def test_snapshots_that_leave_no_page_are_refused(self) -> None:
+        with refuses(CapacityError, "kv-cache-too-small"):
+            self.fit(kv_memory_bytes=400 * self.size, snapshot_memory_bytes=400 * self.size)
+
+    def test_other_targets_have_none(self) -> None:
+        assert fit_num_snapshots(EngineConfig(snapshot_memory_bytes=2**40), TARGET, DRAFT, LIMITS, GPU) == 0
+
+
 class TestFit:
     """A pair that is too large is refused by its headers, and the error has the bytes of each part."""
 
@@ -171,6 +214,15 @@ class TestFit:
         assert "cuda:0" in refused.value.message
         assert "--device-map auto" in (refused.value.hint or "")
         assert refused.value.exit_code == 6
+
+    @pytest.mark.parametrize("is_hybrid", [True, False])
+    def test_given_memory_for_snapshots_counts_for_a_hybrid(
+        self, is_hybrid: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "TARGET", TestSnapshots.target if is_hybrid else TARGET)
+        with refuses(CapacityError, "pair-too-large") as refused:
+            self.check(18 * GIB, monkeypatch, snapshot_memory_bytes=GIB)
+        assert (GIB in refused.value.found.values()) is is_hybrid
 
     def test_a_pair_that_fits_is_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.check(20 * GIB, monkeypatch)
