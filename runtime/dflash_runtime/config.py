@@ -399,6 +399,9 @@ class EngineConfig:
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.
+    recurrent_rows           "exact" runs the rows of a block through recurrent layers one after another, which is bitwise
+                             equal to decoding row by row. "at-once" runs them in one product, which sums in another
+                             order. "auto" is exact.
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
     prefix_store             the folder that keeps prompts for later runs of the same pair
@@ -426,6 +429,7 @@ class EngineConfig:
     graphs: bool = True
     adaptive_width: bool = False
     target_runtime: str = "auto"
+    recurrent_rows: str = "auto"
     device_map: str | None = None
     seed: int | None = None
 
@@ -455,6 +459,11 @@ class EngineConfig:
         return "transformers" if is_hosted else self.target_runtime
 
     @property
+    def has_exact_recurrence(self) -> bool:
+        """Whether a block in a recurrent layer gives bitwise the results of its rows one at a time."""
+        return self.recurrent_rows != "at-once"
+
+    @property
     def is_async(self) -> bool:
         """Whether steps are queued before the results of earlier steps are read."""
         return self.scheduling == "async"
@@ -466,6 +475,7 @@ CHOICES = {
     "draft_sampling": ("greedy", "probabilistic"),
     "scheduling": ("async", "sync"),
     "target_runtime": ("auto", "native", "transformers", "transformers-cache"),
+    "recurrent_rows": ("auto", "exact", "at-once"),
 }
 """Engine settings with a fixed set of values."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_llm, bundled_prompts
+from dflash_testing.preemption import preempt_youngest
 from dflash_testing.walking_drafts import KINDS, draft_model, sample_of_all
 
 MODES: dict[str, tuple[Any, ...]] = {
@@ -103,15 +103,6 @@ def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) 
         assert sum(request.num_preemptions for request in requests) > 0
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.pages.num_available == num_pages - 1
-
-
-def preempt_youngest(llm: LLM) -> None:
-    """Preempt the youngest request, as the scheduler does when pages run out, after committing all steps in flight."""
-    while llm.engine._in_flight:
-        llm.engine._commit_oldest()
-    running = llm.engine.scheduler._running
-    if running and running[-1].num_preemptions < 3:  # a request that is always preempted never ends
-        llm.engine.scheduler._preempt(running[-1])
 
 
 @pytest.mark.parametrize("combo", pairwise(), ids=name_of)

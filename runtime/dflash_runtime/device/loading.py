@@ -76,6 +76,13 @@ class LoadedPair:
         config = self.target.config
         return self.config.prefix_cache and config.own_cache is None and config.recurrence is None
 
+    @property
+    def recurrent_rows(self) -> str | None:
+        """How recurrent layers run the rows of a block: "exact" or "at-once"; None without recurrent layers."""
+        if self.target.config.recurrence is None:
+            return None
+        return "exact" if self.config.has_exact_recurrence else "at-once"
+
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The pair with another config for the draft, and the draft's loaded weights."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"

@@ -37,11 +37,19 @@ class RecurrentStates:
     is faster for many requests.
     """
 
-    def __init__(self, config: RecurrenceConfig, num_texts: int, block_rows: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: RecurrenceConfig,
+        num_texts: int,
+        block_rows: int,
+        placement: Placement,
+        *,
+        is_exact: bool = True,
+    ) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
         self.most_replayed = 0
-        self.is_exact = True
+        self.is_exact = is_exact
         size = self.most_replayed + 2 * block_rows
         heads, values = config.num_value_heads, config.value_size
         keys = (config.num_key_heads, config.key_size)

@@ -112,6 +112,7 @@ def describe(runner: Runner) -> dict[str, Any]:
         "draft": _plain(draft),
         "dtype": str(runner.target_kv.pages.dtype),
         "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
+        "has_exact_recurrence": runner.states is None or runner.states.is_exact,
         "num_draft_tokens": limits.num_draft_tokens,
         "max_num_requests": limits.max_num_requests,
         "max_model_len": limits.max_model_len,
