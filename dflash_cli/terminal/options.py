@@ -332,8 +332,8 @@ class EngineOptions(DeviceOptions):
         Literal["auto", "exact", "at-once"],
         Option(
             group=ENGINE,
-            help="How recurrent layers run the rows of a block. exact: one after another, bitwise equal to decoding row "
-            "by row. at-once: all rows in one product, whose sums may round differently. auto: exact.",
+            help="How recurrent layers run the rows of a block. exact: one after another, bitwise equal to decoding "
+            "row by row. at-once: all rows in one product, whose sums may round differently. auto: exact.",
         ),
     ] = "auto"  # fmt: skip
     max_model_len: Annotated[

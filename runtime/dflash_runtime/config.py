@@ -399,9 +399,9 @@ class EngineConfig:
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.
-    recurrent_rows           "exact" runs the rows of a block through recurrent layers one after another, which is bitwise
-                             equal to decoding row by row. "at-once" runs them in one product, which sums in another
-                             order. "auto" is exact.
+    recurrent_rows           "exact" runs the rows of a block through recurrent layers one after another, which is
+                             bitwise equal to decoding row by row. "at-once" runs them in one product, which sums in
+                             another order. "auto" is exact.
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
     prefix_store             the folder that keeps prompts for later runs of the same pair

@@ -122,8 +122,8 @@ def draw_case(seed: int) -> HybridCase:
         is_cut=chance.random() < 0.15,
         params=tuple(
             SamplingParams(
-                max_new_tokens=num_tokens, temperature=chance.choice((0.5, 1.0)) if sampled else 0.0, top_p=chance.choice((1.0, 0.9)),
-                top_k=chance.choice((0, 20)), seed=index, ignore_eos=True,
+                max_new_tokens=num_tokens, temperature=chance.choice((0.5, 1.0)) if sampled else 0.0,
+                top_p=chance.choice((1.0, 0.9)), top_k=chance.choice((0, 20)), seed=index, ignore_eos=True,
             )
             for index, sampled in enumerate(is_sampled)
         ),
@@ -182,9 +182,7 @@ class HybridPair:
 
 def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32) -> HybridPair:
     """Make the models of a case, and save the target in a folder."""
-    model = make_model(
-        folder, "qwen3_5_text", initializer_range=0.2, max_position_embeddings=MODEL_LEN, **case.body
-    )
+    model = make_model(folder, "qwen3_5_text", initializer_range=0.2, max_position_embeddings=MODEL_LEN, **case.body)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -83,9 +83,7 @@ def trace_of(
     return found
 
 
-def propose(
-    draft: Draft, features: Tensor, anchor: int, num_drafts: int, num_verified: int
-) -> tuple[list[int], float]:
+def propose(draft: Draft, features: Tensor, anchor: int, num_drafts: int, num_verified: int) -> tuple[list[int], float]:
     """The first draft tokens of a block after the features [T, F] of a text, and the smallest gap of the draft."""
     length = len(features)
     placed = placement(features.dtype)
