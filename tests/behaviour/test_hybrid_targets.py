@@ -82,6 +82,48 @@ def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
     assert [output.token_ids for output in outputs] == plain
 
 
+@pytest.mark.parametrize(("given", "used"), [("auto", "exact"), ("exact", "exact"), ("at-once", "at-once")])
+def test_users_choose_how_blocks_run(hybrid: Hybrid, given: str, used: str) -> None:
+    (prompt,) = hybrid.prompts(17)
+    llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, recurrent_rows=given)
+    states = llm.engine.runner.states
+    assert states is not None
+    called = set()
+
+    def watched(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            called.add(name)
+            return rule(*arguments)
+
+        return run
+
+    kernels = states.kernels
+    states.kernels = replace(
+        kernels,
+        delta_rule=watched("exact", kernels.delta_rule),
+        delta_blocks=watched("at-once", kernels.delta_blocks),
+    )
+    (output,) = llm.generate([prompt], PARAMS)
+    assert list(output.token_ids) == hybrid.texts([prompt])[0]
+    assert called == {used}
+    assert llm.pair.recurrent_rows == used
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_the_decay_are_rounded_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Published checkpoints store A_log in float32. In a run in bfloat16 transformers rounds it, and so do we."""
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path, "qwen3_5_text", initializer_range=0.15)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    target: Any = load_target(open_target(tmp_path), placement(dtype))
+    for ours, theirs in zip(target._decoder.layers[:3], loaded.model.layers[:3], strict=True):
+        assert ours.mixer.log_rate.dtype == ours.mixer.bias.dtype == torch.float32
+        assert torch.equal(ours.mixer.log_rate, theirs.linear_attn.A_log.float())
+        assert torch.equal(ours.mixer.bias, theirs.linear_attn.dt_bias.float())
+        assert torch.equal(ours.mixer.norm, theirs.linear_attn.norm.weight)
+
+
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_a_text_goes_on_in_another_engine(hybrid: Hybrid, scheduling: str) -> None:
     given = hybrid.prompts(*LENGTHS)
