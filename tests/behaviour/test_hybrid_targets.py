@@ -14,12 +14,14 @@ from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.refusals import refuses
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -193,6 +195,24 @@ def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
     wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
     found = read_features(hybrid.target, placement(), 16, text, list(layers))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_without_recurrent_layers(tmp_path: Path) -> None:
+    """It keeps no states, so its pages can be shared and its hand-offs are those of a dense target."""
+    kinds = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    model = make_model(tmp_path, "qwen3_5_text", initializer_range=0.15, **kinds)
+    found = Hybrid(model, load_target(open_target(tmp_path), placement()))
+    assert found.target.config.recurrence is None
+    given = found.prompts(5, 40)
+    sender, receiver = (random_llm(found.target, found.draft(), NUM_DRAFTS) for _ in range(2))
+    outputs = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
+    assert [list(output.token_ids) for output in outputs] == found.texts(given)
+
+
+def test_a_target_without_attention_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    with refuses(UnsupportedError, "target-not-run", field="model_type", found="qwen3_5_text"):
+        find_target_runtime(open_target(tmp_path), "native")
 
 
 class TestPoisoned:
