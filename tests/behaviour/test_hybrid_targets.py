@@ -15,9 +15,11 @@ from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
-from dflash_runtime.scheduling.request import SamplingParams
-from dflash_testing.handoffs import go_on, hand_off
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
@@ -152,6 +154,26 @@ def test_a_state_of_another_target_is_refused(hybrid: Hybrid, name: str, change:
     (output,) = go_on(random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS), [prompt], PARAMS, connector)
     assert output.exit_code == 3
     assert name in str(output.error)
+
+
+def test_a_state_that_cannot_be_copied_ends_its_request(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has its only token already, so no later step would find that its hand-off was never sent."""
+    given = hybrid.prompts(5, 17)
+    sender = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
+    take = sender.engine.runner.take_state
+
+    def failing(request: Request) -> TextState:
+        if request.prompt_len == 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return take(request)
+
+    monkeypatch.setattr(sender.engine.runner, "take_state", failing)
+    connector = MemoryConnector()
+    outputs = sender.generate(
+        given, PARAMS, handoffs=HandoffPlan(connector=connector, keys=keys_of(given), is_sending=True)
+    )
+    assert [(output.error_id, output.exit_code) for output in outputs] == [("state-not-copied", 6), (None, 0)]
+    assert set(connector.saved) == {"00001"}
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
