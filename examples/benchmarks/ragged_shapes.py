@@ -1,6 +1,7 @@
 """Compare tile shapes of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `launch_config.py`.
 
     python3 examples/benchmarks/ragged_shapes.py [--out shapes.jsonl]
+    python3 examples/benchmarks/ragged_shapes.py --heads 16,4,256 --only 2,048    # heads of Qwen3.5-4B
 
 Needs a CUDA device. Every tile shape is compared with the reference in float32 and timed as a CUDA graph. For
 comparison, attention of uniform blocks is called once for each prompt. A shape that does not fit the device is left
@@ -25,7 +26,11 @@ from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import median_us
 
-HEADS, KV, HEAD_DIM, PAGE, LAYERS = 32, 8, 128, 16, 4
+PAGE, LAYERS = 16, 4
+
+Heads = tuple[int, int, int]
+"""Query heads, key heads, and their size."""
+
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "600": ([600], [0]),
     "2,048": ([2048], [0]),
@@ -52,21 +57,22 @@ NUM_CALLS = 8
 class Batch:
     """Prompts of one forward. Their context is in shuffled pages that also hold other layers."""
 
-    def __init__(self, rows: list[int], contexts: list[int]) -> None:
+    def __init__(self, rows: list[int], contexts: list[int], heads: Heads) -> None:
+        self.num_heads, self.num_kv, size = heads
         firsts = list(itertools.accumulate(rows, initial=0))
         self.segments = tuple(Segment(*item) for item in zip(firsts, rows, contexts, range(len(rows)), strict=False))
         num_pages = -(-max(map(sum, zip(rows, contexts, strict=True))) // PAGE)
         self.table = (torch.randperm(len(rows) * num_pages, device="cuda") + 1).view(len(rows), num_pages)
-        self.block = [normal(sum(rows), heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
-        self.caches = normal(len(rows) * num_pages + 1, LAYERS, 2, PAGE, KV, HEAD_DIM)[:, 0].unbind(1)
+        self.block = [normal(sum(rows), count, size) for count in (self.num_heads, self.num_kv, self.num_kv)]
+        self.caches = normal(len(rows) * num_pages + 1, LAYERS, 2, PAGE, self.num_kv, size)[:, 0].unbind(1)
         self.flops = sum(
-            4 * HEADS * HEAD_DIM * n * (context + (n + 1) / 2) for n, context in zip(rows, contexts, strict=True)
+            4 * self.num_heads * size * n * (context + (n + 1) / 2) for n, context in zip(rows, contexts, strict=True)
         )
         self.exact = self._attend_exactly()
 
     def together(self, shape: RaggedShape) -> Callable[[], Tensor]:
         """A call of the kernel. Its plan is already computed and on the device."""
-        plan = plan_ragged(self.segments, HEADS, KV, shape, self.table.device)
+        plan = plan_ragged(self.segments, self.num_heads, self.num_kv, shape, self.table.device)
         placed = torch.tensor(plan.ints, device="cuda")
         attend = triton_kernels().ragged_attention
         return lambda: attend(*self.block, *self.caches, self.table, plan, placed, window=None)
@@ -89,7 +95,7 @@ class Batch:
         return float((out.float() - self.exact).norm() / self.exact.norm())
 
     def _attend_exactly(self) -> Tensor:
-        plan = plan_ragged(self.segments, HEADS, KV, next(shapes()), self.table.device)
+        plan = plan_ragged(self.segments, self.num_heads, self.num_kv, next(shapes()), self.table.device)
         block, caches = ([tensor.float() for tensor in tensors] for tensors in (self.block, self.caches))
         return REFERENCE.ragged_attention(*block, *caches, self.table, plan, self.table, window=None)
 
@@ -123,14 +129,18 @@ def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write results as JSON lines")
+    parser.add_argument("--heads", default="32,8,128", help="query heads, key heads and their size")
+    parser.add_argument("--only", help="measure this case only")
     given = parser.parse_args()
     torch.manual_seed(0)
-    in_use = ragged_shape(HEAD_DIM, 2, 0, torch.device("cuda", 0))
+    num_heads, num_kv, size = map(int, given.heads.split(","))
+    cases = {given.only: LENGTHS[given.only]} if given.only else LENGTHS
+    in_use = ragged_shape(size, 2, 0, torch.device("cuda", 0))
     found: dict[RaggedShape, dict[str, float]] = {shape: {} for shape in shapes()}
     before: dict[str, float] = {}
     flops: dict[str, float] = {}
-    for name, (rows, contexts) in LENGTHS.items():
-        batch = Batch(rows, contexts)
+    for name, (rows, contexts) in cases.items():
+        batch = Batch(rows, contexts, (num_heads, num_kv, size))
         flops[name], before[name] = batch.flops, median_us(batch.one_by_one(), NUM_CALLS)
         print(f"{name}: one by one {before[name]:.1f} us", flush=True)
         for shape, times in found.items():
@@ -147,22 +157,22 @@ def main() -> None:
 def print_table(
     found: dict[RaggedShape, dict[str, float]], before: dict[str, float], flops: dict[str, float], in_use: RaggedShape
 ) -> None:
-    best = {name: min(times[name] for times in found.values() if name in times) for name in LENGTHS}
+    best = {name: min(times[name] for times in found.values() if name in times) for name in flops}
 
     def behind(item: tuple[RaggedShape, dict[str, float]]) -> float:
         """Mean of times over the best time. A shape without a time somewhere comes last."""
         times = item[1]
-        return math.exp(statistics.mean(math.log(times[n] / best[n]) if n in times else 9.0 for n in LENGTHS))
+        return math.exp(statistics.mean(math.log(times[n] / best[n]) if n in times else 9.0 for n in flops))
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds per layer")
-    print(f"{'rows keys warps stages':28s}" + "".join(f"{name:>17s}" for name in LENGTHS) + f"{'x best':>9s}")
-    print(f"{'one by one':28s}" + "".join(f"{before[name]:17.1f}" for name in LENGTHS))
-    print(f"{'best, TFLOP/s':28s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in LENGTHS))
+    print(f"{'rows keys warps stages':28s}" + "".join(f"{name:>17s}" for name in flops) + f"{'x best':>9s}")
+    print(f"{'one by one':28s}" + "".join(f"{before[name]:17.1f}" for name in flops))
+    print(f"{'best, TFLOP/s':28s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in flops))
     for shape, times in sorted(found.items(), key=behind):
         loads = f" TMA {shape.num_together}" if shape.has_descriptors else ""
         mark = " *" if shape == in_use else ""
         label = f"{shape.rows:4d} {shape.keys:4d} {shape.num_warps:5d} {shape.num_stages:6d}{loads}{mark}"
-        row = "".join(f"{times[name]:17.1f}" if name in times else f"{'-':>17s}" for name in LENGTHS)
+        row = "".join(f"{times[name]:17.1f}" if name in times else f"{'-':>17s}" for name in flops)
         print(f"{label:28s}{row}{behind((shape, times)):9.2f}")
 
 

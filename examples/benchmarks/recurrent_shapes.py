@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ KEPT = 5
 CALLS = 12
 NUM_SHARES = 6
 
-RULES = ((16, 1, 0), (16, 1, 128), (16, 1, 96), (8, 1, 0), (32, 1, 0), (32, 2, 0), (128, 4, 0))
-BLOCKS = ((64, 4, 0), (64, 4, 168), (64, 4, 128), (32, 4, 0), (32, 4, 128), (128, 8, 0))
-PIECES = ((4, 0), (4, 168), (4, 128), (8, 0), (8, 128))
-SCANS = ((32, 4, 1), (32, 4, 2), (32, 8, 2), (16, 4, 1), (16, 4, 2), (64, 4, 2), (64, 8, 1))
+RULES = ((16, 1, 0), (16, 1, 128), (32, 2, 0))
+BLOCKS = ((64, 4, 0), (64, 4, 128), (32, 4, 0), (32, 4, 128), (32, 2, 0), (32, 2, 168), (128, 8, 128), (16, 2, 0))
+PIECES = ((4, 0), (4, 168), (2, 0))
+SCANS = ((32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 1))
 """Tile of columns, warps, and registers per thread (0: no limit) or pipeline stages."""
 
 
@@ -52,7 +52,8 @@ def gates(count: int) -> rule.Gates:
 
 def memories(count: int, block: int) -> list[rule.DeltaMemory]:
     """Memories that do not fit in the cache together."""
-    shapes = ((HEADS, SIZE, SIZE), (2 * block, GROUPS, SIZE), (2 * block, HEADS, SIZE), (2 * block, HEADS))
+    states, size = (HEADS, SIZE // rule.STATE_TILE, SIZE, rule.STATE_TILE), KEPT + 2 * block
+    shapes = (states, (size, GROUPS, SIZE), (size, HEADS, SIZE), (size, HEADS))
     num = max(2, -(-200 // (2 * count)))
     return [rule.DeltaMemory(*(normal(count, *shape, dtype=torch.float32) / 8 for shape in shapes)) for _ in range(num)]
 
@@ -84,39 +85,44 @@ def limited(registers: int) -> dict[str, int]:
 
 def time_blocks(sheet: Sheet, batch: int, block: int) -> None:
     rows, own = normal(batch * block, WIDTH), gates(batch * block)
-    num_records = 2 * max(block, KEPT)
-    stores = cycle(memories(batch, max(block, KEPT)))
+    num_records = KEPT + 2 * block
+    stores = cycle(memories(batch, block))
     texts = torch.arange(batch, device="cuda")
     lens = torch.full_like(texts, 100)
-    blocks = rule.BlockTexts(texts, lens - min(KEPT, block), lens)
+    blocks = rule.BlockTexts(texts, lens - KEPT, lens)
     out = rule.room_for(rows, HEADS, SIZE)
 
-    def arguments() -> tuple[object, ...]:
-        strides = (rows.stride(0), HEADS, HEADS, SIZE**-0.5, 1e-6)
-        return (rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides)
-
+    strides = (rows.stride(0), HEADS, HEADS, SIZE**-0.5, 1e-6)
     sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "VALUE": SIZE, "KEY": SIZE, "TILE_K": SIZE}
     print(f"batch {batch}, blocks of {block} rows, {KEPT} replayed", flush=True)
     sheet.time("delta_rule", lambda: rule.delta_rule(rows, own, next(stores), blocks))
-    for tile, warps, registers in RULES:
+    sheet.time("delta_rule, states not stored", lambda: rule.delta_rule(rows, own, next(stores), blocks, KEPT))
+    for (tile, warps, registers), is_late in product(RULES, (False, True)):
 
-        def by_row(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
+        def by_row(tile: int = tile, warps: int = warps, registers: int = registers, is_late: bool = is_late) -> None:
             rule._delta_rule_kernel[(batch, HEADS, SIZE // tile)](
-                *arguments(), **sizes, TILE_V=tile, num_warps=warps, **limited(registers), **early(rows.device)
-            )
-
-        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers}", by_row)
-    for tile, warps, registers in BLOCKS if block > 1 else ():
-
-        def together(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
-            at_once._delta_blocks_kernel[(batch, HEADS, SIZE // tile)](
-                *arguments(), **sizes, TILE_V=tile, TILE_R=16, TILE_M=16, IS_SPLIT=True, num_warps=warps,
-                **limited(registers), **early(rows.device),
+                rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides, **sizes, TILE_V=tile,
+                TILE_R=16, IS_LATE=is_late, num_warps=warps, **limited(registers), **early(rows.device)
             )  # fmt: skip
 
-        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers}", together)
-    ring, taps = normal(batch, block + 3, WIDTH), normal(WIDTH, TAPS)
-    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, RowRuns(texts, lens), is_short=True))
+        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers} late {is_late}", by_row)
+    if block > 1:
+        sheet.time("delta_blocks", lambda: at_once.delta_blocks(rows, own, next(stores), blocks))
+        sheet.time(
+            "delta_blocks, states not stored", lambda: at_once.delta_blocks(rows, own, next(stores), blocks, KEPT)
+        )
+    for (tile, warps, registers), is_late in product(BLOCKS, (False, True)) if block > 1 else ():
+
+        def together(tile: int = tile, warps: int = warps, registers: int = registers, is_late: bool = is_late) -> None:
+            at_once._delta_blocks_kernel[(SIZE // tile, HEADS, batch)](
+                rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides, **sizes, TILE_V=tile,
+                TILE_R=16, IS_SPLIT=True, IS_LATE=is_late, num_warps=warps, **limited(registers), **early(rows.device),
+            )  # fmt: skip
+
+        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers} late {is_late}", together)
+    rings = cycle([normal(batch, block + 3, WIDTH) for _ in range(12)])
+    taps = normal(TAPS, WIDTH)
+    sheet.time("recent_conv", lambda: recent_conv(rows, taps, next(rings), RowRuns(texts, lens)))
     time_norm(sheet, batch * block)
 
 
@@ -127,7 +133,7 @@ def time_norm(sheet: Sheet, count: int) -> None:
 
 def time_prompt(sheet: Sheet, count: int) -> None:
     rows, own = normal(count, WIDTH), gates(count)
-    states = normal(2, HEADS, SIZE, SIZE, dtype=torch.float32) / 8
+    states = normal(2, HEADS, SIZE // rule.STATE_TILE, SIZE, rule.STATE_TILE, dtype=torch.float32) / 8
     ints = torch.tensor(prompts.chunk_ints([Segment(0, count, 0, 0)], padding_text=1), device="cuda")
     cut = prompts.PromptChunks.cut(ints, 1)
     print(f"a prompt of {count} rows", flush=True)
@@ -154,7 +160,7 @@ def time_prompt(sheet: Sheet, count: int) -> None:
             )  # fmt: skip
 
         sheet.time(f"  scan, tile {tile} warps {warps} stages {stages}", scan)
-    ring, taps = normal(2, 19, WIDTH), normal(WIDTH, TAPS)
+    ring, taps = normal(2, 19, WIDTH), normal(TAPS, WIDTH)
     firsts, counts, starts, texts, _ = cut.chunks
     runs = RowRuns(texts, starts, firsts, counts, torch.zeros(count, dtype=torch.int64, device="cuda"))
     sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, runs))
@@ -168,10 +174,9 @@ def main() -> None:
     given = parser.parse_args()
     open_device("cuda:0")
     started, sheet = time.perf_counter(), Sheet(given.compile)
-    cases = [partial(time_blocks, sheet, 1, 16), partial(time_prompt, sheet, 2048), partial(time_blocks, sheet, 32, 16)]
-    if given.compile is None:
-        cases += [partial(time_prompt, sheet, 16384), partial(time_blocks, sheet, 8, 16)]
-    cases += [partial(time_blocks, sheet, 1, 1), partial(time_blocks, sheet, 32, 1)]
+    cases = [partial(time_blocks, sheet, batch, 16) for batch in (32, 8, 1)]
+    cases += [partial(time_blocks, sheet, batch, 1) for batch in (32, 8, 1)]
+    cases += [partial(time_prompt, sheet, count) for count in (2048, 16384)]
     for case in cases:
         if time.perf_counter() - started < given.seconds:
             case()

@@ -19,7 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import EPSILON, Gates, gate_values, load_gates, room_for
+from dflash_kernels.delta_rule import (
+    EPSILON,
+    STATE_TILE,
+    Gates,
+    gate_values,
+    load_gates,
+    room_for,
+    state_places,
+    state_tiles,
+    whole_states,
+)
 from dflash_kernels.launch_config import ceil_div, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.ragged_attention import Segment
 
@@ -75,13 +85,14 @@ def delta_prompts_ref(
     """Run chunks of prompts from the states of their texts, and store the states after them.
 
     rows    [T, C]
-    states  [B, H, K, V]   written; a chunk that begins its text starts from zeros
+    states  [B, H, P, K, S] in tiles (`delta_rule.state_tiles`), written; a chunk that begins its text starts from zeros
     out     [T, H, V] in the dtype of `rows`, written; a new tensor if None
     Returns `out`. Rows outside of chunks are left as they are. The reference waits for the device.
     """
     wide = states.dtype
-    _, num_heads, key_size, value_size = states.shape
+    num_heads, key_size = states.shape[1], states.shape[3]
     keys_width = num_key_heads * key_size
+    value_size = (rows.shape[1] - 2 * keys_width) // num_heads
     query, keys, values = rows.to(wide).split((keys_width, keys_width, num_heads * value_size), -1)
     query, keys = (_unit(item.view(len(rows), -1, key_size), num_heads) for item in (query, keys))
     values = values.view(len(rows), num_heads, value_size)
@@ -91,13 +102,14 @@ def delta_prompts_ref(
     for first, num_rows, context_len, text, _ in prompts.chunks.T.tolist():
         if not num_rows:
             continue
-        state = states[text] if context_len else torch.zeros_like(states[text])
+        state = whole_states(states[text], value_size)
+        state = state if context_len else torch.zeros_like(state)
         end = first + num_rows
         for begin in range(first, end, PIECE):
             piece = slice(begin, min(begin + PIECE, end))
             found, state = _piece(state, *(item[piece].transpose(0, 1) for item in parts))
             out[piece] = found.transpose(0, 1).to(rows.dtype)
-        states[text] = state
+        states[text] = state_tiles(state)
     return out
 
 
@@ -240,8 +252,7 @@ def _delta_scan_kernel(
         group = head // (NUM_HEADS // NUM_KEYS)
         value, key, row = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K), tl.arange(0, PIECE)
         is_value, is_key = (value < VALUE)[None, :], key < KEY
-        home = states + ((text * NUM_HEADS + head) * KEY + key[:, None]) * VALUE + value[None, :]
-        is_home = is_key[:, None] & is_value
+        home, is_home = state_places(states, text * NUM_HEADS + head, key, value, VALUE, KEY)
         state = tl.load(home, mask=is_home & (start > 0), other=0.0)
         square = row[:, None] * PIECE + row[None, :]
         for index in tl.range(0, tl.cdiv(count, PIECE), num_stages=NUM_STAGES):
@@ -278,7 +289,9 @@ def delta_prompts(
 ) -> Tensor:
     """Compute `delta_prompts_ref` in two launches."""
     check_tensors(rows, *gates, states, *prompts)
-    _, num_heads, key_size, value_size = states.shape
+    num_heads, num_tiles, key_size, tile = states.shape[1:]
+    value_size = (rows.shape[1] - 2 * num_key_heads * key_size) // num_heads
+    require(tile == STATE_TILE and num_tiles == ceil_div(value_size, tile), "states", "tiles of states")
     require(states.dtype == torch.float32 and states.is_contiguous(), "states", "contiguous float32")
     require(num_heads % num_key_heads == 0, "states", "value heads as a multiple of key heads")
     width = 2 * num_key_heads * key_size + num_heads * value_size
@@ -293,18 +306,18 @@ def delta_prompts(
     squares = torch.empty((2, num_pieces, num_heads, PIECE, PIECE), dtype=torch.float32, device=rows.device)
     marks = torch.empty((num_heads, 3, num_rows), dtype=torch.float32, device=rows.device)
     is_narrow = rows.element_size() == 2
-    precision = "tf32" if is_narrow else "tf32x3"
+    precision = "tf32" if rows.dtype == torch.bfloat16 else "tf32x3"
     _delta_pieces_kernel[(num_pieces, num_heads)](
         rows, *gates, prompts.pieces, *squares, marks, num_pieces, num_rows, rows.stride(0),
         gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
         NUM_HEADS=num_heads, NUM_KEYS=num_key_heads, KEY=key_size, TILE_K=max(power_of_2(key_size), 16), PIECE=PIECE,
-        PRECISION=precision, num_warps=8,
+        PRECISION=precision, num_warps=4,
     )  # fmt: skip
     tile_values = min(VALUE_TILE, max(power_of_2(value_size), 16))
     _delta_scan_kernel[(ceil_div(value_size, tile_values), num_heads, num_chunks)](
         rows, prompts.chunks, *squares, marks, states, out, num_chunks, num_rows, rows.stride(0),
         NUM_HEADS=num_heads, NUM_KEYS=num_key_heads, VALUE=value_size, KEY=key_size,
         TILE_V=tile_values, TILE_K=max(power_of_2(key_size), 16), PIECE=PIECE, PRECISION=precision,
-        IS_SPLIT=rows.dtype == torch.bfloat16, NUM_STAGES=2 if is_narrow else 1, num_warps=8,
+        IS_SPLIT=rows.dtype == torch.bfloat16, NUM_STAGES=2 if is_narrow else 1, num_warps=4,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ Keys and queries are normalised here, and everything is computed in float32 (flo
 Sources: arXiv 2412.06464; huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.
 
 Axis letters: R requests, W rows of a block, B texts, M rows of a ring, H value heads, G key heads, V and K sizes of a
-value and a key, C = 2 * G * K + H * V channels: queries, keys, values.
+value and a key, P tiles of S columns of a state, C = 2 * G * K + H * V channels: queries, keys, values.
 """
 
 from typing import NamedTuple
@@ -28,26 +28,60 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import (
+    MIN_DOT,
+    ceil_div,
+    check_tensors,
+    constexpr,
+    jit,
+    power_of_2,
+    require,
+    tl,
+)
 
 EPSILON = 1e-6
 """Added to the squared length of a key or query."""
 
 STATE_TILE = 16
-"""Columns of a head's state in one program of one warp. Another tile would sum in another order."""
+"""Columns of a tile of a state: those of one program of one warp. Another width would sum in another order."""
+
+_TL_STATE_TILE = constexpr(STATE_TILE)
+
+FEW = 2
+"""Most texts whose states are read before the launches before have ended."""
 
 
 class DeltaMemory(NamedTuple):
     """One layer's memory of every text: the state, and the records of rows after it."""
 
     states: Tensor
-    """[B, H, K, V] float32"""
+    """[B, H, P, K, S] float32, in tiles of S columns (`state_tiles`), so that each program reads adjacent memory"""
     keys: Tensor
     """[B, M, G, K] float32, normalised"""
     deltas: Tensor
     """[B, M, H, V] float32"""
     decays: Tensor
     """[B, M, H] float32, logarithms"""
+
+
+def empty_states(
+    num_texts: int, num_heads: int, key_size: int, value_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """States [B, H, P, K, S] of zeros."""
+    shape = (num_texts, num_heads, ceil_div(value_size, STATE_TILE), key_size, STATE_TILE)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def state_tiles(states: Tensor) -> Tensor:
+    """Cut the columns of states [..., K, V] into tiles [..., P, K, S]. The last tile is padded with zeros."""
+    padded = functional.pad(states, (0, -states.shape[-1] % STATE_TILE))
+    return padded.unflatten(-1, (-1, STATE_TILE)).transpose(-3, -2)
+
+
+def whole_states(tiles: Tensor, value_size: int) -> Tensor:
+    """Join tiles [..., P, K, S] to states [..., K, V]."""
+    whole: Tensor = tiles.transpose(-3, -2).flatten(-2)
+    return whole[..., :value_size]
 
 
 class Gates(NamedTuple):
@@ -123,7 +157,7 @@ def _replay(memory: DeltaMemory, blocks: BlockTexts, most_replayed: int) -> Tens
     """The states [R, H, K, V] before the blocks, stored where more than `most_replayed` rows were replayed."""
     size, repeat = memory.keys.shape[1], memory.deltas.shape[2] // memory.keys.shape[2]
     counts = blocks.lens - blocks.state_lens
-    state = memory.states[blocks.texts]
+    state = whole_states(memory.states[blocks.texts], memory.deltas.shape[3])
     for index in range(int(counts.max()) if len(counts) else 0):
         slot = (blocks.state_lens + index) % size
         key = memory.keys[blocks.texts, slot].repeat_interleave(repeat, 1)[..., None]
@@ -131,7 +165,7 @@ def _replay(memory: DeltaMemory, blocks: BlockTexts, most_replayed: int) -> Tens
         replayed = state * decay.exp()[:, :, None, None] + key * delta[:, :, None]
         state = torch.where((index < counts)[:, None, None, None], replayed, state)
     is_stored = counts > most_replayed
-    memory.states[blocks.texts[is_stored]] = state[is_stored]
+    memory.states[blocks.texts[is_stored]] = state_tiles(state[is_stored])
     return state
 
 
@@ -156,6 +190,15 @@ def load_gates(decay_in, beta_in, place_decay, place_beta, is_row, rate, shift):
 
 
 @jit
+def state_places(states, home, key, value, VALUE: tl.constexpr, KEY: tl.constexpr):
+    """Return where the elements [K, V] of the state number `home` are, and which of them exist."""
+    num_tiles: tl.constexpr = tl.cdiv(VALUE, _TL_STATE_TILE)
+    tile = value // _TL_STATE_TILE
+    first = states + ((home * num_tiles + tile) * KEY * _TL_STATE_TILE + value % _TL_STATE_TILE)[None, :]
+    return first + key[:, None] * _TL_STATE_TILE, (key < KEY)[:, None] & (tile < num_tiles)[None, :]
+
+
+@jit
 def _add_correction(state, key, delta, TILE_K: tl.constexpr, TILE_V: tl.constexpr):
     """Replay and rule must round alike, so both add corrections here."""
     keys, deltas = tl.broadcast_to(key[:, None], (TILE_K, TILE_V)), tl.broadcast_to(delta[None, :], (TILE_K, TILE_V))
@@ -163,35 +206,56 @@ def _add_correction(state, key, delta, TILE_K: tl.constexpr, TILE_V: tl.constexp
 
 
 @jit
-def _replay_rows(
+def replay_rows(
     state, keys, deltas, decays, text, done, num_replayed, ring_size, key, is_key, value, is_value, group, head,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
     TILE_V: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Return the state after the recorded rows from `done` on."""
     place = (done % ring_size).to(tl.int32)  # divisions of 64 bits are slow
+    next_key, next_delta, next_decay = _load_record(
+        keys, deltas, decays, text * ring_size + place, key, is_key, value, is_value, group, head,
+        NUM_HEADS, NUM_KEYS, VALUE, KEY,
+    )  # fmt: skip
     for _ in range(num_replayed):
-        slot = text * ring_size + place
+        old_key, old_delta, decay = next_key, next_delta, next_decay
         place = tl.where(place + 1 == ring_size, 0, place + 1)
-        old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
-        old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
-        state = state * tl.exp(tl.load(decays + slot * NUM_HEADS + head))
-        state = _add_correction(state, old_key, old_delta, TILE_K, TILE_V)
+        # The next record is loaded while this one is computed. After the last one, the loaded numbers are not used.
+        next_key, next_delta, next_decay = _load_record(
+            keys, deltas, decays, text * ring_size + place, key, is_key, value, is_value, group, head,
+            NUM_HEADS, NUM_KEYS, VALUE, KEY,
+        )  # fmt: skip
+        state = _add_correction(state * tl.exp(decay), old_key, old_delta, TILE_K, TILE_V)
     return state
 
 
 @jit
+def _load_record(
+    keys, deltas, decays, slot, key, is_key, value, is_value, group, head,
+    NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """Return the key, delta and decay of a recorded row."""
+    old_key = tl.load(keys + (slot * NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
+    old_delta = tl.load(deltas + (slot * NUM_HEADS + head) * VALUE + value, mask=is_value, other=0.0)
+    return old_key, old_delta, tl.load(decays + slot * NUM_HEADS + head)
+
+
+@jit
 def _load_row(
-    rows, decay_in, beta_in, row, rows_row, decay_row, beta_row, rate, shift, key, is_key, value, is_value, group, head,
+    rows, row, rows_row, key, is_key, value, is_value, group, head,
     NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """Return a row's query, key, value, decay and beta."""
+    """Return a row's query, key and value."""
     source = rows + row * rows_row
     ask = tl.load(source + group * KEY + key, mask=is_key, other=0.0)
     new_key = tl.load(source + (NUM_KEYS + group) * KEY + key, mask=is_key, other=0.0)
-    new_value = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
-    decay, beta = load_gates(decay_in, beta_in, row * decay_row + head, row * beta_row + head, row >= 0, rate, shift)
-    return ask, new_key, new_value, decay, beta
+    return ask, new_key, tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value, mask=is_value, other=0.0)
+
+
+@jit
+def _pick(numbers, index, COUNT: tl.constexpr):
+    """Return one of `COUNT` numbers."""
+    return tl.sum(tl.where(tl.arange(0, COUNT) == index, numbers, 0.0), 0)
 
 
 @jit(do_not_specialize=["num_rows", "most_replayed"])
@@ -199,54 +263,64 @@ def _delta_rule_kernel(
     rows, decay_in, beta_in, log_rate, bias, states, keys, deltas, decays, texts, state_lens, lens, out,
     num_rows, ring_size, most_replayed, rows_row, decay_row, beta_row, scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
-    TILE_V: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE_V: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr, IS_LATE: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group = head // (NUM_HEADS // NUM_KEYS)
     text, done, begin = tl.load(texts + request), tl.load(state_lens + request), tl.load(lens + request)
-    value, key = part * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K)
+    value, key, lane = part * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K), tl.arange(0, TILE_R)
     is_value, is_key = value < VALUE, key < KEY
-    is_element = is_key[:, None] & is_value[None, :]
-    place = states + ((text * NUM_HEADS + head) * KEY + key[:, None]) * VALUE + value[None, :]
+    place, is_home = state_places(states, text * NUM_HEADS + head, key, value, VALUE, KEY)
+    rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
+    first, slot = request * num_rows, (begin % ring_size).to(tl.int32)
+    if IS_LATE:
+        wait_for_launches_before(IS_EARLY)
+        let_next_launch_begin(IS_EARLY)
     # The launch before this one writes neither states nor records: they come from earlier steps.
     num_replayed = (begin - done).to(tl.int32)
-    state = _replay_rows(
-        tl.load(place, mask=is_element, other=0.0), keys, deltas, decays, text, done, num_replayed, ring_size,
+    state = replay_rows(
+        tl.load(place, mask=is_home, other=0.0), keys, deltas, decays, text, done, num_replayed, ring_size,
         key, is_key, value, is_value, group, head, NUM_HEADS, NUM_KEYS, VALUE, KEY, TILE_V, TILE_K,
     )  # fmt: skip
     if num_replayed > most_replayed:
-        tl.store(place, state, mask=is_element)
-    rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
-    wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)
-    first = request * num_rows
-    slot_place = (begin % ring_size).to(tl.int32)
-    next_ask, next_key, next_value, next_decay, next_beta = _load_row(
-        rows, decay_in, beta_in, first, rows_row, decay_row, beta_row, rate, shift, key, is_key, value, is_value,
-        group, head, NUM_KEYS, VALUE, KEY,
-    )  # fmt: skip
+        tl.store(place, state, mask=is_home)
+    if not IS_LATE:
+        wait_for_launches_before(IS_EARLY)
+        let_next_launch_begin(IS_EARLY)
+    next_ask, next_key, next_value = _load_row(
+        rows, first, rows_row, key, is_key, value, is_value, group, head, NUM_KEYS, VALUE, KEY
+    )
+    # One place computes the gates of all rows, so that each row rounds alike wherever it is in its block.
+    flat, is_row = first + lane, lane < num_rows
+    decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
+    slots = slot + lane
+    slots = text * ring_size + tl.where(slots >= ring_size, slots - ring_size, slots)
+    tl.store(decays + slots * NUM_HEADS + head, decay, mask=is_row & (part == 0))
+    grown = tl.exp(decay)
     for index in range(num_rows):
         ask, new_key, new_value = next_ask.to(tl.float32), next_key.to(tl.float32), next_value.to(tl.float32)
-        decay, beta, row = next_decay, next_beta, first + index
-        # Loads of the next row run while this one is computed.
-        next_ask, next_key, next_value, next_decay, next_beta = _load_row(
-            rows, decay_in, beta_in, tl.minimum(row + 1, first + num_rows - 1), rows_row, decay_row, beta_row, rate,
-            shift, key, is_key, value, is_value, group, head, NUM_KEYS, VALUE, KEY,
+        # The next row is loaded while this one is computed.
+        row = first + index
+        next_ask, next_key, next_value = _load_row(
+            rows, tl.minimum(row + 1, first + num_rows - 1), rows_row, key, is_key, value, is_value, group, head,
+            NUM_KEYS, VALUE, KEY,
         )  # fmt: skip
-        ask = ask * tl.rsqrt(tl.sum(ask * ask, 0) + eps) * scale
-        new_key = new_key * tl.rsqrt(tl.sum(new_key * new_key, 0) + eps)
-        state = state * tl.exp(decay)
-        delta = (new_value - tl.sum(state * new_key[:, None], 0)) * beta
+        # All sums run side by side: lengths are factors of sums, and the query reads the state before its correction.
+        state = state * _pick(grown, index, TILE_R)
+        known, asked = tl.sum(state * new_key[:, None], 0), tl.sum(state * ask[:, None], 0)
+        ask_scale = tl.rsqrt(tl.sum(ask * ask, 0) + eps) * scale
+        key_scale = tl.rsqrt(tl.sum(new_key * new_key, 0) + eps)
+        near = tl.sum(ask * new_key, 0) * key_scale
+        delta = (new_value - known * key_scale) * _pick(beta, index, TILE_R)
+        result = (asked + delta * near) * ask_scale
+        new_key = new_key * key_scale
         state = _add_correction(state, new_key, delta, TILE_K, TILE_V)
-        result = tl.sum(state * ask[:, None], 0)
         tl.store(out + (row * NUM_HEADS + head) * VALUE + value, result.to(out.dtype.element_ty), mask=is_value)
-        slot = text * ring_size + slot_place
-        slot_place = tl.where(slot_place + 1 == ring_size, 0, slot_place + 1)
-        tl.store(deltas + (slot * NUM_HEADS + head) * VALUE + value, delta, mask=is_value)
-        if part == 0:
-            tl.store(decays + slot * NUM_HEADS + head, decay)
-            if head % (NUM_HEADS // NUM_KEYS) == 0:
-                tl.store(keys + (slot * NUM_KEYS + group) * KEY + key, new_key, mask=is_key)
+        record = text * ring_size + slot
+        slot = tl.where(slot + 1 == ring_size, 0, slot + 1)
+        tl.store(deltas + (record * NUM_HEADS + head) * VALUE + value, delta, mask=is_value)
+        if (part == 0) & (head % (NUM_HEADS // NUM_KEYS) == 0):
+            tl.store(keys + (record * NUM_KEYS + group) * KEY + key, new_key, mask=is_key)
 
 
 def delta_rule(
@@ -265,12 +339,13 @@ def delta_rule(
     out = room_for(rows, num_heads, value_size) if out is None else out
     require(out.is_contiguous() and out.shape == (len(rows), num_heads, value_size), "out", "[rows, heads, values]")
     if num_rows:
-        _delta_rule_kernel[(count, num_heads, ceil_div(value_size, STATE_TILE))](
+        _delta_rule_kernel[(count, num_heads, memory.states.shape[2])](
             rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
             rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
             NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
-            TILE_V=min(STATE_TILE, power_of_2(value_size)), TILE_K=power_of_2(key_size), num_warps=1,
-            **early(rows.device),
+            TILE_V=STATE_TILE, TILE_K=power_of_2(key_size),
+            TILE_R=max(MIN_DOT, power_of_2(num_rows)), IS_LATE=count > FEW,
+            num_warps=1, **early(rows.device),
         )  # fmt: skip
     return out
 
@@ -284,6 +359,8 @@ def check_blocks(rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockT
     require(all(item.dtype == torch.float32 for item in memory), "memory", "float32")
     require(all(item.is_contiguous() for item in memory), "memory", "contiguous tensors")
     require(num_heads % num_keys == 0, "memory", "value heads as a multiple of key heads")
+    tiled = (ceil_div(value_size, STATE_TILE), key_size, STATE_TILE)
+    require(memory.states.shape[1:] == (num_heads, *tiled), "memory", "states in tiles")
     width = 2 * num_keys * key_size + num_heads * value_size
     require(rows.shape[1] == width and rows.stride(1) == 1, "rows", "queries, keys and values of every head")
     require(count > 0 and len(rows) % count == 0, "rows", "whole blocks")

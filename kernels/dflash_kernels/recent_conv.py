@@ -15,10 +15,22 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import (
+    ELEMENT_TILE,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+)
 
-MANY_ROWS = 256
-"""Fewest rows for which a program convolves several rows, so that it reads most rows once instead of S times."""
+BLOCK_CHANNELS, BLOCK_WARPS = 64, 4
+"""Channels of a block in one program, and its warps."""
+
+CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 8, 512, 4
+"""Rows and channels of a chunk in one program, and its warps."""
 
 
 class RowRuns(NamedTuple):
@@ -40,16 +52,16 @@ class RowRuns(NamedTuple):
     """[T] int64, the run of each row"""
 
 
-def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns, *, is_short: bool = False) -> Tensor:
+def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns) -> Tensor:
     """Convolve rows over positions, apply silu, and keep the last rows of each run in the rings.
 
     rows    [T, C]
-    weight  [C, S]   the last tap belongs to the row itself
+    weight  [S, C]   the last tap belongs to the row itself
     ring    [B, M, C]   written
     Returns [T, C]. A position before the text counts as zero.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    num_taps, size = weight.shape[1], ring.shape[1]
+    num_taps, size = len(weight), ring.shape[1]
     index = torch.arange(len(rows), device=rows.device)
     count = len(rows) // max(len(runs.texts), 1)
     run = index // max(count, 1) if runs.of_rows is None else runs.of_rows
@@ -63,7 +75,7 @@ def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns, *
         own = rows[(index - back).clamp(min=0)].to(wide)
         kept = ring[texts, before % size].to(wide)
         value = torch.where((inside >= back)[:, None], own, torch.where((before >= 0)[:, None], kept, 0.0))
-        total += value * weight[:, num_taps - 1 - back].to(wide)
+        total += value * weight[num_taps - 1 - back].to(wide)
     is_kept = (inside < counts) & (inside >= counts - size)
     ring[texts[is_kept], positions[is_kept] % size] = rows[is_kept]
     convolved: Tensor = torch.nn.functional.silu(total).to(rows.dtype)
@@ -71,92 +83,113 @@ def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns, *
 
 
 @jit
-def _find_run(row, is_row, starts, firsts, counts, of_rows, texts, BLOCK: tl.constexpr):
-    """Return text, first position, place in its run, and rows of its run of each flat row."""
-    if BLOCK > 0:
-        run = row // BLOCK
-        inside, count = row - run * BLOCK, row * 0 + BLOCK
-    else:
-        run = tl.load(of_rows + row, mask=is_row, other=0)
-        inside = row - tl.load(firsts + run, mask=is_row, other=0)
-        count = tl.load(counts + run, mask=is_row, other=0)
-    return tl.load(texts + run, mask=is_row, other=0), tl.load(starts + run, mask=is_row, other=0), inside, count
-
-
-@jit
-def _recent_conv_kernel(
-    rows, weight, ring, out, texts, starts, firsts, counts, of_rows, num_rows, rows_row, ring_size,
-    WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr, BLOCK: tl.constexpr, IS_STORED: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
+def _chunk_conv_kernel(
+    rows, weight, ring, out, texts, starts, firsts, of_rows, num_rows, rows_row, ring_size,
+    WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     channel = (tl.program_id(1) * TILE_C + tl.arange(0, TILE_C))[None, :]
     is_row = row < num_rows
-    text, start, inside, _ = _find_run(row, is_row, starts, firsts, counts, of_rows, texts, BLOCK)
+    run = tl.load(of_rows + row, mask=is_row, other=0)
+    inside = (row - tl.load(firsts + run, mask=is_row, other=0)).to(tl.int32)
+    text, start = tl.load(texts + run, mask=is_row, other=0), tl.load(starts + run, mask=is_row, other=0)
+    place = (start % ring_size).to(tl.int32) + inside
     is_element = is_row[:, None] & (channel < WIDTH)
     total = tl.zeros((TILE_R, TILE_C), tl.float32)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     for back in tl.static_range(NUM_TAPS):
-        before = start + inside - back
-        is_own, is_kept = inside >= back, (inside < back) & (before >= 0)
+        is_own, is_kept = inside >= back, (inside < back) & (start + inside >= back)
         own = tl.load(rows + (row - back)[:, None] * rows_row + channel, mask=is_element & is_own[:, None], other=0.0)
-        slot = (text * ring_size + before % ring_size)[:, None]
-        kept = tl.load(ring + slot * WIDTH + channel, mask=is_element & is_kept[:, None], other=0.0)
-        tap = tl.load(weight + channel * NUM_TAPS + NUM_TAPS - 1 - back, mask=channel < WIDTH, other=0.0)
+        slot = place - back
+        slot = text * ring_size + tl.where(slot < 0, slot + ring_size, slot)
+        kept = tl.load(ring + slot[:, None] * WIDTH + channel, mask=is_element & is_kept[:, None], other=0.0)
+        tap = tl.load(weight + (NUM_TAPS - 1 - back) * WIDTH + channel, mask=channel < WIDTH, other=0.0)
         total += (own.to(tl.float32) + kept.to(tl.float32)) * tap.to(tl.float32)
-        if IS_STORED and back == 0:
-            tl.store(ring + slot * WIDTH + channel, own, mask=is_element)
     total = total / (1.0 + tl.exp(-total))
     tl.store(out + row[:, None] * WIDTH + channel, total.to(out.dtype.element_ty), mask=is_element)
 
 
 @jit
 def _keep_rows_kernel(
-    rows, ring, texts, starts, firsts, counts, of_rows, rows_row, ring_size,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    text, start, inside, count = _find_run(row, row >= 0, starts, firsts, counts, of_rows, texts, BLOCK)
-    if (inside < count) & (inside >= count - ring_size):
-        channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    rows, ring, texts, starts, firsts, counts, rows_row, ring_size, WIDTH: tl.constexpr, TILE: tl.constexpr
+):
+    run, back = tl.program_id(0), tl.program_id(1)
+    inside = tl.load(counts + run) - 1 - back
+    if inside >= 0:
+        channel = tl.program_id(2) * TILE + tl.arange(0, TILE)
         is_channel = channel < WIDTH
-        slot = text * ring_size + (start + inside) % ring_size
-        value = tl.load(rows + row * rows_row + channel, mask=is_channel, other=0.0)
+        slot = tl.load(texts + run) * ring_size + (tl.load(starts + run) + inside) % ring_size
+        value = tl.load(rows + (tl.load(firsts + run) + inside) * rows_row + channel, mask=is_channel, other=0.0)
         tl.store(ring + slot * WIDTH + channel, value, mask=is_channel)
 
 
-def recent_conv(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns, *, is_short: bool = False) -> Tensor:
-    """Compute `recent_conv_ref`.
+@jit
+def _block_conv_kernel(
+    rows, weight, ring, out, texts, starts, num_rows, rows_row, ring_size,
+    WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    run, inside = tl.program_id(0).to(tl.int64), tl.arange(0, TILE_R)
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    is_channel = channel < WIDTH
+    is_element = (inside < num_rows)[:, None] & is_channel[None, :]
+    text, start = tl.load(texts + run), tl.load(starts + run)
+    place = (start % ring_size).to(tl.int32) + inside  # slots of the block's rows, before they wrap around
+    source = rows + (run * num_rows + inside)[:, None] * rows_row + channel[None, :]
+    home = ring + text * ring_size * WIDTH + channel[None, :]
+    total = tl.zeros((TILE_R, TILE_C), tl.float32)
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
+    for back in tl.static_range(NUM_TAPS):
+        is_own, is_kept = inside >= back, (inside < back) & (start + inside >= back)
+        own = tl.load(source - back * rows_row, mask=is_element & is_own[:, None], other=0.0)
+        slot = place - back
+        slot = tl.where(slot < 0, slot + ring_size, tl.where(slot >= ring_size, slot - ring_size, slot))[:, None]
+        kept = tl.load(home + slot * WIDTH, mask=is_element & is_kept[:, None], other=0.0)
+        tap = tl.load(weight + (NUM_TAPS - 1 - back) * WIDTH + channel, mask=is_channel, other=0.0)
+        total += (own.to(tl.float32) + kept.to(tl.float32)) * tap.to(tl.float32)[None, :]
+        if back == 0:
+            tl.store(home + slot * WIDTH, own, mask=is_element)
+    total = total / (1.0 + tl.exp(-total))
+    target = out + (run * num_rows + inside)[:, None] * WIDTH + channel[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_element)
 
-    With `is_short` no run has more than M - S + 1 rows, and one launch does everything. Otherwise a row could be
-    written over another that is still to be read, so that a second launch keeps the rows.
+
+def recent_conv(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns) -> Tensor:
+    """Compute `recent_conv_ref`, for blocks in one launch.
+
+    A block has at most M - S + 1 rows. A longer run could write a row over another that is still to be read, so a
+    second launch keeps the rows of chunks.
     """
     places = [item for item in runs if item is not None]
     check_tensors(rows, weight, ring, *places)
     check_dtypes(rows, weight, ring)
     count, width = rows.shape
-    num_taps, size = weight.shape[1], ring.shape[1]
-    require(weight.shape == (width, num_taps) and weight.is_contiguous(), "weight", "[channels, taps], contiguous")
+    num_taps, size = len(weight), ring.shape[1]
+    require(weight.shape == (num_taps, width) and weight.is_contiguous(), "weight", "[taps, channels], contiguous")
     require(ring.shape[2] == width and ring.is_contiguous(), "ring", "[texts, rows, channels], contiguous")
     require(size >= num_taps, "ring", f"at least {num_taps} rows")
     require(rows.stride(1) == 1, "rows", "contiguous rows")
     require(len(places) in (2, 5), "runs", "texts and starts, or all fields")
-    require(len(places) == 5 or count % max(len(runs.texts), 1) == 0, "runs", "equally many rows each")
     require(all(item.is_contiguous() for item in places), "runs", "contiguous tensors")
-    block = count // max(len(runs.texts), 1) if len(places) == 2 else 0
-    given = (*places, *[runs.texts] * (5 - len(places)))
     out = torch.empty((count, width), dtype=rows.dtype, device=rows.device)
-    if count:
-        tile_r, tile_c = (1, ELEMENT_TILE) if count < MANY_ROWS else (8, ELEMENT_TILE // 2)
-        _recent_conv_kernel[(ceil_div(count, tile_r), ceil_div(width, tile_c))](
-            rows, weight, ring, out, *given, count, rows.stride(0), size,
-            WIDTH=width, NUM_TAPS=num_taps, BLOCK=block, IS_STORED=is_short, TILE_R=tile_r, TILE_C=tile_c,
-            num_warps=4, **early(rows.device),
+    if not count:
+        return out
+    num_runs, options = len(runs.texts), {"WIDTH": width, "NUM_TAPS": num_taps, **early(rows.device)}
+    if runs.firsts is None:
+        num_rows = count // num_runs
+        require(num_rows * num_runs == count, "runs", "equally many rows each")
+        require(num_rows <= size - num_taps + 1, "ring", f"at least {num_rows + num_taps - 1} rows")
+        _block_conv_kernel[(num_runs, ceil_div(width, BLOCK_CHANNELS))](
+            rows, weight, ring, out, runs.texts, runs.starts, num_rows, rows.stride(0), size,
+            TILE_R=power_of_2(num_rows), TILE_C=BLOCK_CHANNELS, num_warps=BLOCK_WARPS, **options,
         )  # fmt: skip
-        if not is_short:
-            _keep_rows_kernel[(count, ceil_div(width, ELEMENT_TILE))](
-                rows, ring, *given, rows.stride(0), size,
-                WIDTH=width, BLOCK=block, TILE=ELEMENT_TILE,
-            )  # fmt: skip
+        return out
+    _chunk_conv_kernel[(ceil_div(count, CHUNK_ROWS), ceil_div(width, CHUNK_CHANNELS))](
+        rows, weight, ring, out, runs.texts, runs.starts, runs.firsts, runs.of_rows, count, rows.stride(0), size,
+        TILE_R=CHUNK_ROWS, TILE_C=CHUNK_CHANNELS, num_warps=CHUNK_WARPS, **options,
+    )  # fmt: skip
+    _keep_rows_kernel[(num_runs, size, ceil_div(width, ELEMENT_TILE))](
+        rows, ring, *runs[:4], rows.stride(0), size, WIDTH=width, TILE=ELEMENT_TILE
+    )
     return out

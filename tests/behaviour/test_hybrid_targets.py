@@ -264,7 +264,7 @@ class TestPoisoned:
         def greedy(*given: Any) -> BlockRecall:
             found = made(*given)
             late = (found.texts.lens - found.texts.state_lens) > 0
-            return replace(found, texts=found.texts._replace(state_lens=found.texts.state_lens - late.long()))
+            return replace(found, texts=found.texts._replace(lens=found.texts.lens + late))
 
         monkeypatch.setattr(recurrent.BlockRecall, "of", greedy)
         said, wanted = self.said(hybrid)

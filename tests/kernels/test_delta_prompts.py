@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_prompts import PromptChunks, chunk_ints, delta_prompts, delta_prompts_ref, even
-from dflash_kernels.delta_rule import Gates, gate_values
+from dflash_kernels.delta_rule import Gates, empty_states, gate_values, state_tiles, whole_states
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.ragged_attention import Segment
 from dflash_testing.tensors import DEVICE, DTYPES, assert_rows_close, normal
@@ -71,7 +71,7 @@ def test_chunks_equal_the_rule(run: Any, dtype: torch.dtype, sizes: Sizes, lens:
     """Every other chunk continues its text. Padding after the last chunk, and padding chunks, change nothing."""
     heads, groups, value, key = sizes
     rows, gates = inputs(sum(lens) + 7, sizes, dtype)
-    states = normal(6, heads, key, value, seed=5) / 4
+    states = state_tiles(normal(6, heads, key, value, seed=5) / 4).contiguous()
     kept, firsts = states.clone(), [sum(lens[:index]) for index in range(len(lens))]
     segments = [
         Segment(first, count, 9 * (index % 2), 4 - index)
@@ -81,10 +81,10 @@ def test_chunks_equal_the_rule(run: Any, dtype: torch.dtype, sizes: Sizes, lens:
     assert run(rows, gates, states, groups, cut(segments, even(len(lens)) + 2, 12, 5), out) is out
     for segment in segments:
         begin, end = segment.first_row, segment.first_row + segment.num_rows
-        before = kept[segment.table_row] if segment.context_len else torch.zeros_like(kept[0])
+        before = whole_states(kept[segment.table_row], value) * (segment.context_len > 0)
         expected, state = definition(rows[begin:end], rows_of(gates, begin, end), before, groups)
         assert_rows_close(out[begin:end].flatten(1), expected.flatten(1), dtype)
-        found = states[segment.table_row].double()
+        found = whole_states(states[segment.table_row], value).double()
         assert (found - state).norm() <= (1e-5 if dtype == torch.float32 else 1e-3) * state.norm()
     assert bool((out[sum(lens) :] == 7.0).all())
     untouched = [text for text in range(6) if text not in {segment.table_row for segment in segments}]
@@ -99,9 +99,9 @@ def test_equal_keys_do_not_spoil_the_inverse(run: Any, rate: float) -> None:
     heads, groups, value, key = SMALL
     rows[:, : 2 * groups * key] = rows[:1, : 2 * groups * key]
     gates = gates._replace(beta=gates.beta.abs() + 6.0)
-    states = torch.zeros((1, heads, key, value), device=DEVICE)
+    states = empty_states(1, heads, key, value, torch.float32, DEVICE)
     found = run(rows, gates, states, groups, cut([Segment(0, 100, 0, 0)]))
-    expected, _ = definition(rows, gates, states[0] * 0, groups)
+    expected, _ = definition(rows, gates, torch.zeros((heads, key, value), device=DEVICE), groups)
     error = (found.double() - expected).norm() / expected.norm()
     assert error < 1e-5
 
@@ -110,10 +110,11 @@ def test_equal_keys_do_not_spoil_the_inverse(run: Any, rate: float) -> None:
 def test_a_prompt_in_chunks_equals_the_whole_prompt(run: Any) -> None:
     heads, groups, value, key = SMALL
     rows, gates = inputs(150, SMALL, torch.float32)
-    whole, parts = (torch.zeros((1, heads, key, value), device=DEVICE) for _ in range(2))
+    whole, parts = (empty_states(1, heads, key, value, torch.float32, DEVICE) for _ in range(2))
     expected = run(rows, gates, whole, groups, cut([Segment(0, 150, 0, 0)]))
     for begin, end in ((0, 70), (70, 71), (71, 150)):
         chunk = cut([Segment(0, end - begin, begin, 0)])
         found = run(rows[begin:end], rows_of(gates, begin, end), parts, groups, chunk)
         assert_rows_close(found.flatten(1), expected[begin:end].double().flatten(1), torch.float32)
-    assert_rows_close(parts.flatten(2), whole.double().flatten(2), torch.float32)
+    found, expected = (whole_states(item, value).flatten(2) for item in (parts, whole.double()))
+    assert_rows_close(found, expected, torch.float32)

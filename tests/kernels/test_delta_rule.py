@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_blocks import delta_blocks
-from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, delta_rule, delta_rule_ref, gate_values
+from dflash_kernels.delta_rule import (
+    BlockTexts,
+    DeltaMemory,
+    Gates,
+    delta_rule,
+    delta_rule_ref,
+    empty_states,
+    gate_values,
+)
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_testing.tensors import assert_rows_close, normal
 
@@ -27,7 +35,7 @@ def memory(num_texts: int, size: int, dtype: torch.dtype = torch.float32) -> Del
     device = normal(1).device
     shapes = ((num_texts, size, KEYS, KEY), (num_texts, size, HEADS, VALUE), (num_texts, size, HEADS))
     records = (torch.full(shape, torch.nan, dtype=dtype, device=device) for shape in shapes)
-    return DeltaMemory(torch.zeros((num_texts, HEADS, KEY, VALUE), dtype=dtype, device=device), *records)
+    return DeltaMemory(empty_states(num_texts, HEADS, KEY, VALUE, dtype, device), *records)
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Gates]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
-from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
+from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
@@ -63,8 +63,9 @@ def inputs(seed: int) -> Inputs:
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
         "channels": normal(R * N, 2 * D + H * D, dtype=BFLOAT, seed=seed), "gates": normal(2, R * N, H, dtype=BFLOAT),
-        "taps": normal(2 * D + H * D, 4, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
-        "ring": normal(R, N + 3, 2 * D + H * D, dtype=BFLOAT, seed=seed), "states": normal(R, H, D, D, seed=seed),
+        "taps": normal(4, 2 * D + H * D, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
+        "ring": normal(R, N + 3, 2 * D + H * D, dtype=BFLOAT, seed=seed),
+        "states": state_tiles(normal(R, H, D, D, seed=seed)).contiguous(),
         "records": normal(R, 2 * N, (H + 1) * D + H, seed=seed), "replayed": draw(0, N + 1, R),
         "texts": torch.randperm(R, generator=generator).to(DEVICE),
         "chunks": torch.tensor([[0, 7], [7, 5], [9 * seed, 0], [2, 0], [0, 1]]).to(DEVICE),
@@ -191,11 +192,11 @@ def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return kernels.delta_prompts(at["channels"], gates_of(at), states, 1, chunks), states.to(BFLOAT)
 
 
-def convolve_recent(kernels: Kernels, at: Inputs, *, is_short: bool) -> tuple[Tensor, ...]:
+def convolve_recent(kernels: Kernels, at: Inputs, *, has_blocks: bool) -> tuple[Tensor, ...]:
     ring = at["ring"].clone()
     firsts, counts, starts, texts, _ = at["chunks"]
-    runs = RowRuns(at["texts"], at["places"]) if is_short else RowRuns(texts, starts, firsts, counts, at["run_of"])
-    return kernels.recent_conv(at["channels"], at["taps"], ring, runs, is_short=is_short), ring
+    runs = RowRuns(at["texts"], at["places"]) if has_blocks else RowRuns(texts, starts, firsts, counts, at["run_of"])
+    return kernels.recent_conv(at["channels"], at["taps"], ring, runs), ring
 
 
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -223,13 +224,13 @@ CALLS: dict[str, Call] = {
     "markov_walk": markov_walk,
     "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
     "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
-    "recent_conv": lambda k, at: convolve_recent(k, at, is_short=True),
-    "recent_conv of chunks": lambda k, at: convolve_recent(k, at, is_short=False),
+    "recent_conv": lambda k, at: convolve_recent(k, at, has_blocks=True),
+    "recent_conv of chunks": lambda k, at: convolve_recent(k, at, has_blocks=False),
     "delta_rule": delta_rule,
     "delta_blocks": lambda k, at: tuple(item.to(BFLOAT) for item in delta_rule(k, at, is_at_once=True)),
     "delta_prompts": delta_prompts,
     "gated_norm": lambda k, at: (
-        k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][:D, 0].contiguous(), 1e-6),
+        k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][0, :D].contiguous(), 1e-6),
     ),
     "output_gate": lambda k, at: (k.output_gate(at["residual"], at["parts"]),),
     "open_step": open_step,

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -174,16 +175,19 @@ def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, see
     return [Request(index=index, prompt_token_ids=prompt, params=params) for index, prompt in enumerate(prompts)]
 
 
-def prefill_ms(random: RandomPair, lengths: Sequence[int], *, is_drafting: bool, repeats: int = 3) -> list[float]:
+def prefill_ms(
+    random: RandomPair, lengths: Sequence[int], *, is_drafting: bool, repeats: int = 3, has_profile: bool = False
+) -> tuple[list[float], StepAccount | None]:
     """Milliseconds of each repeat from adding prompts until all have their first token, in the default engine."""
     pages = sum(-(-(length + 8 * BLOCK) // PAGE_SIZE) for length in lengths) + 1
     pair = engine_pair(
         random, "dflash" if is_drafting else "plain", None, max_num_requests=len(lengths), num_pages=pages,
         prefix_cache=False, max_model_len=max(lengths) + 8 * BLOCK,
     )  # fmt: skip
-    llm, times = LLM(pair), []
-    for repeat in range(repeats + 1):
-        requests = make_requests(random.shape, lengths, max_new_tokens=4 * BLOCK, seed=repeat)
+    llm, seeds = LLM(pair), count()
+
+    def prefill() -> float:
+        requests = make_requests(random.shape, lengths, max_new_tokens=4 * BLOCK, seed=next(seeds))
         wait(llm.device)
         started = time.perf_counter()
         for request in requests:
@@ -191,10 +195,14 @@ def prefill_ms(random: RandomPair, lengths: Sequence[int], *, is_drafting: bool,
         while not all(request.output_token_ids for request in requests):
             llm.engine.step()
             _check(requests)
-        times.append((time.perf_counter() - started) * 1000)
+        elapsed = time.perf_counter() - started
         wait(llm.device)
         llm.close()
-    return times[1:]
+        return elapsed * 1000
+
+    prefill()
+    times = [prefill() for _ in range(repeats)]
+    return times, profile_steps(prefill, 1) if has_profile else None
 
 
 def wait(device: torch.device) -> None:

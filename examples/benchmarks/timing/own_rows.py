@@ -110,7 +110,11 @@ def measure_prefills(plan: Plan, random: RandomPair) -> None:
 
 def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
     """Record one row of prefills."""
-    add_prefill(plan, arm, lengths, prefill_ms(random, lengths, is_drafting=arm == "dflash"))
+    has_profile = plan.is_cuda and plan.shows_kernels
+    times, account = prefill_ms(random, lengths, is_drafting=arm == "dflash", has_profile=has_profile)
+    add_prefill(plan, arm, lengths, times)
+    if account is not None:
+        _show_kernels(account)
 
 
 def _floor_ms(plan: Plan, cell: Cell, times: StepTimes, rates: Rates) -> float:

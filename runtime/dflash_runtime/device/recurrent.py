@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
-from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates
+from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, DeltaMemory, Gates, empty_states
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_runtime.config import RecurrenceConfig
@@ -26,8 +26,12 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import Request
 
 STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
-"""Names of a text's memory in a hand-off: the states of all layers [L, H, K, V], and the rows before the next one
+"""Names of a text's memory in a hand-off: the states of all layers [L, H, P, K, S], and the rows before the next one
 [L, S - 1, C]."""
+
+
+MOST_REPLAYED = 4
+"""A state that lacks more rows is stored. Reading a few more records takes less time than writing the state."""
 
 
 class RecurrentStates:
@@ -37,20 +41,11 @@ class RecurrentStates:
     is faster for many requests.
     """
 
-    def __init__(
-        self,
-        config: RecurrenceConfig,
-        num_texts: int,
-        block_rows: int,
-        placement: Placement,
-        *,
-        is_exact: bool = True,
-    ) -> None:
+    def __init__(self, config: RecurrenceConfig, num_texts: int, block_rows: int, placement: Placement) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
-        self.most_replayed = 0
-        self.is_exact = is_exact
-        size = self.most_replayed + 2 * block_rows
+        self.is_exact = True
+        size = MOST_REPLAYED + 2 * block_rows
         heads, values = config.num_value_heads, config.value_size
         keys = (config.num_key_heads, config.key_size)
 
@@ -59,7 +54,7 @@ class RecurrentStates:
 
         self.memories = {
             layer: DeltaMemory(
-                zeros(heads, config.key_size, values),
+                empty_states(num_texts, heads, config.key_size, values, self.wide, placement.device),
                 zeros(size, *keys),
                 zeros(size, heads, values),
                 zeros(size, heads),
@@ -139,13 +134,13 @@ class BlockRecall:
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
         states, kernels = self.states, self.states.kernels
-        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs, is_short=True)
+        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs)
         is_serial = states.is_exact or len(rows) == len(self.texts.texts)
         rule = kernels.delta_rule if is_serial else kernels.delta_blocks
-        found = rule(mixed, gates, states.memories[layer], self.texts, states.most_replayed, out)
+        found = rule(mixed, gates, states.memories[layer], self.texts, MOST_REPLAYED, out)
         if states.is_last(layer):
             texts, state_lens, lens = self.texts
-            is_stored = lens - state_lens > states.most_replayed
+            is_stored = lens - state_lens > MOST_REPLAYED
             states.state_lens[texts] = torch.where(is_stored, lens, state_lens)
         return found
 
@@ -190,6 +185,7 @@ def state_bytes(config: RecurrenceConfig, block_rows: int, dtype: torch.dtype) -
     """Bytes of one text's memory in all recurrent layers."""
     wide = torch.promote_types(dtype, torch.float32).itemsize
     record = config.keys_width + config.values_width + config.num_value_heads
-    numbers = config.values_width * config.key_size + 2 * block_rows * record
+    columns = -(-config.value_size // STATE_TILE) * STATE_TILE
+    numbers = config.num_value_heads * columns * config.key_size + (MOST_REPLAYED + 2 * block_rows) * record
     ring = (block_rows + config.num_taps - 1) * config.num_channels
     return len(config.layers) * (numbers * wide + ring * dtype.itemsize)

@@ -83,12 +83,9 @@ class Runner:
         self._upload = Uploader(self.device)
         recurrence, block_rows = self.target.config.recurrence, self.limits.num_lookahead_tokens
         num_texts = self.limits.max_num_requests + 1
-        is_exact = pair.config.has_exact_recurrence
-        self.states = (
-            RecurrentStates(recurrence, num_texts, block_rows, pair.placement, is_exact=is_exact)
-            if recurrence
-            else None
-        )
+        self.states = RecurrentStates(recurrence, num_texts, block_rows, pair.placement) if recurrence else None
+        if self.states is not None:
+            self.states.is_exact = pair.config.has_exact_recurrence
         self._layout = PromptLayout(
             self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
             self.states,

@@ -26,7 +26,7 @@ class DeltaNet:
     """A recurrent `Mixer`. One product makes its channels, the gate of its norm, and the inputs of beta and decay."""
 
     inputs: Linear  # [C + 2 * H + H * V, hidden]
-    taps: Tensor  # [C, S]
+    taps: Tensor  # [S, C]
     log_rate: Tensor  # [H] float32
     bias: Tensor  # [H] float32
     norm: Tensor  # [V]
@@ -40,7 +40,7 @@ class DeltaNet:
         """Read the layer's tensors, and join its projections."""
         parts = [weights[f"{name}.in_proj_{part}.weight"] for part in INPUTS]
         wide = torch.promote_types(parts[0].dtype, torch.float32)
-        taps = weights[f"{name}.conv1d.weight"][:, 0].contiguous()
+        taps = weights[f"{name}.conv1d.weight"][:, 0].T.contiguous()
         log_rate, bias = (weights[f"{name}.{part}"].to(wide) for part in ("A_log", "dt_bias"))
         inputs, output = Linear(torch.cat(parts), kernels=kernels), Linear.read(weights, f"{name}.out_proj", kernels)
         return cls(inputs, taps, log_rate, bias, weights[f"{name}.norm.weight"], output, eps, config, kernels)
