@@ -113,6 +113,18 @@ def test_users_choose_how_blocks_run(hybrid: Hybrid, given: str, used: str) -> N
     assert llm.pair.recurrent_rows == used
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("rows", ["exact", "at-once"])
+def test_triton_kernels_give_the_text(hybrid: Hybrid, rows: str) -> None:
+    (prompt,) = hybrid.prompts(5)
+    (text,) = hybrid.texts([prompt])
+    draft = hybrid.draft([Known([*prompt, *text], 2)])
+    llm = random_llm(hybrid.target, draft, 3, kernels="triton", recurrent_rows=rows)
+    (output,) = llm.generate([prompt], replace(PARAMS, max_new_tokens=9))
+    assert list(output.token_ids) == text[:9]
+    assert set(output.acceptance_lengths) == {3}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_of_the_decay_are_rounded_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     """Published checkpoints store A_log in float32. In a run in bfloat16 transformers rounds it, and so do we."""

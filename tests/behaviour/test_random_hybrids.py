@@ -86,13 +86,14 @@ def check(case: HybridCase, folder: Path) -> dict[str, int]:
         pair.target, draft, case.num_drafts, max_model_len=case.model_len, num_pages=case.num_pages, **case.engine
     )
     requests = run(case, llm, prompts)
-    seen = {"tokens": 0, "compared": 0, "steps": 0, "preemptions": 0, "sampled": 0}
+    seen = {"tokens": 0, "compared": 0, "steps": 0, "preemptions": 0, "sampled": 0, "cached": 0}
     for request, prompt, text in zip(requests, prompts, texts, strict=True):
         assert request.error is None
         found = request.output_token_ids
         assert len(found) == min(request.params.max_new_tokens, case.model_len - len(prompt))
         seen["tokens"] += len(found)
         seen["preemptions"] += request.num_preemptions
+        seen["cached"] += request.num_cached
         if not request.params.is_greedy:
             assert found == text[: len(found)]
             seen["sampled"] += len(found)

@@ -44,6 +44,7 @@ ENGINE: Mapping[str, Sequence[Any]] = {
     "max_num_requests": (1, 2, 3, 5),
     "max_batched_tokens": (1, 7, 24, 63, 64, 65, 200, 2048),
     "page_size": (4, 8, 16),
+    "prefix_cache": (True, True, False),
 }
 """Settings of an engine, each drawn on its own."""
 
@@ -63,6 +64,7 @@ class HybridCase:
     is_short     whether the pool has few pages
     has_widths   whether each step verifies a random number of rows
     is_cut       whether the texts end at the last position of the model
+    shared_lens  the number of first tokens of each prompt that are those of a common text
     """
 
     seed: int
@@ -77,12 +79,13 @@ class HybridCase:
     is_short: bool
     has_widths: bool
     is_cut: bool
+    shared_lens: tuple[int, ...]
     params: tuple[SamplingParams, ...]
 
     @property
     def num_pages(self) -> int:
         """Room for every request, or for little more than the longest one."""
-        page, rows = self.engine["page_size"], self.num_drafts + 1
+        page, rows = int(self.engine["page_size"]), self.num_drafts + 1
         needed = [-(-(length + self.num_tokens + 3 * rows) // page) for length in self.prompt_lengths]
         return 2 + (max(needed) + min(needed) if self.is_short else sum(needed))
 
@@ -93,7 +96,8 @@ class HybridCase:
 
     def prompts(self) -> list[list[int]]:
         """The token ids of all prompts."""
-        return random_prompts(self.prompt_lengths, self.body["vocab_size"], seed=self.seed)
+        common, *own = random_prompts((MODEL_LEN, *self.prompt_lengths), self.body["vocab_size"], seed=self.seed)
+        return [common[:count] + prompt[count:] for prompt, count in zip(own, self.shared_lens, strict=True)]
 
 
 def draw_case(seed: int) -> HybridCase:
@@ -107,6 +111,8 @@ def draw_case(seed: int) -> HybridCase:
     num_drafts = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 11, 15))
     count, num_tokens = chance.choice((2, 3, 4)), chance.choice((12, 20, 30))
     is_sampled = [chance.random() < 0.25 for _ in range(count)]
+    lengths = tuple(chance.choice(PROMPT_LENGTHS) for _ in range(count))
+    is_shared = chance.random() < 0.5
     return HybridCase(
         seed=seed,
         body=body,
@@ -114,12 +120,13 @@ def draw_case(seed: int) -> HybridCase:
         engine={name: chance.choice(values) for name, values in ENGINE.items()},
         num_drafts=num_drafts,
         skill=chance.choice((0, 1, num_drafts, num_drafts, num_drafts)),
-        prompt_lengths=tuple(chance.choice(PROMPT_LENGTHS) for _ in range(count)),
+        prompt_lengths=lengths,
         num_tokens=num_tokens,
         forced=chance.choice((None, None, 3, 5)),
         is_short=chance.random() < 0.4,
         has_widths=chance.random() < 0.25,
         is_cut=chance.random() < 0.15,
+        shared_lens=tuple(chance.choice((length, length - 1, length // 2)) * is_shared for length in lengths),
         params=tuple(
             SamplingParams(
                 max_new_tokens=num_tokens, temperature=chance.choice((0.5, 1.0)) if sampled else 0.0,

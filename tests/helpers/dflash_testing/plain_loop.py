@@ -66,7 +66,7 @@ def trace_of(
     while len(text) - len(prompt) < num_tokens:
         start, length = len(text) - len(prompt), len(text) - 1
         verified = num_drafts if widths is None else widths.get(start, 1) - 1
-        drafted, draft_gap = [], torch.inf
+        drafted, draft_gap = list[int](), torch.inf
         if verified:
             drafted, draft_gap = propose(draft, features[:length], text[-1], num_drafts, verified)
         logits, features = read(text + drafted)
