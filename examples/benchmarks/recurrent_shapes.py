@@ -8,10 +8,10 @@ from memory and not from the cache.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_kernels import delta_blocks as at_once
 from dflash_kernels import delta_prompts as prompts
 from dflash_kernels import delta_rule as rule
+from dflash_kernels import recent_conv as conv
 from dflash_kernels.early_launch import early
 from dflash_kernels.gated_norm import gated_norm
 from dflash_kernels.ragged_attention import Segment
@@ -34,11 +35,28 @@ KEPT = 5
 CALLS = 12
 NUM_SHARES = 6
 
-RULES = ((16, 1, 0), (16, 1, 128), (32, 2, 0))
-BLOCKS = ((64, 4, 0), (64, 4, 128), (32, 4, 0), (32, 4, 128), (32, 2, 0), (32, 2, 168), (128, 8, 128), (16, 2, 0))
-PIECES = ((4, 0), (4, 168), (2, 0))
-SCANS = ((32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 1))
+RULES = ((16, 1, 0), (16, 1, 128), (16, 1, 112))
+BLOCKS = (
+    (64, 4, 0),
+    (64, 4, 128),
+    (64, 4, 104),
+    (32, 4, 0),
+    (32, 4, 96),
+    (32, 2, 0),
+    (32, 2, 128),
+    (128, 8, 128),
+    (128, 4, 0),
+)
+PAIRS = (1, 2, 4)
+PIECES = ((4, 0), (2, 0), (2, 168))
+SCANS = ((32, 4, 2), (32, 4, 3), (32, 4, 4))
 """Tile of columns, warps, and registers per thread (0: no limit) or pipeline stages."""
+
+CONV_BLOCKS = ((64, 4), (64, 2), (128, 4), (128, 2), (256, 4), (256, 8))
+"""Channels and warps."""
+
+CONV_CHUNKS = ((16, 128, 4), (16, 64, 4), (32, 64, 4), (8, 256, 4), (64, 64, 4), (32, 128, 8), (4, 512, 4))
+"""Rows, channels and warps."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -93,37 +111,60 @@ def time_blocks(sheet: Sheet, batch: int, block: int) -> None:
     out = rule.room_for(rows, HEADS, SIZE)
 
     strides = (rows.stride(0), HEADS, HEADS, SIZE**-0.5, 1e-6)
-    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "VALUE": SIZE, "KEY": SIZE, "TILE_K": SIZE}
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "KEY": SIZE, "TILE_K": SIZE, "TILE_R": 16}
     print(f"batch {batch}, blocks of {block} rows, {KEPT} replayed", flush=True)
     sheet.time("delta_rule", lambda: rule.delta_rule(rows, own, next(stores), blocks))
     sheet.time("delta_rule, states not stored", lambda: rule.delta_rule(rows, own, next(stores), blocks, KEPT))
-    for (tile, warps, registers), is_late in product(RULES, (False, True)):
+    for tile, warps, registers in RULES:
 
-        def by_row(tile: int = tile, warps: int = warps, registers: int = registers, is_late: bool = is_late) -> None:
+        def by_row(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
             rule._delta_rule_kernel[(batch, HEADS, SIZE // tile)](
-                rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides, **sizes, TILE_V=tile,
-                TILE_R=16, IS_LATE=is_late, num_warps=warps, **limited(registers), **early(rows.device)
+                rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides, **sizes, VALUE=SIZE,
+                TILE_V=tile, num_warps=warps, **limited(registers), **early(rows.device),
             )  # fmt: skip
 
-        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers} late {is_late}", by_row)
+        sheet.time(f"  row by row, tile {tile} warps {warps} registers {registers}", by_row)
     if block > 1:
-        sheet.time("delta_blocks", lambda: at_once.delta_blocks(rows, own, next(stores), blocks))
-        sheet.time(
-            "delta_blocks, states not stored", lambda: at_once.delta_blocks(rows, own, next(stores), blocks, KEPT)
-        )
-    for (tile, warps, registers), is_late in product(BLOCKS, (False, True)) if block > 1 else ():
-
-        def together(tile: int = tile, warps: int = warps, registers: int = registers, is_late: bool = is_late) -> None:
-            at_once._delta_blocks_kernel[(SIZE // tile, HEADS, batch)](
-                rows, *own, *next(stores), *blocks, out, block, num_records, 0, *strides, **sizes, TILE_V=tile,
-                TILE_R=16, IS_SPLIT=True, IS_LATE=is_late, num_warps=warps, **limited(registers), **early(rows.device),
-            )  # fmt: skip
-
-        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers} late {is_late}", together)
+        squares, marks = (torch.rand(batch, HEADS, 2, *sides, device="cuda") for sides in ((16, 16), (16,)))
+        time_at_once(sheet, rows, own, stores, blocks, (squares, marks, out), strides)
     rings = cycle([normal(batch, block + 3, WIDTH) for _ in range(12)])
     taps = normal(TAPS, WIDTH)
-    sheet.time("recent_conv", lambda: recent_conv(rows, taps, next(rings), RowRuns(texts, lens)))
+    for conv.BLOCK_CHANNELS, conv.BLOCK_WARPS in CONV_BLOCKS:
+        name = f"recent_conv, channels {conv.BLOCK_CHANNELS} warps {conv.BLOCK_WARPS}"
+        sheet.time(name, lambda: recent_conv(rows, taps, next(rings), RowRuns(texts, lens)))
     time_norm(sheet, batch * block)
+
+
+def time_at_once(
+    sheet: Sheet, rows: Tensor, own: rule.Gates, stores: Iterator[rule.DeltaMemory], blocks: rule.BlockTexts,
+    results: tuple[Tensor, Tensor, Tensor], strides: tuple[float, ...],
+) -> None:  # fmt: skip
+    batch = len(blocks.texts)
+    block = len(rows) // batch
+    squares, marks, out = results
+    counts = (block, KEPT + 2 * block)
+    sizes = {"NUM_HEADS": HEADS, "NUM_KEYS": GROUPS, "KEY": SIZE, "TILE_K": SIZE, "TILE_R": 16}
+    sheet.time("delta_blocks", lambda: at_once.delta_blocks(rows, own, next(stores), blocks))
+    sheet.time("delta_blocks, states not stored", lambda: at_once.delta_blocks(rows, own, next(stores), blocks, KEPT))
+    for warps in PAIRS:
+
+        def pairs(warps: int = warps) -> None:
+            memory = next(stores)
+            at_once._delta_pairs_kernel[(batch, HEADS)](
+                rows, *own, memory.keys, memory.decays, blocks.texts, blocks.lens, squares, marks, *counts, *strides,
+                **sizes, num_warps=warps, **early(rows.device),
+            )  # fmt: skip
+
+        sheet.time(f"  pairs, warps {warps}", pairs)
+    for tile, warps, registers in BLOCKS:
+
+        def together(tile: int = tile, warps: int = warps, registers: int = registers) -> None:
+            at_once._delta_blocks_kernel[(SIZE // tile, HEADS, batch)](
+                rows, *next(stores), *blocks, squares, marks, out, *counts, 0, rows.stride(0), **sizes, VALUE=SIZE,
+                TILE_V=tile, IS_SPLIT=True, num_warps=warps, **limited(registers), **early(rows.device),
+            )  # fmt: skip
+
+        sheet.time(f"  at once, tile {tile} warps {warps} registers {registers}", together)
 
 
 def time_norm(sheet: Sheet, count: int) -> None:
@@ -163,7 +204,9 @@ def time_prompt(sheet: Sheet, count: int) -> None:
     ring, taps = normal(2, 19, WIDTH), normal(TAPS, WIDTH)
     firsts, counts, starts, texts, _ = cut.chunks
     runs = RowRuns(texts, starts, firsts, counts, torch.zeros(count, dtype=torch.int64, device="cuda"))
-    sheet.time("recent_conv", lambda: recent_conv(rows, taps, ring, runs))
+    for conv.CHUNK_ROWS, conv.CHUNK_CHANNELS, conv.CHUNK_WARPS in CONV_CHUNKS:
+        name = f"recent_conv, rows {conv.CHUNK_ROWS} channels {conv.CHUNK_CHANNELS} warps {conv.CHUNK_WARPS}"
+        sheet.time(name, lambda: recent_conv(rows, taps, ring, runs))
     time_norm(sheet, count)
 
 

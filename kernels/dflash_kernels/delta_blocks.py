@@ -3,6 +3,8 @@
 It computes `delta_rule.delta_rule_ref`, and keeps the same records. The rows of a block solve a triangular system, as
 in `delta_prompts.py`, and the replayed rows are added in one product. This is faster for many requests. The sums have
 another order than row by row, so the text may differ from plain decoding where two tokens are nearly equally likely.
+The first launch computes what needs no state: the inverse of each triangular system, and how much each row reads of the
+corrections before it. It needs many registers, and the second launch needs many programs at once.
 Sources: arXiv 2412.06464; huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.
 
 Axis letters: R requests, W rows of a block, M rows of a ring, H value heads, G key heads, V and K sizes of a value and
@@ -12,10 +14,9 @@ a key, C = 2 * G * K + H * V channels: queries, keys, values.
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_prompts import dot_wide, length_scale, row_pairs
+from dflash_kernels.delta_prompts import dot_wide, join_blocks, length_scale, row_pairs
 from dflash_kernels.delta_rule import (
     EPSILON,
-    FEW,
     BlockTexts,
     DeltaMemory,
     Gates,
@@ -29,8 +30,14 @@ from dflash_kernels.delta_rule import (
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import MIN_DOT, ceil_div, jit, power_of_2, tl
 
-BLOCK_TILE, BLOCK_WARPS = 64, 4
-"""Columns of a state in one program, and its warps."""
+BLOCK_TILE = 64
+"""Columns of a state in one program."""
+
+BLOCK_LAUNCH = {"num_warps": 4, "maxnreg": 128}
+"""More registers per thread would let fewer programs share a multiprocessor."""
+
+PAIR_WARPS = ((132, 4), (512, 2))
+"""Most programs of the first launch, and their warps. One warp is enough for more programs."""
 
 
 def delta_blocks_ref(
@@ -45,29 +52,53 @@ def delta_blocks_ref(
     return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out)
 
 
-@jit
-def _invert_rows(pairs, TILE_R: tl.constexpr):
-    """Return the inverse of the unit matrix plus `pairs`, which is zero on and above the diagonal.
-
-    Blocks on the diagonal are joined in pairs: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
-    """
-    row, column = tl.arange(0, TILE_R)[:, None], tl.arange(0, TILE_R)[None, :]
-    inverse = tl.where(row == column, 1.0, tl.where((row // 2 == column // 2), -pairs, 0.0))
-    for level in tl.static_range(1, 8):
-        if (2 << level) <= TILE_R:
-            is_joint = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-            joint = tl.dot(tl.where(is_joint, pairs, 0.0), inverse, input_precision="tf32x3")
-            inverse -= tl.dot(inverse, joint, input_precision="tf32x3")
-    return inverse
+@jit(do_not_specialize=["num_rows"])
+def _delta_pairs_kernel(
+    rows, decay_in, beta_in, log_rate, bias, keys, decays, texts, lens, squares, marks,
+    num_rows, ring_size, rows_row, decay_row, beta_row, scale, eps,
+    NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, KEY: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group = head // (NUM_HEADS // NUM_KEYS)
+    text, begin = tl.load(texts + request), tl.load(lens + request)
+    key, row = tl.arange(0, TILE_K), tl.arange(0, TILE_R)
+    is_row = row < num_rows
+    is_element = is_row[:, None] & (key < KEY)[None, :]
+    rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
+    flat = request * num_rows + row
+    source = rows + flat[:, None] * rows_row + group * KEY + key[None, :]
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
+    asks = tl.load(source, mask=is_element, other=0.0)
+    new_keys = tl.load(source + NUM_KEYS * KEY, mask=is_element, other=0.0)
+    decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
+    decay, beta = tl.where(is_row, decay, 0.0), tl.where(is_row, beta, 0.0)
+    ask_scale, key_scale = length_scale(asks, eps) * scale, length_scale(new_keys, eps)
+    total = tl.cumsum(decay, 0)
+    pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3")
+    square = squares + (request * NUM_HEADS + head) * 2 * TILE_R * TILE_R + row[:, None] * TILE_R + row[None, :]
+    near = row[:, None] // 2 == row[None, :] // 2
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, tl.where(near, -pairs, 0.0))
+    tl.store(square, join_blocks(inverse, pairs, 2, TILE_R, "tf32x3") * beta[None, :])
+    tl.store(square + TILE_R * TILE_R, share)
+    mark = marks + (request * NUM_HEADS + head) * 2 * TILE_R + row
+    decayed = tl.exp(total)
+    tl.store(mark, ask_scale * decayed)
+    tl.store(mark + TILE_R, key_scale * decayed)
+    slot = text * ring_size + ((begin % ring_size).to(tl.int32) + row) % ring_size
+    tl.store(decays + slot * NUM_HEADS + head, decay, mask=is_row)
+    if head % (NUM_HEADS // NUM_KEYS) == 0:
+        unit = new_keys.to(tl.float32) * key_scale[:, None]
+        tl.store(keys + (slot[:, None] * NUM_KEYS + group) * KEY + key[None, :], unit, mask=is_element)
 
 
 @jit(do_not_specialize=["num_rows", "most_replayed"])
 def _delta_blocks_kernel(
-    rows, decay_in, beta_in, log_rate, bias, states, keys, deltas, decays, texts, state_lens, lens, out,
-    num_rows, ring_size, most_replayed, rows_row, decay_row, beta_row, scale, eps,
+    rows, states, keys, deltas, decays, texts, state_lens, lens, squares, marks, out,
+    num_rows, ring_size, most_replayed, rows_row,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
-    TILE_V: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_LATE: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE_V: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr, IS_SPLIT: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // (NUM_HEADS // NUM_KEYS)
@@ -75,10 +106,7 @@ def _delta_blocks_kernel(
     value, key, row = part * TILE_V + tl.arange(0, TILE_V), tl.arange(0, TILE_K), tl.arange(0, TILE_R)
     is_value, is_key, is_row = value < VALUE, key < KEY, row < num_rows
     place, is_home = state_places(states, text * NUM_HEADS + head, key, value, VALUE, KEY)
-    if IS_LATE:
-        wait_for_launches_before(IS_EARLY)
-        let_next_launch_begin(IS_EARLY)
-    # The launch before this one writes neither states nor records: they come from earlier steps.
+    # Earlier steps wrote the states and the records of the rows before the block.
     num_replayed = (begin - done).to(tl.int32)
     state = replay_rows(
         tl.load(place, mask=is_home, other=0.0), keys, deltas, decays, text, done, num_replayed, ring_size,
@@ -86,10 +114,8 @@ def _delta_blocks_kernel(
     )  # fmt: skip
     if num_replayed > most_replayed:
         tl.store(place, state, mask=is_home)
-    rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
-    if not IS_LATE:
-        wait_for_launches_before(IS_EARLY)
-        let_next_launch_begin(IS_EARLY)
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     flat = request * num_rows + row
     source = rows + flat[:, None] * rows_row
     is_element = is_row[:, None] & is_key[None, :]
@@ -97,24 +123,17 @@ def _delta_blocks_kernel(
     asks = tl.load(source + group * KEY + key[None, :], mask=is_element, other=0.0)
     new_keys = tl.load(source + (NUM_KEYS + group) * KEY + key[None, :], mask=is_element, other=0.0)
     values = tl.load(source + 2 * NUM_KEYS * KEY + head * VALUE + value[None, :], mask=is_result, other=0.0)
-    decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
-    decay, beta = tl.where(is_row, decay, 0.0), tl.where(is_row, beta, 0.0)
-    ask_scale, key_scale = length_scale(asks, eps) * scale, length_scale(new_keys, eps)
-    total = tl.cumsum(decay, 0)
-    pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3")
-    known = dot_wide(new_keys, state, "tf32x3", IS_SPLIT) * (key_scale * tl.exp(total))[:, None]
-    found = dot_wide(asks, state, "tf32x3", IS_SPLIT) * (ask_scale * tl.exp(total))[:, None]
-    wanted = (values.to(tl.float32) - known) * beta[:, None]
-    new_deltas = tl.dot(_invert_rows(pairs, TILE_R), wanted, input_precision="tf32x3")
+    square = squares + (request * NUM_HEADS + head) * 2 * TILE_R * TILE_R + row[:, None] * TILE_R + row[None, :]
+    inverse, share = tl.load(square), tl.load(square + TILE_R * TILE_R)
+    mark = marks + (request * NUM_HEADS + head) * 2 * TILE_R + row
+    known = dot_wide(new_keys, state, "tf32x3", IS_SPLIT) * tl.load(mark + TILE_R)[:, None]
+    found = dot_wide(asks, state, "tf32x3", IS_SPLIT) * tl.load(mark)[:, None]
+    new_deltas = tl.dot(inverse, values.to(tl.float32) - known, input_precision="tf32x3")
     found = tl.dot(share, new_deltas, found, input_precision="tf32x3")
     target = out + (flat[:, None] * NUM_HEADS + head) * VALUE + value[None, :]
     tl.store(target, found.to(out.dtype.element_ty), mask=is_result)
     slot = text * ring_size + ((begin % ring_size).to(tl.int32) + row) % ring_size
     tl.store(deltas + (slot[:, None] * NUM_HEADS + head) * VALUE + value[None, :], new_deltas, mask=is_result)
-    tl.store(decays + slot * NUM_HEADS + head, decay, mask=is_row & (part == 0))
-    if (part == 0) & (head % (NUM_HEADS // NUM_KEYS) == 0):
-        unit = new_keys.to(tl.float32) * key_scale[:, None]
-        tl.store(keys + (slot[:, None] * NUM_KEYS + group) * KEY + key[None, :], unit, mask=is_element)
 
 
 def delta_blocks(
@@ -125,18 +144,29 @@ def delta_blocks(
     most_replayed: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `delta_blocks_ref` in one launch, all rows of a block at once."""
+    """Compute `delta_blocks_ref` in two launches, all rows of a block at once."""
     num_rows = check_blocks(rows, gates, memory, blocks, most_replayed)
     _, size, num_keys, key_size = memory.keys.shape
     num_heads, value_size = memory.deltas.shape[2:]
     out = room_for(rows, num_heads, value_size) if out is None else out
-    if num_rows:
-        count, tile_values = len(blocks.texts), min(BLOCK_TILE, max(power_of_2(value_size), MIN_DOT))
-        _delta_blocks_kernel[(ceil_div(value_size, tile_values), num_heads, count)](
-            rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
-            rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
-            NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
-            TILE_V=tile_values, TILE_K=max(power_of_2(key_size), MIN_DOT), TILE_R=max(power_of_2(num_rows), MIN_DOT),
-            IS_SPLIT=rows.dtype == torch.bfloat16, IS_LATE=count > FEW, num_warps=BLOCK_WARPS, **early(rows.device),
-        )  # fmt: skip
+    if not num_rows:
+        return out
+    count, tile_values = len(blocks.texts), min(BLOCK_TILE, max(power_of_2(value_size), MIN_DOT))
+    tile_rows = max(power_of_2(num_rows), MIN_DOT)
+    sizes = {"NUM_HEADS": num_heads, "NUM_KEYS": num_keys, "KEY": key_size, "TILE_R": tile_rows}
+    sizes["TILE_K"] = max(power_of_2(key_size), MIN_DOT)
+    squares = torch.empty((count, num_heads, 2, tile_rows, tile_rows), dtype=torch.float32, device=rows.device)
+    marks = torch.empty((count, num_heads, 2, tile_rows), dtype=torch.float32, device=rows.device)
+    texts, state_lens, lens = blocks
+    _delta_pairs_kernel[(count, num_heads)](
+        rows, *gates, memory.keys, memory.decays, texts, lens, squares, marks, num_rows, size,
+        rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
+        **sizes, num_warps=next((warps for most, warps in PAIR_WARPS if count * num_heads <= most), 1),
+        **early(rows.device),
+    )  # fmt: skip
+    _delta_blocks_kernel[(ceil_div(value_size, tile_values), num_heads, count)](
+        rows, *memory, texts, state_lens, lens, squares, marks, out, num_rows, size, most_replayed, rows.stride(0),
+        **sizes, VALUE=value_size, TILE_V=tile_values, IS_SPLIT=rows.dtype == torch.bfloat16,
+        **BLOCK_LAUNCH, **early(rows.device),
+    )  # fmt: skip
     return out

@@ -177,12 +177,24 @@ def row_pairs(asks, keys, ask_scale, key_scale, total, beta, NUM_ROWS: tl.conste
 
 
 @jit
-def _invert(pairs, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+def join_blocks(inverse, pairs, SOLVED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of the unit matrix plus `pairs`, which is zero on and above the diagonal.
 
-    Blocks of 16 rows on the diagonal are solved row by row. Then blocks are joined in pairs: the inverse of
-    [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
+    `inverse` has the inverses of the blocks of `SOLVED` rows on the diagonal. Blocks are joined in pairs: the inverse
+    of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
     """
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    for level in tl.static_range(1, 8):
+        if (1 << level) >= SOLVED and (2 << level) <= SIZE:
+            is_joint = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
+            joint = tl.dot(tl.where(is_joint, pairs, 0.0), inverse, input_precision=PRECISION)
+            inverse -= tl.dot(inverse, joint, input_precision=PRECISION)
+    return inverse
+
+
+@jit
+def _invert(pairs, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of the unit matrix plus `pairs`. Blocks of 16 rows on the diagonal are solved row by row."""
     NUM: tl.constexpr = PIECE // 16
     is_own = (tl.arange(0, NUM)[:, None] == tl.arange(0, NUM)[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(is_own, tl.reshape(pairs, (NUM, 16, NUM, 16)), 0.0), 2)
@@ -193,14 +205,8 @@ def _invert(pairs, PIECE: tl.constexpr, PRECISION: tl.constexpr):
         own = tl.sum(tl.where(line == index, blocks, 0.0), 1)
         above = tl.sum(own[:, :, None] * tl.where(line < index, solved, 0.0), 1)
         solved = tl.where(line == index, solved - above[:, None, :], solved)
-    spread = tl.where(is_own, tl.expand_dims(solved, 2), 0.0)
-    inverse = tl.reshape(spread, (PIECE, PIECE))
-    row, column = tl.arange(0, PIECE)[:, None], tl.arange(0, PIECE)[None, :]
-    for level in tl.static_range(4, 6):
-        is_joint = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-        joint = tl.dot(tl.where(is_joint, pairs, 0.0), inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, joint, input_precision=PRECISION)
-    return inverse
+    inverse = tl.reshape(tl.where(is_own, tl.expand_dims(solved, 2), 0.0), (PIECE, PIECE))
+    return join_blocks(inverse, pairs, 16, PIECE, PRECISION)
 
 
 @jit(do_not_specialize=["num_pieces"])
@@ -311,7 +317,7 @@ def delta_prompts(
         rows, *gates, prompts.pieces, *squares, marks, num_pieces, num_rows, rows.stride(0),
         gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
         NUM_HEADS=num_heads, NUM_KEYS=num_key_heads, KEY=key_size, TILE_K=max(power_of_2(key_size), 16), PIECE=PIECE,
-        PRECISION=precision, num_warps=4,
+        PRECISION=precision, num_warps=2,
     )  # fmt: skip
     tile_values = min(VALUE_TILE, max(power_of_2(value_size), 16))
     _delta_scan_kernel[(ceil_div(value_size, tile_values), num_heads, num_chunks)](

@@ -47,8 +47,8 @@ STATE_TILE = 16
 
 _TL_STATE_TILE = constexpr(STATE_TILE)
 
-FEW = 2
-"""Most texts whose states are read before the launches before have ended."""
+SERIAL_LAUNCH = {"num_warps": 1, "maxnreg": 128}
+"""More registers per thread would let fewer programs share a multiprocessor."""
 
 
 class DeltaMemory(NamedTuple):
@@ -74,8 +74,9 @@ def empty_states(
 
 def state_tiles(states: Tensor) -> Tensor:
     """Cut the columns of states [..., K, V] into tiles [..., P, K, S]. The last tile is padded with zeros."""
-    padded = functional.pad(states, (0, -states.shape[-1] % STATE_TILE))
-    return padded.unflatten(-1, (-1, STATE_TILE)).transpose(-3, -2)
+    padded: Tensor = functional.pad(states, (0, -states.shape[-1] % STATE_TILE))
+    tiles: Tensor = padded.unflatten(-1, (-1, STATE_TILE))
+    return tiles.transpose(-3, -2)
 
 
 def whole_states(tiles: Tensor, value_size: int) -> Tensor:
@@ -253,6 +254,15 @@ def _load_row(
 
 
 @jit
+def _dot(one, other):
+    """Return the inner product of two vectors, the same in every lane.
+
+    Each product is rounded. In `a * b + c * d` the compiler would round only one product, and another one in each lane.
+    """
+    return tl.sum(tl.fma(one, other, tl.zeros_like(one)), 0)
+
+
+@jit
 def _pick(numbers, index, COUNT: tl.constexpr):
     """Return one of `COUNT` numbers."""
     return tl.sum(tl.where(tl.arange(0, COUNT) == index, numbers, 0.0), 0)
@@ -263,7 +273,7 @@ def _delta_rule_kernel(
     rows, decay_in, beta_in, log_rate, bias, states, keys, deltas, decays, texts, state_lens, lens, out,
     num_rows, ring_size, most_replayed, rows_row, decay_row, beta_row, scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, VALUE: tl.constexpr, KEY: tl.constexpr,
-    TILE_V: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr, IS_LATE: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE_V: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group = head // (NUM_HEADS // NUM_KEYS)
@@ -273,9 +283,6 @@ def _delta_rule_kernel(
     place, is_home = state_places(states, text * NUM_HEADS + head, key, value, VALUE, KEY)
     rate, shift = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
     first, slot = request * num_rows, (begin % ring_size).to(tl.int32)
-    if IS_LATE:
-        wait_for_launches_before(IS_EARLY)
-        let_next_launch_begin(IS_EARLY)
     # The launch before this one writes neither states nor records: they come from earlier steps.
     num_replayed = (begin - done).to(tl.int32)
     state = replay_rows(
@@ -284,9 +291,8 @@ def _delta_rule_kernel(
     )  # fmt: skip
     if num_replayed > most_replayed:
         tl.store(place, state, mask=is_home)
-    if not IS_LATE:
-        wait_for_launches_before(IS_EARLY)
-        let_next_launch_begin(IS_EARLY)
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     next_ask, next_key, next_value = _load_row(
         rows, first, rows_row, key, is_key, value, is_value, group, head, NUM_KEYS, VALUE, KEY
     )
@@ -308,9 +314,9 @@ def _delta_rule_kernel(
         # All sums run side by side: lengths are factors of sums, and the query reads the state before its correction.
         state = state * _pick(grown, index, TILE_R)
         known, asked = tl.sum(state * new_key[:, None], 0), tl.sum(state * ask[:, None], 0)
-        ask_scale = tl.rsqrt(tl.sum(ask * ask, 0) + eps) * scale
-        key_scale = tl.rsqrt(tl.sum(new_key * new_key, 0) + eps)
-        near = tl.sum(ask * new_key, 0) * key_scale
+        ask_scale = tl.rsqrt(_dot(ask, ask) + eps) * scale
+        key_scale = tl.rsqrt(_dot(new_key, new_key) + eps)
+        near = _dot(ask, new_key) * key_scale
         delta = (new_value - known * key_scale) * _pick(beta, index, TILE_R)
         result = (asked + delta * near) * ask_scale
         new_key = new_key * key_scale
@@ -343,9 +349,9 @@ def delta_rule(
             rows, *gates, *memory, *blocks, out, num_rows, size, most_replayed,
             rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
             NUM_HEADS=num_heads, NUM_KEYS=num_keys, VALUE=value_size, KEY=key_size,
-            TILE_V=STATE_TILE, TILE_K=power_of_2(key_size),
-            TILE_R=max(MIN_DOT, power_of_2(num_rows)), IS_LATE=count > FEW,
-            num_warps=1, **early(rows.device),
+            TILE_V=STATE_TILE, TILE_K=max(MIN_DOT, power_of_2(key_size)),
+            TILE_R=max(MIN_DOT, power_of_2(num_rows)), **SERIAL_LAUNCH,
+            **early(rows.device),
         )  # fmt: skip
     return out
 

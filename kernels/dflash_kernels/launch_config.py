@@ -355,17 +355,24 @@ RAGGED_SHAPES = (
 `examples/benchmarks/ragged_shapes.py` compares other tiles. Heads above 256 were not measured.
 """
 
-DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
-"""For 16-bit heads of 128: 1 to 25% faster than the first entry of RAGGED_SHAPES (docs/measurements/prefill.md)."""
+DESCRIBED_SHAPES = {
+    128: RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True),
+    256: RaggedShape(rows=64, keys=32, num_warps=4, num_stages=3, num_together=1, has_descriptors=True),
+}
+"""For 16-bit heads of these sizes: faster than the entries of RAGGED_SHAPES (docs/measurements/prefill.md)."""
 
 LONG_CONTEXT = 2048
-"""Shortest context, in tokens, that uses LONG_SHAPE."""
+"""Shortest context, in tokens, that uses LONG_SHAPES."""
 
-LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3)
-"""Tiles for long contexts: 12% faster than other tiles for 2,048 rows after 14,336 tokens, and as fast after 2,048."""
+LONG_SHAPES = {
+    128: RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3),
+    256: RaggedShape(rows=128, keys=64, num_warps=8, num_stages=2),
+}
+"""Tiles for long contexts of 16-bit heads. With heads of 128 they are 12% faster than others for 2,048 rows after
+14,336 tokens, and as fast after 2,048."""
 
 LONG_SHAPE_BYTES = 227 * 1024
-"""Shared memory that LONG_SHAPE needs. Not every GPU has it."""
+"""Shared memory that LONG_SHAPES need. Not every GPU has it."""
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
 """The fastest of seven shapes for 192 prefill rows with 62 decoding requests (docs/measurements/mixed-load.md)."""
@@ -380,12 +387,12 @@ def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> Ragged
 
 def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:
     """Return the tiles for heads of this size. A size beyond RAGGED_SHAPES gets the smallest tiles."""
-    is_long = longest_context >= LONG_CONTEXT and (itemsize, power_of_2(head_dim)) == (2, 128)
-    if is_long and shared_memory(device) >= LONG_SHAPE_BYTES:
-        return LONG_SHAPE
+    long_shape = LONG_SHAPES.get(power_of_2(head_dim)) if itemsize == 2 and longest_context >= LONG_CONTEXT else None
+    if long_shape is not None and shared_memory(device) >= LONG_SHAPE_BYTES:
+        return long_shape
     fitting = (shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit)
     shape, row_bytes = next(fitting, RAGGED_SHAPES[-1][-1]), power_of_2(head_dim) * itemsize
-    if (itemsize, head_dim) == (2, 128) and has_tile_loads(device):
-        shape = DESCRIBED_SHAPE
+    if itemsize == 2 and has_tile_loads(device):
+        shape = DESCRIBED_SHAPES.get(head_dim, shape)
     num_stages = fitting_stages(shape.num_stages, 2 * shape.keys * row_bytes, shape.rows * row_bytes, device)
     return replace(shape, num_stages=num_stages)

@@ -104,8 +104,9 @@ def _wide_shape(
     rows, columns, inner, num_parts = 64 if num_rows <= 64 else 128, 64, 64 if is_gated else 128, 1
     num_programs = ceil_div(num_columns, columns)
     num_places = (2 if is_gated else 1) * num_multiprocessors(device)
-    while not is_gated and 2 * num_programs <= num_places and depth >= 8 * inner * num_parts < 8 * inner * MAX_PARTS:
-        num_parts, num_programs = 2 * num_parts, 2 * num_programs
+    if not is_gated:
+        num_parts = max(1, min(num_places // num_programs, MAX_PARTS, depth // (4 * inner)))
+        num_programs *= num_parts
     if 10 * num_programs < 7 * num_places * ceil_div(num_programs, num_places):
         return None
     stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize

@@ -26,10 +26,10 @@ from dflash_kernels.launch_config import (
     tl,
 )
 
-BLOCK_CHANNELS, BLOCK_WARPS = 64, 4
+BLOCK_CHANNELS, BLOCK_WARPS = 128, 4
 """Channels of a block in one program, and its warps."""
 
-CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 8, 512, 4
+CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 16, 128, 4
 """Rows and channels of a chunk in one program, and its warps."""
 
 
@@ -96,16 +96,19 @@ def _chunk_conv_kernel(
     place = (start % ring_size).to(tl.int32) + inside
     is_element = is_row[:, None] & (channel < WIDTH)
     total = tl.zeros((TILE_R, TILE_C), tl.float32)
+    has_kept = tl.min(inside, 0) < NUM_TAPS - 1
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     for back in tl.static_range(NUM_TAPS):
-        is_own, is_kept = inside >= back, (inside < back) & (start + inside >= back)
-        own = tl.load(rows + (row - back)[:, None] * rows_row + channel, mask=is_element & is_own[:, None], other=0.0)
-        slot = place - back
-        slot = text * ring_size + tl.where(slot < 0, slot + ring_size, slot)
-        kept = tl.load(ring + slot[:, None] * WIDTH + channel, mask=is_element & is_kept[:, None], other=0.0)
+        is_own = is_element & (inside >= back)[:, None]
+        value = tl.load(rows + (row - back)[:, None] * rows_row + channel, mask=is_own, other=0.0)
+        if has_kept:
+            slot = place - back
+            slot = text * ring_size + tl.where(slot < 0, slot + ring_size, slot)
+            is_kept = is_element & ((inside < back) & (start + inside >= back))[:, None]
+            value += tl.load(ring + slot[:, None] * WIDTH + channel, mask=is_kept, other=0.0)
         tap = tl.load(weight + (NUM_TAPS - 1 - back) * WIDTH + channel, mask=channel < WIDTH, other=0.0)
-        total += (own.to(tl.float32) + kept.to(tl.float32)) * tap.to(tl.float32)
+        total += value.to(tl.float32) * tap.to(tl.float32)
     total = total / (1.0 + tl.exp(-total))
     tl.store(out + row[:, None] * WIDTH + channel, total.to(out.dtype.element_ty), mask=is_element)
 

@@ -15,7 +15,7 @@ import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import silu_mul
-from dflash_kernels.launch_config import DESCRIBED_SHAPE, LONG_SHAPE, ragged_shape
+from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
@@ -59,7 +59,8 @@ def calls():
     table = torch.ones(2, 40, dtype=torch.int64)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
     usual = ragged_shape(128, 2, 0, table.device)
-    cuts = ((usual, PLAIN), (DESCRIBED_SHAPE, PLAIN), (LONG_SHAPE, PLAIN), (usual, Softmax(50.0, normal(8))))
+    shapes = (usual, DESCRIBED_SHAPES[128], LONG_SHAPES[128])
+    cuts = (*((shape, PLAIN) for shape in shapes), (usual, Softmax(50.0, normal(8))))
     for shape, softmax in some(*cuts):
         plan = plan_ragged(segments, 8, 2, shape, table.device)
         block = [normal(61, heads, 128) for heads in (8, 2, 2)]

@@ -12,12 +12,12 @@ from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.launch_config import (
-    DESCRIBED_SHAPE,
+    DESCRIBED_SHAPES,
     FEW_ROWS_SHAPE,
     FLOATS,
     LONG_CONTEXT,
-    LONG_SHAPE,
     LONG_SHAPE_BYTES,
+    LONG_SHAPES,
     MAX_SPLITS,
     RaggedShape,
     ragged_shape,
@@ -342,12 +342,12 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
 def test_long_contexts_use_long_tiles_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES)
-    assert ragged_shape(128, 2, LONG_CONTEXT, device) == LONG_SHAPE
-    usual = ragged_shape(128, 2, LONG_CONTEXT - 1, device)
-    assert usual != LONG_SHAPE
-    assert ragged_shape(256, 2, LONG_CONTEXT, device) != LONG_SHAPE
+    usual = {size: ragged_shape(size, 2, LONG_CONTEXT - 1, device) for size in (64, 128, 256)}
+    found = {size: ragged_shape(size, 2, LONG_CONTEXT, device) for size in usual}
+    assert found == {**usual, **LONG_SHAPES}
+    assert all(usual[size] != shape for size, shape in LONG_SHAPES.items())
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES - 1)
-    assert ragged_shape(128, 2, LONG_CONTEXT, device) == usual
+    assert {size: ragged_shape(size, 2, LONG_CONTEXT, device) for size in usual} == usual
 
 
 @pytest.mark.reference
@@ -355,7 +355,7 @@ def test_descriptors_are_used_for_measured_head_sizes_only(monkeypatch: pytest.M
     device = torch.device("cpu")
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: 99 * 1024)
     monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: True)
-    assert ragged_shape(128, 2, 0, device) == replace(DESCRIBED_SHAPE, num_stages=2)
-    assert not any(ragged_shape(*head, 0, device).has_descriptors for head in ((64, 2), (96, 2), (256, 2), (128, 4)))
+    assert ragged_shape(128, 2, 0, device) == replace(DESCRIBED_SHAPES[128], num_stages=2)
+    assert not any(ragged_shape(*head, 0, device).has_descriptors for head in ((64, 2), (96, 2), (512, 2), (128, 4)))
     monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: False)
     assert not ragged_shape(128, 2, 0, device).has_descriptors

@@ -170,7 +170,7 @@ def scratch_bytes(
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
-    graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
+    graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows, target))) * GRAPH_BYTES
     if config.adaptive_width or not limits.num_draft_tokens:
         # Plain steps are captured twice: with room for prompts, and without.
         graphs += NUM_GRAPHS * GRAPH_BYTES
@@ -182,7 +182,7 @@ def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype:
     """Bytes of the largest captured forward with prompts: working memory, inputs and outputs."""
     heads = max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
     numbers = heads + (1 + num_taps) * target.hidden_size
-    return row_buckets(limits.max_rows)[-1] * (row_bytes(target, num_taps, dtype) + numbers * dtype.itemsize)
+    return row_buckets(limits.max_rows, target)[-1] * (row_bytes(target, num_taps, dtype) + numbers * dtype.itemsize)
 
 
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:

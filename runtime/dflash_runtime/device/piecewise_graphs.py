@@ -115,17 +115,15 @@ class RecallCut:
     """The convolution and the delta rule of a recurrent layer between two pieces."""
 
     layer: int
-    taps: Tensor  # [C, S]
+    taps: Tensor  # [S, C]
     log_rate: Tensor  # [H]
     bias: Tensor  # [H]
     value_size: int
 
     def run(self, buffers: "Buffers", num_rows: int, attend: RaggedAttention | JoinedAttention) -> None:
         """Run the first rows of the buffers."""
-        heads = len(self.bias)
-        rows, decay, beta = buffers.channels_of(len(self.taps), heads, num_rows).split(
-            (len(self.taps), heads, heads), dim=1
-        )
+        heads, channels = len(self.bias), self.taps.shape[1]
+        rows, decay, beta = buffers.channels_of(channels, heads, num_rows).split((channels, heads, heads), dim=1)
         out = _shaped(buffers.attended, num_rows, heads, self.value_size)
         attend.recall(self.layer, rows, self.taps, Gates(decay, beta, self.log_rate, self.bias), out)
 
@@ -237,7 +235,7 @@ class CuttingAttention:
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """Copy the layer's channels and gates into the buffers -> the buffer with the output, [T, H, V]."""
         heads = len(gates.bias)
-        room = self.buffers.channels_of(len(taps), heads, self.num_rows)
+        room = self.buffers.channels_of(taps.shape[1], heads, self.num_rows)
         torch.cat((rows, gates.decay, gates.beta), dim=1, out=room)
         self._cut(RecallCut(layer, taps, gates.log_rate, gates.bias, self.value_size))
         return _shaped(self.buffers.attended, self.num_rows, heads, self.value_size)
@@ -262,7 +260,7 @@ class PiecewiseGraphs:
     ) -> None:
         self._target, self._taps, self._kernels, self._cache = target, taps, kernels, cache
         self._device = cache.pages.device
-        self._buckets = row_buckets(max_rows)
+        self._buckets = row_buckets(max_rows, target.config)
         self._recorder = recorder or CudaRecorder(self._device)
         self._buffers: Buffers | None = None
         # None after a capture without enough memory. Those forwards run uncaptured.
@@ -291,7 +289,7 @@ class PiecewiseGraphs:
         taps: Sequence[int],
         wanted: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the target: in pieces up to PIECEWISE_ROWS rows, otherwise uncaptured. See `Target.__call__`.
+        """Call the target: in pieces if its bucket is captured, otherwise uncaptured. See `Target.__call__`.
 
         The next call overwrites the features.
         """

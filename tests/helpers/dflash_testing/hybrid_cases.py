@@ -232,7 +232,7 @@ class SteeredDraft:
     def _known_after(self, anchor: int, position: int, num_drafts: int) -> list[int]:
         text = self._texts.get((position, anchor), ())
         chance = random.Random(f"{anchor} at {position}")
-        num_right = chance.choice((self._skill, chance.randint(0, self._skill)))
+        num_right = chance.choice((self._skill, *(chance.randint(0, self._skill) for _ in range(2))))
         ahead = [*text[position + 1 : position + 1 + min(num_right, num_drafts)]]
         ids = ahead if self._places is None else self._places[torch.tensor(ahead, dtype=torch.int64)].tolist()
         return [*ids, *[-1] * (num_drafts - len(ids))]

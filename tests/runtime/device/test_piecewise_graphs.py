@@ -1,12 +1,14 @@
 """Forwards in captured pieces give the same tokens, drafts and KV as uncaptured forwards."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
-from dflash_runtime.device.row_buckets import PIECEWISE_ROWS, bucket_of_rows, row_buckets
+from dflash_runtime.device.row_buckets import LEAST_ROWS, MOST_ROWS, bucket_of_rows, piecewise_rows, row_buckets
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.graphs import with_stand_ins
@@ -92,22 +94,37 @@ def test_all_buckets_are_captured_at_start() -> None:
 
 
 def test_long_forwards_run_uncaptured() -> None:
-    target = random_target(num_layers=2, max_position_embeddings=2 * PIECEWISE_ROWS)
-    llm = random_llm(target, None, 0, max_num_requests=2, max_batched_tokens=2 * PIECEWISE_ROWS, kernels="reference")
+    target = random_target(num_layers=2, max_position_embeddings=2 * MOST_ROWS)
+    llm = random_llm(target, None, 0, max_num_requests=2, max_batched_tokens=2 * MOST_ROWS, kernels="reference")
     pieces = with_tapes(llm)
     seen = num_runs(pieces)
-    llm.generate(random_prompts([PIECEWISE_ROWS + 1], 97), SamplingParams(max_new_tokens=1))
+    llm.generate(random_prompts([MOST_ROWS + 1], 97), SamplingParams(max_new_tokens=1))
     assert not seen
     llm.generate(random_prompts([1], 97), SamplingParams(max_new_tokens=1))
     assert seen == [1]
 
 
+def sized(**changes: Any) -> TargetConfig:
+    """The config of Qwen3-8B, changed."""
+    sizes = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 12288}
+    return replace(random_target(num_layers=2).config, **(sizes | changes))
+
+
 @pytest.mark.parametrize("max_rows", [1, 100, 5000])
-def test_every_row_count_has_a_bucket(max_rows: int) -> None:
-    buckets = row_buckets(max_rows)
+@pytest.mark.parametrize("inner", [12288, 3072])
+def test_every_row_count_has_a_bucket(max_rows: int, inner: int) -> None:
+    target = sized(intermediate_size=inner)
+    buckets, most = row_buckets(max_rows, target), piecewise_rows(target)
     assert buckets == sorted(set(buckets))
-    assert min(max_rows, PIECEWISE_ROWS) <= buckets[-1] <= PIECEWISE_ROWS
-    for count in range(1, min(max_rows, PIECEWISE_ROWS) + 1):
+    assert min(max_rows, most) <= buckets[-1] <= most
+    for count in range(1, min(max_rows, most) + 1):
         bucket = bucket_of_rows(count)
         assert bucket in buckets
         assert count <= bucket < count + 64
+
+
+def test_small_layers_have_larger_captured_forwards() -> None:
+    rows = [piecewise_rows(sized(hidden_size=size)) for size in (8192, 4096, 2048, 512)]
+    assert rows == sorted(rows)
+    assert rows[:2] == [LEAST_ROWS] * 2
+    assert LEAST_ROWS < rows[2] < rows[3] == MOST_ROWS
