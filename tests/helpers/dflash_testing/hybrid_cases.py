@@ -59,12 +59,12 @@ class HybridCase:
     """A target's config, a draft's config, an engine, and prompts, all drawn by `seed`.
 
     num_drafts   K
-    skill        the most right tokens of a block that the draft is given; each block draws its own number
-    forced       preempt the youngest request every so many steps; None: never
+    skill        the most right tokens that the draft is given per block. Each block draws its own number
+    forced       preempt the youngest request after this many steps each time, or never
     is_short     whether the pool has few pages
     has_widths   whether each step verifies a random number of rows
     is_cut       whether the texts end at the last position of the model
-    shared_lens  the number of first tokens of each prompt that are those of a common text
+    shared_lens  how many tokens each prompt has in common with one text, from its beginning
     """
 
     seed: int
@@ -205,7 +205,7 @@ def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32
 
 
 class SteeredDraft:
-    """A draft whose first tokens of each block are those of a known text. The other tokens are its own.
+    """A draft that begins each block with tokens of a known text. The other tokens are its own.
 
     It recognises a text by the anchor and its position, and draws the number of right tokens from them.
     """
@@ -256,6 +256,6 @@ class SteeredWalkingDraft(SteeredDraft):
 
 
 def steer(draft: Draft, texts: Sequence[Sequence[int]], skill: int, vocab_size: int) -> Draft:
-    """A draft whose first tokens of each block are those of known texts, up to `skill` of them."""
+    """A draft that begins each block with up to `skill` tokens of known texts."""
     kind = SteeredWalkingDraft if isinstance(draft, WalkingDraft) else SteeredDraft
     return kind(draft, texts, skill, vocab_size)

@@ -55,8 +55,8 @@ def trace_of(
 ) -> Trace:
     """Trace at least `num_tokens` greedy tokens after a prompt.
 
-    With `widths` only the steps that start after so many output tokens draft. They verify so many rows, whose draft
-    tokens are the first of the block.
+    `widths` maps the number of output tokens before a step to its verify width. Other steps decode plainly. Without
+    `widths` every step verifies its whole block.
     """
     text, gaps = list(prompt), list[float]()
     found = Trace([], [], [], [], [])
