@@ -143,6 +143,7 @@ class PairSession(OpenedPair):
             "device_map": pair.config.device_map,
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
+            **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
             **self.overrides.settings,
             "chat": chat,
             "chat_template_kwargs": self.template_options,

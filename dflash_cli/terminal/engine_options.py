@@ -31,6 +31,15 @@ class EngineOptions(DeviceOptions):
         Literal["auto", "triton", "reference"],
         Option(group=ENGINE, help="Kernels to run; auto is triton on a GPU and reference on a CPU."),
     ] = "auto"
+    recurrent_rows: Annotated[
+        Literal["auto", "exact", "at-once"],
+        Option(
+            group=ENGINE,
+            help="How recurrent layers run the rows of a block. exact: one after another, bitwise equal to decoding "
+            "row by row. at-once: all rows in one product, whose sums may round differently. auto: exact for at most 4 "
+            "requests at a time.",
+        ),
+    ] = "auto"  # fmt: skip
     max_model_len: Annotated[
         int | None,
         Option(

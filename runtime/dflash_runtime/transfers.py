@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_runtime.device.kv_pages import MovingPages
+from dflash_runtime.device.memory import is_out_of_memory
 from dflash_runtime.device.payload_room import PayloadRoom
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
+from dflash_runtime.errors import CapacityError, DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_futures import begun, result, then
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
@@ -165,8 +166,13 @@ class Transfers:
         """Begin to hand off a request right after its prefill."""
         leaving = Leaving(self._describe(request))
         if leaving.has_pages:
-            state = self._runner.take_state(request)
-            leaving.handoff = replace(leaving.handoff, tensors=state.tensors, state_values=state.values)
+            try:
+                state = self._runner.take_state(request)
+            except Exception as error:  # such as no memory for a copy: the request has ended, so no step runs it again
+                leaving.future = Future()
+                leaving.future.set_exception(_not_copied(error))
+            else:
+                leaving.handoff = replace(leaving.handoff, tensors=state.tensors, state_values=state.values)
         self._leaving[request] = leaving
         self._advance_leaving_one(request)
 
@@ -403,3 +409,9 @@ class Transfers:
         self.counts.num_sent += 1
         self.counts.num_bytes += leaving.handoff.num_bytes
         self._scheduler.finish_sending(request)
+
+
+def _not_copied(error: Exception) -> DFlashError:
+    """The error of a request whose state was not copied for a hand-off."""
+    reason = f"the state of the request was not copied: {type(error).__name__}: {error}"
+    return (CapacityError if is_out_of_memory(error) else DFlashError)(reason, id="state-not-copied")

@@ -15,9 +15,10 @@ from dflash_kernels.sampling import filtered_probs_ref
 from dflash_runtime.config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
+from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import DFLASH2, ScriptedDraft, random_draft, random_llm, random_target, target_logits
 
 V, PROMPT = 6, [1, 2, 3]
@@ -29,17 +30,19 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def target() -> Qwen3Target:
+def target(kind: str = "dense") -> Target:
+    if kind == "hybrid":
+        return random_hybrid_target(torch.float64, vocab_size=V)
     return random_target(torch.float64, vocab_size=V, num_layers=2, scale=0.15)
 
 
 class FixedDraft(ScriptedDraft):
     """Proposes from one fixed distribution near the target's average, so that some drafts are accepted."""
 
-    def __init__(self) -> None:
-        draft = random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1))
+    def __init__(self, kind: str = "dense") -> None:
+        draft = random_draft(target(kind), torch.float64, block_size=4, target_layer_ids=(0, 1))
         super().__init__(draft, lambda position: 0)
-        self._logits = distribution("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
+        self._logits = distribution("T 1", kind).sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
 
     def logits(
         self, block_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, num_drafts: int | None = None
@@ -47,24 +50,24 @@ class FixedDraft(ScriptedDraft):
         return self._logits.expand(len(positions), num_drafts or positions.shape[1] - 1, V)
 
 
-def walking_draft() -> Draft:
+def walking_draft(kind: str = "dense") -> Draft:
     """A DFlash 2 draft: later tokens of a block depend on earlier ones."""
-    return random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1), **DFLASH2)
+    return random_draft(target(kind), torch.float64, block_size=4, target_layer_ids=(0, 1), **DFLASH2)
 
 
-def markov_draft() -> Draft:
+def markov_draft(kind: str = "dense") -> Draft:
     """A DSpark draft, which proposes by the filters of the request, too."""
     markov = MarkovConfig(rank=3, head_type="rnn")
     changes: dict[str, Any] = {"family": "dspark", "markov": markov, "sample_from_anchor": True}
-    return random_draft(target(), torch.float64, block_size=3, target_layer_ids=(0, 1), **changes)
+    return random_draft(target(kind), torch.float64, block_size=3, target_layer_ids=(0, 1), **changes)
 
 
 def observe(
-    draft_sampling: str, sampling: dict[str, Any], num_samples: int, draft: Draft
+    draft_sampling: str, sampling: dict[str, Any], num_samples: int, draft: Draft, kind: str = "dense"
 ) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens, and the share of accepted drafts."""
     llm = random_llm(
-        target(),
+        target(kind),
         draft,
         3,
         max_num_requests=500,
@@ -83,32 +86,38 @@ def observe(
 
 
 @cache
-def distribution(name: str) -> torch.Tensor:
+def distribution(name: str, kind: str = "dense") -> torch.Tensor:
     """The joint distribution of the first three tokens, [V, V, V], by enumeration."""
-    first = next_distribution(PROMPT, name)
+    first = next_distribution(PROMPT, name, kind)
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     for a in range(V):
-        second = next_distribution([*PROMPT, a], name)
+        second = next_distribution([*PROMPT, a], name, kind)
         for b in range(V):
-            joint[a, b] = first[a] * second[b] * next_distribution([*PROMPT, a, b], name)
+            joint[a, b] = first[a] * second[b] * next_distribution([*PROMPT, a, b], name, kind)
     return joint
 
 
-def next_distribution(tokens: list[int], name: str) -> torch.Tensor:
+def next_distribution(tokens: list[int], name: str, kind: str) -> torch.Tensor:
     sampling = SAMPLINGS[name]
     return filtered_probs_ref(
-        target_logits(target(), tokens)[-1:],
+        target_logits(target(kind), tokens)[-1:],
         torch.tensor([sampling["temperature"]], dtype=torch.float64),
         torch.tensor([sampling.get("top_k", 0)]),
         torch.tensor([sampling.get("top_p", 1.0)], dtype=torch.float64),
     )[0]
 
 
-def check(draft_sampling: str, name: str, num_samples: int, make_draft: Callable[[], Draft] = FixedDraft) -> str:
-    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples, make_draft())
+def check(
+    draft_sampling: str,
+    name: str,
+    num_samples: int,
+    make_draft: Callable[[str], Draft] = FixedDraft,
+    kind: str = "dense",
+) -> str:
+    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples, make_draft(kind), kind)
     assert counts.sum() == num_samples
     assert acceptance > 0.05  # otherwise acceptance would hardly affect the distribution
-    expected = distribution(name) * num_samples
+    expected = distribution(name, kind) * num_samples
     assert counts[expected == 0].sum() == 0
     lines = []
     for label, seen, wanted in (
@@ -132,17 +141,25 @@ def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     check(draft_sampling, name, 2_000)
 
 
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_distribution_of_a_hybrid_target(draft_sampling: str) -> None:
+    check(draft_sampling, "T 1.5, top-k 4, top-p 0.9", 2_000, kind="hybrid")
+
+
 @pytest.mark.parametrize("make_draft", [walking_draft, markov_draft])
-def test_distribution_with_a_draft_that_walks(make_draft: Callable[[], Draft]) -> None:
+def test_distribution_with_a_draft_that_walks(make_draft: Callable[[str], Draft]) -> None:
     check("probabilistic", "T 1.5, top-k 4, top-p 0.9", 2_000, make_draft)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("make_draft", [FixedDraft, walking_draft, markov_draft])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_distribution_over_200_000_samples(draft_sampling: str, name: str, make_draft: Callable[[], Draft]) -> None:
-    print(check(draft_sampling, name, 200_000, make_draft))
+def test_distribution_over_200_000_samples(
+    draft_sampling: str, name: str, make_draft: Callable[[str], Draft], kind: str
+) -> None:
+    print(check(draft_sampling, name, 200_000, make_draft, kind))
 
 
 @pytest.mark.parametrize(("num_samples", "factor"), [(2_000, 1.33), (200_000, 1.03)])

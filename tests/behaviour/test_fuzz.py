@@ -88,5 +88,5 @@ def test_the_script_continues_where_it_stopped(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         found = json.loads(state.read_text())
         assert (found["seed"], found["next"], found["broken"]) == (3, end, {})
-        assert sum(found["outcomes"].values()) == 2 * end
+        assert 2 * end <= sum(found["outcomes"].values()) <= 3 * end  # a spoiled target also runs
         assert f"{end} checkpoints" in done.stdout

@@ -139,12 +139,13 @@ def test_hits_change_no_text(has_draft: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_texts_equal_the_cpu() -> None:
+@pytest.mark.parametrize("rows", ["exact", "at-once"])
+def test_texts_equal_the_cpu(rows: str) -> None:
     on_cpu = LLM(
         open_target(PAIR / "target"), open_draft(PAIR / "draft"),
         EngineConfig(device="cpu", num_pages=400, max_num_requests=1),
     )  # fmt: skip
-    assert said(gpu_llm("float32", max_num_requests=1)) == said(on_cpu)
+    assert said(gpu_llm("float32", max_num_requests=1, recurrent_rows=rows)) == said(on_cpu)
 
 
 @pytest.mark.gpu

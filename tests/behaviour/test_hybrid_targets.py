@@ -15,14 +15,18 @@ from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
-from dflash_runtime.scheduling.request import SamplingParams
-from dflash_testing.handoffs import go_on, hand_off
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
 from dflash_testing.plain_loop import plain_loop
+from dflash_testing.refusals import refuses
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -94,6 +98,60 @@ def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
     assert [output.token_ids for output in outputs] == plain
 
 
+@pytest.mark.parametrize(("given", "used"), [("auto", "exact"), ("exact", "exact"), ("at-once", "at-once")])
+def test_users_choose_how_blocks_run(hybrid: Hybrid, given: str, used: str) -> None:
+    (prompt,) = hybrid.prompts(17)
+    llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, recurrent_rows=given)
+    states = llm.engine.runner.states
+    assert states is not None
+    called = set()
+
+    def watched(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            called.add(name)
+            return rule(*arguments)
+
+        return run
+
+    kernels = states.kernels
+    states.kernels = replace(
+        kernels,
+        delta_rule=watched("exact", kernels.delta_rule),
+        delta_blocks=watched("at-once", kernels.delta_blocks),
+    )
+    (output,) = llm.generate([prompt], PARAMS)
+    assert list(output.token_ids) == hybrid.texts([prompt])[0]
+    assert called == {used}
+    assert llm.pair.recurrent_rows == used
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("rows", ["exact", "at-once"])
+def test_triton_kernels_give_the_text(hybrid: Hybrid, rows: str) -> None:
+    (prompt,) = hybrid.prompts(5)
+    (text,) = hybrid.texts([prompt])
+    draft = hybrid.draft([Known([*prompt, *text], 2)])
+    llm = random_llm(hybrid.target, draft, 3, kernels="triton", recurrent_rows=rows)
+    (output,) = llm.generate([prompt], replace(PARAMS, max_new_tokens=9))
+    assert list(output.token_ids) == text[:9]
+    assert set(output.acceptance_lengths) == {3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_the_decay_are_rounded_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Published checkpoints store A_log in float32. In a run in bfloat16 transformers rounds it, and so do we."""
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path, "qwen3_5_text", initializer_range=0.15)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    target: Any = load_target(open_target(tmp_path), placement(dtype))
+    for ours, theirs in zip(target._decoder.layers[:3], loaded.model.layers[:3], strict=True):
+        assert ours.mixer.log_rate.dtype == ours.mixer.bias.dtype == torch.float32
+        assert torch.equal(ours.mixer.log_rate, theirs.linear_attn.A_log.float())
+        assert torch.equal(ours.mixer.bias, theirs.linear_attn.dt_bias.float())
+        assert torch.equal(ours.mixer.norm, theirs.linear_attn.norm.weight)
+
+
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_a_text_goes_on_in_another_engine(hybrid: Hybrid, scheduling: str) -> None:
     given = hybrid.prompts(*LENGTHS)
@@ -120,6 +178,26 @@ def test_a_state_of_another_target_is_refused(hybrid: Hybrid, name: str, change:
     (output,) = go_on(random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS), [prompt], PARAMS, connector)
     assert output.exit_code == 3
     assert name in str(output.error)
+
+
+def test_a_state_that_cannot_be_copied_ends_its_request(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has its only token already, so no later step would find that its hand-off was never sent."""
+    given = hybrid.prompts(5, 17)
+    sender = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
+    take = sender.engine.runner.take_state
+
+    def failing(request: Request) -> TextState:
+        if request.prompt_len == 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return take(request)
+
+    monkeypatch.setattr(sender.engine.runner, "take_state", failing)
+    connector = MemoryConnector()
+    outputs = sender.generate(
+        given, PARAMS, handoffs=HandoffPlan(connector=connector, keys=keys_of(given), is_sending=True)
+    )
+    assert [(output.error_id, output.exit_code) for output in outputs] == [("state-not-copied", 6), (None, 0)]
+    assert set(connector.saved) == {"00001"}
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
@@ -192,6 +270,24 @@ def test_steps_equal_a_loop_over_transformers(hybrid: Hybrid, engine: dict[str, 
     for output, (text, steps) in zip(found, wanted, strict=True):
         assert list(output.token_ids) == text[:9]
         assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
+
+
+def test_a_target_without_recurrent_layers(tmp_path: Path) -> None:
+    """It keeps no states, so its pages can be shared and its hand-offs are those of a dense target."""
+    kinds = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    model = make_model(tmp_path, "qwen3_5_text", initializer_range=0.15, **kinds)
+    found = Hybrid(model, load_target(open_target(tmp_path), placement()))
+    assert found.target.config.recurrence is None
+    given = found.prompts(5, 40)
+    sender, receiver = (random_llm(found.target, found.draft(), NUM_DRAFTS) for _ in range(2))
+    outputs = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
+    assert [list(output.token_ids) for output in outputs] == found.texts(given)
+
+
+def test_a_target_without_attention_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    with refuses(UnsupportedError, "target-not-run", field="model_type", found="qwen3_5_text"):
+        find_target_runtime(open_target(tmp_path), "native")
 
 
 class TestPoisoned:

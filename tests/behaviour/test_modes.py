@@ -13,11 +13,16 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts
+from dflash_testing.preemption import preempt_youngest
 from dflash_testing.walking_drafts import KINDS, draft_model, sample_of_all
 
+HYBRID = "hybrid"
+"""The draft of the hybrid pair, whose target has states."""
+
 MODES: dict[str, tuple[Any, ...]] = {
-    "draft": ("tiny", "tiny:reduced", *KINDS),
+    "draft": ("tiny", "tiny:reduced", *KINDS, HYBRID),
     "num_draft_tokens": (1, 3, 7),
     "scheduling": ("sync", "async"),
     "prefix_cache": (True, False),
@@ -63,10 +68,18 @@ def name_of(combo: dict[str, Any]) -> str:
     return "-".join(str(value) for value in combo.values())
 
 
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, ...]]:
+def prompts(lengths: tuple[int, ...] = LENGTHS, draft: str = "tiny") -> list[tuple[int, ...]]:
     """Prompts of these lengths, which are around page bounds. The last two share a prefix."""
-    chosen = [prompt[:length] for prompt, length in zip(bundled_prompts(), lengths, strict=False)]
+    given = hybrid_prompts() if draft == HYBRID else bundled_prompts()
+    chosen = [prompt[:length] for prompt, length in zip(given, lengths, strict=False)]
     return [*chosen[:-1], chosen[-2][:32] + chosen[-1][:8]]
+
+
+def make_llm(draft: str, num_draft_tokens: int, **engine: Any) -> LLM:
+    """An engine in float64 with a draft and its target."""
+    if draft == HYBRID:
+        return hybrid_llm(num_draft_tokens, torch.float64, **engine)
+    return bundled_llm(draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, **engine)
 
 
 @cache
@@ -74,19 +87,18 @@ def expected(
     draft: str, num_draft_tokens: int, max_new_tokens: int, lengths: tuple[int, ...] = FEWER
 ) -> list[RequestOutput]:
     """The outputs of a synchronous engine that runs one request at a time, without prefix cache or chunks."""
-    llm = bundled_llm(draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False)
-    return llm.generate(prompts(lengths), SamplingParams(max_new_tokens=max_new_tokens))
+    llm = make_llm(draft, num_draft_tokens, prefix_cache=False)
+    return llm.generate(prompts(lengths, draft), SamplingParams(max_new_tokens=max_new_tokens))
 
 
 def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) -> None:
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
     num_pages = 12 if pool == "short" else 1000
-    draft = draft_model(name, torch.float64)
-    llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
+    llm = make_llm(name, num_draft_tokens, num_pages=num_pages, **engine)
     requests = [
         Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=max_new_tokens))
-        for index, prompt in enumerate(prompts(lengths))
+        for index, prompt in enumerate(prompts(lengths, name))
     ]
     for request in requests:
         llm.engine.add(request)
@@ -105,15 +117,6 @@ def check(combo: dict[str, Any], max_new_tokens: int, lengths: tuple[int, ...]) 
     assert llm.engine.scheduler.pages.num_available == num_pages - 1
 
 
-def preempt_youngest(llm: LLM) -> None:
-    """Preempt the youngest request, as the scheduler does when pages run out, after committing all steps in flight."""
-    while llm.engine._in_flight:
-        llm.engine._commit_oldest()
-    running = llm.engine.scheduler._running
-    if running and running[-1].num_preemptions < 3:  # a request that is always preempted never ends
-        llm.engine.scheduler._preempt(running[-1])
-
-
 @pytest.mark.parametrize("combo", pairwise(), ids=name_of)
 def test_pairwise(combo: dict[str, Any]) -> None:
     check(combo, SHORT, FEWER)
@@ -128,26 +131,35 @@ def test_everything(combo: dict[str, Any]) -> None:
 def test_all_drafts_give_the_text_of_plain_decoding() -> None:
     params = SamplingParams(max_new_tokens=SHORT)
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(FEWER), params)
-    bundled = [draft for draft in MODES["draft"] if draft not in KINDS]
+    bundled = [draft for draft in MODES["draft"] if draft not in (*KINDS, HYBRID)]
     for draft, num_draft_tokens in (*product(bundled, MODES["num_draft_tokens"]), *product(KINDS, (7,))):
         texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]
 
 
+@pytest.mark.parametrize("num_draft_tokens", MODES["num_draft_tokens"])
+def test_a_hybrid_pair_gives_the_text_of_plain_decoding(num_draft_tokens: int) -> None:
+    params = SamplingParams(max_new_tokens=SHORT)
+    plain = hybrid_llm(0, torch.float64).generate(prompts(FEWER, HYBRID), params)
+    outputs = expected(HYBRID, num_draft_tokens, SHORT)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert any(length > 1 for output in outputs for length in output.acceptance_lengths)
+
+
 @pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
-@pytest.mark.parametrize("name", sample_of_all("anchor-first"))
+@pytest.mark.parametrize("name", [*sample_of_all("anchor-first"), HYBRID])
 def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int) -> None:
-    draft = draft_model(name, torch.float64)
     params = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)
     ]
-    wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts(), params)
+    given = prompts(LENGTHS, name)
+    wanted = make_llm(name, 7).generate(given, params)
     modes: list[dict[str, Any]] = [
         {"scheduling": "async", "max_num_requests": 5},
         {"max_batched_tokens": 4, "num_pages": 12, "max_num_requests": 4},
     ]
     for engine in modes:
-        outputs = bundled_llm(draft, 7, dtype=torch.float64, **engine).generate(prompts(), params)
+        outputs = make_llm(name, 7, **engine).generate(given, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
         assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
 
@@ -157,6 +169,7 @@ def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int
     ("name", "draft_sampling"),
     [
         ("tiny", "greedy"),
+        (HYBRID, "probabilistic"),
         *(
             pytest.param(*param.values, "probabilistic", marks=param.marks)
             for param in sample_of_all("dflash2", "dspark")
@@ -164,12 +177,10 @@ def test_sampled_text_does_not_depend_on_the_mode(name: str, max_new_tokens: int
     ],
 )
 def test_a_text_does_not_depend_on_its_batch_mates(name: str, draft_sampling: str, max_new_tokens: int) -> None:
-    draft = draft_model(name, torch.float64)
+    given = prompts(LENGTHS, name)
     params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]
-    alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
-    llm = bundled_llm(
-        draft, 7, dtype=torch.float64, draft_sampling=draft_sampling, max_num_requests=4, scheduling="async"
-    )
-    shuffled = llm.generate(prompts()[::-1], params[::-1])[::-1]
+    alone = make_llm(name, 7, draft_sampling=draft_sampling).generate(given, params)
+    llm = make_llm(name, 7, draft_sampling=draft_sampling, max_num_requests=4, scheduling="async")
+    shuffled = llm.generate(given[::-1], params[::-1])[::-1]
     assert [output.token_ids for output in shuffled] == [output.token_ids for output in alone]
     assert [output.drafts for output in shuffled] == [output.drafts for output in alone]

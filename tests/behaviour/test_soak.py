@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import DFLASH2, DSPARK, random_draft, random_llm, random_target
 
 PAGE = 8
@@ -45,13 +46,15 @@ class Accidents:
         raise self._generator.choice([torch.OutOfMemoryError("out of memory"), ValueError("odd"), KeyboardInterrupt()])
 
 
-def soak(num_requests: int, seed: int, *, failing: float, **changes: Any) -> dict[str, int]:
+def soak(
+    num_requests: int, seed: int, *, failing: float, make_target: Callable[..., Target] = random_target, **changes: Any
+) -> dict[str, int]:
     """Run requests that arrive at random steps, and abort some of them. Returns counts of what happened.
 
     `changes` make a draft of another family, with 7 draft tokens.
     """
     generator = random.Random(seed)
-    target = random_target(torch.float64, num_layers=2, max_position_embeddings=96)
+    target = make_target(torch.float64, num_layers=2, max_position_embeddings=96)
     draft = random_draft(target, torch.float64, target_layer_ids=(0,), num_layers=1, **changes)
     requests = [random_request(index, generator) for index in range(num_requests)]
     accidents = Accidents(target, generator, failing)
@@ -99,6 +102,11 @@ def soak(num_requests: int, seed: int, *, failing: float, **changes: Any) -> dic
         random_llm(target, draft, 7, max_num_requests=16, page_size=PAGE, prefix_cache=False),
     )
     return seen
+
+
+def make_hybrid(dtype: torch.dtype, **changes: Any) -> Target:
+    """A hybrid target with a layer of attention between two recurrent layers."""
+    return random_hybrid_target(dtype, **changes | {"num_layers": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +189,13 @@ def test_soak() -> None:
 def test_soak_with_a_draft_that_walks(num_requests: int, changes: dict[str, Any]) -> None:
     seen = soak(num_requests, seed=2, failing=0.03, **changes)
     assert seen["hits"] > num_requests / 10
+    assert seen["preemptions"] > 0
+    assert seen["failures"] > 0
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_soak_of_a_hybrid_target(num_requests: int) -> None:
+    seen = soak(num_requests, seed=2, failing=0.03, make_target=make_hybrid)
     assert seen["preemptions"] > 0
     assert seen["failures"] > 0
 

@@ -186,6 +186,7 @@ def test_an_unknown_kind_of_layer_in_an_unknown_family(tmp_path: Path) -> None:
         ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types", "1 names"),
         ("qwen3_next", {"layer_types": [1] * 48}, "layer_types", [1] * 48),
         ("qwen3_next", {"num_hidden_layers": 2**53}, "num_hidden_layers", 2**53),
+        ("qwen3_next", {"model_type": ["qwen3_next"]}, "model_type", ["qwen3_next"]),
         ("qwen3_next", {"hidden_size": "64"}, "hidden_size", "64"),
         ("qwen3_next", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers", MISSING),
         ("by_hand_nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern", "M*"),

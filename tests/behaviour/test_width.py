@@ -14,6 +14,7 @@ from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
+from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import (
     always_wrong,
     bundled_draft_model,
@@ -31,12 +32,19 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 WAYS: list[tuple[str, dict[str, Any]]] = [("greedy", {}), ("greedy", SAMPLED), ("probabilistic", SAMPLED)]
 
 
-def short_prompts(count: int) -> list[tuple[int, ...]]:
-    return [prompt[: 12 + 5 * index] for index, prompt in enumerate(bundled_prompts()[:count])]
+HYBRID = "hybrid"
+"""The draft of the hybrid pair, whose target has states."""
+
+
+def short_prompts(count: int, name: str = "tiny") -> list[tuple[int, ...]]:
+    given = hybrid_prompts() if name == HYBRID else bundled_prompts()
+    return [prompt[: 12 + 5 * index] for index, prompt in enumerate(given[:count])]
 
 
 def exact_llm(num_draft_tokens: int = 7, name: str = "tiny", **engine: Any) -> LLM:
     """An engine in float64, in which the batch shape does not change any token."""
+    if name == HYBRID:
+        return hybrid_llm(num_draft_tokens, torch.float64, **engine)
     draft = draft_model(name, torch.float64) if num_draft_tokens else None
     return bundled_llm(draft, num_draft_tokens, dtype=torch.float64, **engine)
 
@@ -116,15 +124,18 @@ def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
         assert 1 < max(alone.acceptance_lengths) <= width
 
 
-@pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "scheduling", "sampling"), [("tiny", "sync", {}), ("tiny", "async", SAMPLED), (HYBRID, "async", {})],
+    ids=str,
+)  # fmt: skip
 def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
-    scheduling: str, sampling: dict[str, Any]
+    name: str, scheduling: str, sampling: dict[str, Any]
 ) -> None:
-    """The run includes plain steps, chunks and few pages. The draft's context KV must stay complete."""
-    prompts = short_prompts(5)
+    """The run includes plain steps, chunks and few pages. The draft's context KV and states must stay complete."""
+    prompts = short_prompts(5, name)
     params = [SamplingParams(max_new_tokens=14 + 7 * index, **sampling) for index in range(5)]
-    wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
-    llm = exact_llm(scheduling=scheduling, max_num_requests=3, num_pages=14, max_batched_tokens=24)
+    wanted = texts(exact_llm(0, name, max_num_requests=5).generate(prompts, params))
+    llm = exact_llm(name=name, scheduling=scheduling, max_num_requests=3, num_pages=14, max_batched_tokens=24)
     policy = llm.engine.scheduler.width_policy = RandomWidths(0, 8)
     for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=item))
@@ -187,14 +198,14 @@ def made_up(row_ms: float) -> StepTimes:
 @pytest.mark.parametrize(
     ("name", "scheduling", "sampling"),
     [("tiny", "sync", {}), ("tiny", "async", SAMPLED), ("dflash2", "async", SAMPLED), ("dspark", "async", {}),
-     ("anchor-first", "sync", {})],
+     ("anchor-first", "sync", {}), (HYBRID, "async", {})],
     ids=str,
 )  # fmt: skip
 def test_an_adaptive_run_has_the_text_of_plain_decoding(name: str, scheduling: str, sampling: dict[str, Any]) -> None:
     """Rows are so slow that the width falls when requests arrive and grows when they end."""
-    prompts = short_prompts(5)
+    prompts = short_prompts(5, name)
     params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
-    wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
+    wanted = texts(exact_llm(0, name, max_num_requests=5).generate(prompts, params))
     llm = exact_llm(name=name, scheduling=scheduling, max_num_requests=4, num_pages=24)
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
     outputs = llm.generate(prompts, params)

@@ -105,3 +105,26 @@ def test_blocks_are_bitwise_equal_to_one_row_at_a_time(run: Any) -> None:
     alone = run_blocks(run, rows, gates, [1] * 16, 1, 0)
     for most, kept in ((0, [4] * 4), (6, [1, 3, 4, 2, 4, 2])):
         assert torch.equal(run_blocks(run, rows, gates, kept, 4, most), alone)
+
+
+@pytest.mark.parametrize("run", [*IMPLEMENTATIONS, AT_ONCE])
+@pytest.mark.parametrize(("heads", "keys"), [(2, 2), (3, 1)])
+def test_value_heads_per_key_head(run: Any, heads: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value head of each key head stores the key, also if every key head has one value head."""
+    for name, value in (("HEADS", heads), ("KEYS", keys), ("WIDTH", 2 * keys * KEY + heads * VALUE)):
+        monkeypatch.setitem(globals(), name, value)
+    rows, gates = inputs(12)
+    found = run_blocks(run, rows, gates, [2, 1, 3], 3, 0)
+    assert_rows_close(found, definition(rows[:6], part(gates, torch.arange(6))), torch.float32)
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+def test_decays_of_every_size(run: Any) -> None:
+    """Softplus has three cases: near zero, above 20, and between. Each counts in a head whose rate fits it."""
+    rows, gates = inputs(16)
+    steps = torch.linspace(-1.0, 1.0, 16, device=rows.device)
+    decay = steps[:, None] * torch.tensor([60.0, 25.0, 8.0, 8.0], device=rows.device)
+    rate = torch.tensor([-5.0, -4.0, 4.6, 0.0], device=rows.device)
+    gates = gates._replace(decay=decay, log_rate=rate, bias=torch.zeros_like(rate))
+    found = run_blocks(run, rows, gates, [4, 1, 3, 4], 4, 0)
+    assert_rows_close(found, definition(rows[:12], part(gates, torch.arange(12))), torch.float32)

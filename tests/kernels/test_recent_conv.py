@@ -56,7 +56,8 @@ def test_blocks_of_which_some_rows_are_kept(run: Any, dtype: torch.dtype, kept: 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lens", [[3, 1, 20], [265]], ids=str)
 def test_chunks_of_prompts(run: Any, lens: list[int]) -> None:
-    """Every text comes in two chunks, and rows of padding follow. A block continues the last text."""
+    """Every text comes in two chunks, and more rows of padding follow than a ring has. A block continues the last."""
+    num_padding = BLOCK + TAPS
     weight = normal(TAPS, WIDTH, seed=1)
     texts = [normal(2 * count + BLOCK, WIDTH, seed=count) for count in lens]
     expected, ring = [definition(text, weight) for text in texts], poisoned(torch.float32)
@@ -65,8 +66,8 @@ def test_chunks_of_prompts(run: Any, lens: list[int]) -> None:
         counts = [count + extra for count in lens]
         firsts = [sum(counts[:index]) for index in range(len(lens))]
         chunks = [text[begin : begin + count] for text, begin, count in zip(texts, starts, counts, strict=True)]
-        rows = torch.cat((*chunks, normal(2, WIDTH, seed=9)))
-        of_rows = [index for index, count in enumerate(counts) for _ in range(count)] + [len(lens) - 1] * 2
+        rows = torch.cat((*chunks, normal(num_padding, WIDTH, seed=9)))
+        of_rows = [index for index, count in enumerate(counts) for _ in range(count)] + [len(lens) - 1] * num_padding
         runs = RowRuns(whole(*range(len(lens))), *(whole(*item) for item in (starts, firsts, counts, of_rows)))
         out = run(wider(rows), weight, ring, runs)
         for index, (first, count, begin) in enumerate(zip(firsts, counts, starts, strict=True)):

@@ -140,7 +140,7 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     llm = LLM(pair)
     states = llm.engine.runner.states
     if states is not None:
-        states.is_exact = cell.arm != AT_ONCE
+        states.most_exact = 0 if cell.arm == AT_ONCE else cell.batch
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
     capture_widths(llm, requests)
     for request in requests:

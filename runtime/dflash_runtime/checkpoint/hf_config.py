@@ -132,8 +132,9 @@ def common_facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) 
     """Read the fields that every kind of target states in the same way."""
     dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
     size = text if text.get("vocab_size") is not None else outer
+    kinds = [_optional(item, "model_type", str, path) for item in (text, outer)]
     return {
-        "model_type": str(text.get("model_type", outer.get("model_type", ""))),
+        "model_type": kinds[0] or kinds[1] or "",
         "vocab_size": require_int(size, "vocab_size", path),
         "tie_word_embeddings": bool(outer.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         "eos_token_ids": read_token_ids(outer.get("eos_token_id", text.get("eos_token_id"))),

@@ -45,6 +45,8 @@ def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     read_experts = HYBRIDS.get(facts["model_type"])
     known = KNOWN if read_experts is None else (*KNOWN, "experts")
     parts = [*foreign_parts(config, text, path, known=known), *(f"layers of kind {kind}" for kind in others)]
+    if kinds and FULL not in kinds:
+        parts.append("no layer with attention")
     if parts:
         raise not_run(facts["model_type"], *parts, path=path)
     if not kinds:
@@ -55,15 +57,20 @@ def read_hybrid_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     body = {**read_body(text, path), "experts": experts}
     body["windows"] = (None,) * body["num_layers"]
     body["rotary_dim"] = _rotary_dim(text, body, path)
-    body["recurrence"] = RecurrenceConfig(
-        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    body["recurrence"] = _recurrence(text, layers, path) if layers else None
+    return TargetConfig(**{**facts, **body})
+
+
+def _recurrence(text: Mapping[str, Any], layers: tuple[int, ...], path: Path) -> RecurrenceConfig:
+    return RecurrenceConfig(
+        layers=layers,
         num_key_heads=require_int(text, "linear_num_key_heads", path),
         num_value_heads=require_int(text, "linear_num_value_heads", path),
         key_size=require_int(text, "linear_key_head_dim", path),
         value_size=require_int(text, "linear_value_head_dim", path),
         num_taps=require_int(text, "linear_conv_kernel_dim", path),
     )
-    return TargetConfig(**{**facts, **body})
 
 
 def _rotary_dim(text: Mapping[str, Any], body: Mapping[str, Any], path: Path) -> int:

@@ -12,7 +12,7 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
-from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
@@ -71,6 +71,16 @@ class LoadedPair:
     def has_prefix_cache(self) -> bool:
         """Whether prompts with the same beginning share pages. A target with its own cache keeps its KV elsewhere."""
         return self.config.prefix_cache and self.target.config.own_cache is None
+
+    @property
+    def recurrent_rows(self) -> str | None:
+        """How recurrent layers run the rows of a block: "exact", "at-once", or "auto" where it depends on the number of
+        requests in a step. None without recurrent layers. Reference kernels know only the exact way.
+        """
+        if self.target.config.recurrence is None:
+            return None
+        is_exact = self.placement.kernels.name == "reference" or self.limits.max_num_requests <= EXACT_REQUESTS
+        return "exact" if self.config.recurrent_rows == "auto" and is_exact else self.config.recurrent_rows
 
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The pair with another config for the draft, and the draft's loaded weights."""

@@ -18,7 +18,7 @@ from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, Gates, empty_state
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.state_snapshots import LayerMemories
-from dflash_runtime.config import RecurrenceConfig
+from dflash_runtime.config import EXACT_REQUESTS, RecurrenceConfig
 from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
@@ -39,8 +39,8 @@ MOST_REPLAYED = 4
 class RecurrentStates:
     """The memory of every text, by recurrent layer. `state_lens` [B] counts the rows that a text's states include.
 
-    With `is_exact`, a block gives bitwise the results of its rows one at a time. Otherwise its rows run at once, which
-    is faster for many requests.
+    In steps of at most `most_exact` requests, a block gives bitwise the results of its rows one at a time. Otherwise
+    its rows run at once, which is faster for many requests.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RecurrentStates:
     ) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
-        self.is_exact = True
+        self.most_exact: float = EXACT_REQUESTS
         size = MOST_REPLAYED + 2 * block_rows
         heads, values = config.num_value_heads, config.value_size
         keys = (config.num_key_heads, config.key_size)
@@ -148,7 +148,8 @@ class BlockRecall:
         """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
         states, kernels = self.states, self.states.kernels
         mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs)
-        is_serial = states.is_exact or len(rows) == len(self.texts.texts)
+        count = len(self.texts.texts)
+        is_serial = count <= states.most_exact or len(rows) == count
         rule = kernels.delta_rule if is_serial else kernels.delta_blocks
         found = rule(mixed, gates, states.memories[layer], self.texts, MOST_REPLAYED, out)
         if states.is_last(layer):

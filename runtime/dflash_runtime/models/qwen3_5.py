@@ -58,8 +58,8 @@ class GatedAttention:
 def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> DecoderLayer:
     """Read a recurrent layer, or a layer with gated attention."""
     assert isinstance(config, TargetConfig)
-    assert config.recurrence is not None
     if f"{name}.linear_attn.out_proj.weight" in weights:
+        assert config.recurrence is not None
         recurrent = DeltaNet.read(weights, f"{name}.linear_attn", config.recurrence, config.rms_norm_eps, kernels)
         return DecoderLayer.around(recurrent, weights, name, config, kernels)
     own = f"{name}.self_attn"

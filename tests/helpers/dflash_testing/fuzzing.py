@@ -65,18 +65,21 @@ class Ground:
         self.bases = mutations.bases(home / "bases")
         shutil.copytree(home / "bases" / "native", home / "elsewhere")
         self.target = support.make_target(home / "target")
-        self.target_files = {item.name: item.read_bytes() for item in self.target.iterdir()}
+        targets = (self.target, make_hybrid(home / "hybrid"))
+        self.targets = [{item.name: item.read_bytes() for item in target.iterdir()} for target in targets]
+        (home / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}')
         import torch  # noqa: F401  (a deadline during the first import would leave torch half imported)
 
     def run(self, seed: int, index: int, totals: Totals) -> None:
         """Run one case and add its outcomes to `totals`."""
         generator = random.Random(seed * 1_000_003 + index)
         spoils_target = generator.random() < 0.1
-        spoiled = mutations.spoil(self.target_files if spoils_target else generator.choice(self.bases), generator)
+        spoiled = mutations.spoil(generator.choice(self.targets if spoils_target else self.bases), generator)
         case = self.home / "case"
         spoiled.write(case)
         draft, target = (self.home / "bases" / "native", case) if spoils_target else (case, self.target)
-        for command in commands(draft, target, self.home / "out", index):
+        running = [run_command(draft, target)] if spoils_target else []
+        for command in (*commands(draft, target, self.home / "out", index), *running):
             what = f"{seed}:{index}: {' '.join(spoiled.kinds)}: {' '.join(map(str, command))}"
             try:
                 totals.outcomes[str(command[0]), held(command, what, self.home)] += 1
@@ -104,6 +107,27 @@ def commands(draft: Path, target: Path, out: Path, index: int) -> list[tuple[obj
     ]
     validate = ("validate", draft, "--target", target, "--engine", engines, "--level", level, "--json")
     return [validate, others[index % len(others)]]
+
+
+def run_command(draft: Path, target: Path) -> tuple[object, ...]:
+    """A command that loads and runs a pair."""
+    prompts = target.parent / "prompts.jsonl"
+    return ("generate", "-p", prompts, "-d", draft, "-t", target, "-n", 3, "--device", "cpu", "--output", "-")
+
+
+def make_hybrid(path: Path) -> Path:
+    """A target with recurrent layers that the drafts of `support.SMALL` fit."""
+    from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
+    from dflash_runtime.models.qwen3_5 import Qwen35Target
+
+    layers = ["linear_attention", "full_attention"] * (support.SMALL.target_layers // 2)
+    config = support.target_config(
+        model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], layer_types=layers, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=4, linear_conv_kernel_dim=3,
+        partial_rotary_factor=0.5,
+    )  # fmt: skip
+    shapes = Qwen35Target.expected_shapes(read_hybrid_config(config, path))
+    return support.write_checkpoint(path, config, support.random_arrays(shapes))
 
 
 def held(command: tuple[object, ...], what: str, home: Path) -> int:

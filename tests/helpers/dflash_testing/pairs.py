@@ -28,11 +28,12 @@ from dflash_runtime.config import (
     TargetConfig,
 )
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.settings import resolve_kernels, rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.layers import Attend, PagedKV, Recall
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.target import Target, load_target
@@ -248,13 +249,17 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 class DenseAttention:
-    """A plain `Attend` over the rows alone, kept nowhere; one call of torch's attention."""
+    """A plain `Attend` over the rows alone, kept nowhere; one call of torch's attention.
 
-    def __init__(self, *, is_causal: bool) -> None:
-        self._is_causal = is_causal
+    `memory` serves recurrent layers.
+    """
+
+    def __init__(self, *, is_causal: bool, memory: Recall | None = None) -> None:
+        self._is_causal, self._memory = is_causal, memory
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
-        raise AssertionError("these models have no recurrent layer")
+        assert self._memory is not None, "these models have no recurrent layer"
+        return self._memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         assert softmax == PLAIN
@@ -270,7 +275,8 @@ class DenseAttention:
 
 def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
-    attend = DenseAttention(is_causal=True)
+    memory = recall_alone(target.config.recurrence, len(tokens), placement(target.embedding.dtype))
+    attend = DenseAttention(is_causal=True, memory=memory)
     with torch.inference_mode():
         hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), attend, ())
         logits: Tensor = target.head(hidden)

@@ -1,6 +1,11 @@
 """The loop of drafting and verifying without an engine: no pages, no batch, no cache. It reads the whole text again."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
@@ -11,41 +16,100 @@ from dflash_testing.pairs import DenseAttention, placement
 Step = tuple[tuple[int, ...], int]
 """Drafted tokens, and how many of them the target accepts."""
 
+Read = Callable[[list[int]], tuple[Tensor, Tensor]]
+"""Returns the target's logits [T, V] after each token of a text, and the features [T, F] that a draft reads."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text and its verify steps, with the smallest gap between the two best logits that decided each of them.
+
+    token_gaps   of the target, for each token of `text`
+    draft_gaps   of the draft, for each step
+    """
+
+    text: list[int]
+    steps: list[Step]
+    starts: list[int]
+    token_gaps: list[float]
+    draft_gaps: list[float]
+
 
 @torch.inference_mode()
 def plain_loop(
     target: Target, draft: Draft, prompt: list[int], num_drafts: int, num_tokens: int
 ) -> tuple[list[int], list[Step]]:
     """Return at least `num_tokens` greedy tokens after a prompt, and the verify steps."""
-    dtype = target.embedding.dtype
-    text, steps = list(prompt), list[Step]()
-    choices, _ = read(target, draft, text)
-    text.append(choices[-1])
+    trace = trace_of(partial(read, target, draft), draft, prompt, num_drafts, num_tokens)
+    return trace.text, trace.steps
+
+
+@torch.inference_mode()
+def trace_of(
+    read: Read,
+    draft: Draft,
+    prompt: list[int],
+    num_drafts: int,
+    num_tokens: int,
+    widths: Mapping[int, int] | None = None,
+) -> Trace:
+    """Trace at least `num_tokens` greedy tokens after a prompt.
+
+    `widths` maps the number of output tokens before a step to its verify width. Other steps decode plainly. Without
+    `widths` every step verifies its whole block.
+    """
+    text, gaps = list(prompt), list[float]()
+    found = Trace([], [], [], [], [])
+    logits, features = read(text)
+    text.append(int(logits[-1].argmax()))
+    gaps.append(gap_of(logits[-1:]))
     while len(text) - len(prompt) < num_tokens:
-        length = len(text) - 1
-        _, features = read(target, draft, text[:-1])
-        cache = KVCache(draft.config, 1, length, placement(dtype))
-        draft.write_context(features, torch.arange(length), cache, torch.arange(length))
-        attend = PagedAttention.in_order(REFERENCE, cache, length, draft.config.causal, draft.config.windows)
-        block = torch.tensor([[text[-1], *[draft.config.mask_token_id] * num_drafts]])
-        positions = torch.arange(length, length + 1 + num_drafts)[None]
-        if isinstance(draft, WalkingDraft):
-            ids = draft.propose(block, positions, attend, num_drafts, None).token_ids[0]
-        else:
-            ids = draft.logits(block, positions, attend, num_drafts)[0].argmax(-1)
-        drafted = (ids if draft.target_ids is None else draft.target_ids[ids]).tolist()
-        choices, _ = read(target, draft, text + drafted)
-        right = choices[length:]
-        accepted = next((place for place in range(num_drafts) if drafted[place] != right[place]), num_drafts)
-        steps.append((tuple(drafted), accepted))
+        start, length = len(text) - len(prompt), len(text) - 1
+        verified = num_drafts if widths is None else widths.get(start, 1) - 1
+        drafted, draft_gap = list[int](), torch.inf
+        if verified:
+            drafted, draft_gap = propose(draft, features[:length], text[-1], num_drafts, verified)
+        logits, features = read(text + drafted)
+        right = logits[length:].argmax(-1).tolist()
+        accepted = next((place for place in range(verified) if drafted[place] != right[place]), verified)
+        if verified:
+            found.steps.append((tuple(drafted), accepted))
+            found.starts.append(start)
+            found.draft_gaps.append(draft_gap)
+        gaps += [gap_of(logits[length + place][None]) for place in range(accepted + 1)]
         text += [*drafted[:accepted], right[accepted]]
-    return text[len(prompt) :], steps
+    found.text.extend(text[len(prompt) :])
+    found.token_gaps.extend(gaps)
+    return found
 
 
-def read(target: Target, draft: Draft, text: list[int]) -> tuple[list[int], torch.Tensor]:
-    """The target's choice after each token of a text, and the features of the draft."""
+def propose(draft: Draft, features: Tensor, anchor: int, num_drafts: int, num_verified: int) -> tuple[list[int], float]:
+    """The first draft tokens of a block after the features [T, F] of a text, and the smallest gap of the draft."""
+    length = len(features)
+    placed = placement(features.dtype)
+    cache = KVCache(draft.config, 1, length, placed)
+    draft.write_context(features, torch.arange(length), cache, torch.arange(length))
+    attend = PagedAttention.in_order(REFERENCE, cache, length, draft.config.causal, draft.config.windows)
+    block = torch.tensor([[anchor, *[draft.config.mask_token_id] * num_drafts]])
+    positions = torch.arange(length, length + 1 + num_drafts)[None]
+    if isinstance(draft, WalkingDraft):
+        ids = draft.propose(block, positions, attend, num_verified, None).token_ids
+        logits = draft.logits_along(block, positions, attend, ids)
+    else:
+        logits = draft.logits(block, positions, attend, num_verified)
+        ids = logits.argmax(-1)
+    return (ids if draft.target_ids is None else draft.target_ids[ids])[0].tolist(), gap_of(logits[0])
+
+
+def gap_of(logits: Tensor) -> float:
+    """The smallest distance between the two best logits of a row [T, V]."""
+    best = logits.topk(2, dim=-1).values
+    return float((best[:, 0] - best[:, 1]).min())
+
+
+def read(target: Target, draft: Draft, text: list[int]) -> tuple[Tensor, Tensor]:
+    """The target's logits after each token of a text, and the features of the draft."""
     attend = DenseAttention(is_causal=True)
     hidden, features = target(torch.tensor(text), torch.arange(len(text)), attend, draft.config.target_layer_ids)
     assert features is not None
-    choices: list[int] = target.head(hidden).argmax(-1).tolist()
-    return choices, features
+    return target.head(hidden), features
