@@ -29,7 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
-from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
+from dflash_cli.diagnosis.chosen_values import LOWER, SLIGHT, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -44,6 +44,7 @@ from dflash_cli.diagnosis.reading_results import (
     of_different_causes,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
+from dflash_cli.diagnosis.same_part import readings_of_same_parts
 from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -159,6 +160,7 @@ class Searcher:
         readings = alternative_readings(self._space)
         self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
         self._tried: Counter[str] = Counter()
+        self._same_parts: Sequence[ReadingResult] = ()
         self._num_scored, self._num_probed, self._num_planned = 0, 0, self._plan()
 
     def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
@@ -177,7 +179,9 @@ class Searcher:
         screened = self._screened(pooled_acceptance_len(base))
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = usual_value(find_best(counted), counted, own, self._readings)
-        best = self._composed(self._refined(best, base), screened, own, base) if best is not None else None
+        if best is not None:
+            best = self._contested(self._refined(best, base), base)
+            best = self._composed(best, screened, own, base)
         longer = longer_block(screened, own, self._own.config) if best is None else None
         longer = self._counted(longer, base) if longer is not None else None
         if longer is not None and longer.matters:
@@ -295,6 +299,17 @@ class Searcher:
             best = self._counted(replace(better[0], alternative=found), base)
         return best
 
+    def _contested(self, best: ReadingResult, base: StepCounts) -> ReadingResult:
+        """The best reading, or another kind of reading of the same parts that has a lower loss."""
+        found = readings_of_same_parts(best.alternative, lambda reading: self._estimate(reading, MANY_ANCHORS))
+        self._tried["weights"] += len(found)
+        self._same_parts = of_different_causes(found, 1)
+        limit = best.score.loss - SLIGHT * (self._own_score(MANY_ANCHORS).loss - best.score.loss)
+        if not found or found[0].score.loss >= limit:
+            return best
+        better = self._counted(found[0], base)
+        return better if better.matters else best
+
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
         return replace(item, acceptance_len=max(1.0, length + item.difference))
@@ -325,6 +340,7 @@ class Searcher:
             lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
             self._training_gain,
             self._expected,
+            self._same_parts,
         )
 
     def _training_gain(self, reading: AlternativeReading) -> float | None:

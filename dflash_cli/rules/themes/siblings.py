@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_cli.rules.themes.unpacked import num_levels
 from dflash_runtime.checkpoint.layout import MARKOV, SELECTOR
 
 if TYPE_CHECKING:
@@ -183,7 +184,10 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
 
 
 def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
-    """Each tensor's measure, and the measures of the same tensor in other layers. A single row is no matrix."""
+    """Each tensor's measure, and the measures of the same tensor in other layers. A single row is no matrix.
+
+    With `dim` 2, matrices on a coarse grid are left out: rounding also makes zeros, equal rows and equal largest values.
+    """
     names = [
         name
         for name, info in (subject.tensors or {}).items()
@@ -194,7 +198,8 @@ def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Itera
     for name, tensor in subject.checkpoint.load_many(names) if subject.checkpoint is not None else ():
         parts = name.split(".")
         kind = ".".join(parts[2:]) if parts[0] == "layers" else name
-        groups[kind][name] = measure(tensor)
+        if dim != 2 or num_levels(tensor) is None:
+            groups[kind][name] = measure(tensor)
     for group in groups.values():
         for name, own in group.items():
             yield name, own, [value for other, value in group.items() if other != name]

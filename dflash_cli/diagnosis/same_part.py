@@ -1,0 +1,84 @@
+"""Readings of other kinds of the same parts: scales, signs, offsets and one value, beside the reading that gains most.
+
+Several mistakes in one part gain from the same readings: a norm times 3 also gains from subtracting 1. So before a
+reading of a part is named, the part is read in the other ways as well, and in finer scales than in the search.
+"""
+
+from collections.abc import Callable, Iterator
+
+from dflash_cli.diagnosis import weight_rewrites as rewrites
+from dflash_cli.diagnosis.alternatives import AlternativeReading, of_weights
+from dflash_cli.diagnosis.reading_results import ReadingResult, by_loss
+from dflash_cli.diagnosis.value_readings import scaled_part
+from dflash_cli.diagnosis.weight_rewrites import NORMS
+from dflash_cli.diagnosis.weight_space import WeightReading, Where, named, only, short, spots
+
+MOST_PARTS = 4
+"""Parts of one reading that are read in other ways. A reading of more parts is an order or a layout of whole layers."""
+
+FACTORS = (-1.0, 1 / 16, 1 / 4, 1 / 2, 2.0, 4.0, 16.0)
+ROOT = 2.0**0.5
+USUAL = (1.1, 1.2, ROOT, 1.6, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 16 * ROOT, 32.0)
+FINER = (*(1 / factor for factor in reversed(USUAL)), *USUAL)
+"""Usual factors, of which those near the best of FACTORS are tried."""
+
+NEAR = 2.5
+
+ON_TOP = (1 / ROOT, ROOT)
+"""Factors of a part on top of a reading of it. Training chose the scale, so that both raise the loss."""
+
+Estimate = Callable[[AlternativeReading], ReadingResult]
+
+
+def readings_of_same_parts(best: AlternativeReading, estimate: Estimate) -> list[ReadingResult]:
+    """Estimates of other kinds of readings of the parts that a reading changes, the lowest loss first."""
+    found = []
+    for part, where in contested(best):
+        found += [estimate(of_weights(best.config, item)) for item in _values(part, where)]
+        scales = {factor: estimate(_scaled(best, part, where, factor)) for factor in FACTORS}
+        lowest = min(scales, key=lambda factor: scales[factor].score.loss)
+        near = [factor for factor in FINER if factor not in scales and lowest / NEAR < factor < lowest * NEAR]
+        found += [*scales.values(), *(estimate(_scaled(best, part, where, factor)) for factor in near)]
+    return sorted(found, key=by_loss)
+
+
+def scales_on_top(best: AlternativeReading) -> list[AlternativeReading]:
+    """Small changes of the scale of each part that a reading changes, to be tried on top of it."""
+    return [_scaled(best, part, where, factor) for part, where in contested(best) for factor in ON_TOP]
+
+
+def contested(best: AlternativeReading) -> list[tuple[str, Where]]:
+    """The parts of a reading that changes few parts, each with its layers. Other readings of them may gain as much."""
+    found: dict[str, set[int | None]] = {}
+    for part, layer in best.touches:
+        found.setdefault(part, set()).add(layer)
+    if best.factor != "weights" or best.is_neutral or len(found) > MOST_PARTS:
+        return []
+    return [(part, _where(layers)) for part, layers in sorted(found.items())]
+
+
+def _where(layers: set[int | None]) -> Where:
+    known = sorted(layer for layer in layers if layer is not None)
+    if len(known) < len(layers):
+        return None
+    return known[0] if len(known) == 1 else tuple(known)
+
+
+def _scaled(best: AlternativeReading, part: str, where: Where, factor: float) -> AlternativeReading:
+    return of_weights(best.config, scaled_part(part, factor, where))
+
+
+def _values(part: str, where: Where) -> Iterator[WeightReading]:
+    """Offsets of a norm, and the norm with one value."""
+    if part not in NORMS:
+        return
+    name, touches = short(part), spots((part,), where)
+    for amount, way, cause in (
+        (1.0, "read as 1 + w", "hold offsets from 1"),
+        (-1.0, "read as w - 1", "hold weights to which 1 was added"),
+    ):
+        rewrite = rewrites.change_parts({part: rewrites.shift(amount)}, only(where))
+        title = named(f"{name} weights {way}", where)
+        yield WeightReading(title, rewrite, f"{name} weights {cause}", touches, changes_values=True)
+    rewrite = rewrites.change_parts({part: rewrites.flatten}, only(where))
+    yield WeightReading(named(f"without {name}", where), rewrite, f"{name} is damaged", touches, is_neutral=True)
