@@ -275,8 +275,16 @@ def of_weights(config: DraftConfig, item: WeightReading) -> AlternativeReading:
     shared = {
         name: getattr(item, name)
         for name in (
-            "name", "cause", "rewrite", "is_guess", "is_neutral", "is_scale", "changes_values", "touches", "halves",
-        )  # fmt: skip
+            "name",
+            "cause",
+            "rewrite",
+            "is_guess",
+            "is_neutral",
+            "is_scale",
+            "changes_values",
+            "touches",
+            "halves",
+        )
     }
     return AlternativeReading(factor="weights", config=config, **shared)
 

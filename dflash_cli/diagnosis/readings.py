@@ -29,7 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
-from dflash_cli.diagnosis.chosen_values import LOWER, SLIGHT, longer_block, usual_value
+from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -44,7 +44,7 @@ from dflash_cli.diagnosis.reading_results import (
     of_different_causes,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
-from dflash_cli.diagnosis.same_part import readings_of_same_parts
+from dflash_cli.diagnosis.same_part import is_contesting, readings_of_same_parts
 from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -52,10 +52,12 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
+    from dflash_cli.diagnosis.further_training import Trainable
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
     from dflash_cli.diagnosis.reading_screen import ReadingScreen
 
 T = TypeVar("T")
+Readings = Sequence[AlternativeReading]
 
 MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
@@ -180,8 +182,7 @@ class Searcher:
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = usual_value(find_best(counted), counted, own, self._readings)
         if best is not None:
-            best = self._contested(self._refined(best, base), base)
-            best = self._composed(best, screened, own, base)
+            best = self._composed(self._contested(self._refined(best, base), base), screened, own, base)
         longer = longer_block(screened, own, self._own.config) if best is None else None
         longer = self._counted(longer, base) if longer is not None else None
         if longer is not None and longer.matters:
@@ -194,8 +195,8 @@ class Searcher:
             tested = self._tested(best, new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
         length = pooled_acceptance_len(base)
-        seen = [item.alternative for item in counted]
-        rest = [self._estimated(item, length) for item in screened if not any(item.alternative is one for one in seen)]
+        seen = {id(item.alternative) for item in counted}
+        rest = [self._estimated(item, length) for item in screened if id(item.alternative) not in seen]
         return ReadingSearch(
             num_prompts=len(base),
             num_tokens=budget.max_new_tokens * len(base),
@@ -243,8 +244,7 @@ class Searcher:
         for factor in dict.fromkeys(item.factor for item in self._readings if item.is_guess):
             guesses = [item for item in self._readings if item.is_guess and item.factor == factor]
             if factor == "weights":
-                length = max(own_len, found[0].score.accepted if found else 1.0)
-                guesses = self._suspected(guesses, length)
+                guesses = self._suspected(guesses, own_len, found[0] if found else ReadingResult(self._own, 1.0, 0.0))
                 self._num_planned = self._plan(self._num_probed + len(guesses))
             best = of_different_causes(self._best(guesses, VERY_FEW_ANCHORS), MAX_OF_A_CAUSE)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
@@ -259,17 +259,19 @@ class Searcher:
             self._tried[reading.factor] += 1
         return sorted(found, key=by_loss)
 
-    def _suspected(self, guesses: Sequence[AlternativeReading], length: float) -> list[AlternativeReading]:
-        """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
-        if length - 1 > ENOUGH_SHARE * self._own.config.num_draft_tokens and not self._is_below(length):
-            return []
+    def _suspected(self, guesses: Readings, own_len: float, best: ReadingResult) -> list[AlternativeReading]:
+        """The parts left out, and readings of suspect parts; if a reading accepts nearly all, its rivals only."""
+        enough = 1 + ENOUGH_SHARE * self._own.config.num_draft_tokens
+        length = max(own_len, best.score.accepted)
+        if length > enough and not self._is_below(length):
+            return [item for item in guesses if own_len <= enough and is_contesting(item, best.alternative)]
         probes = neutral_readings(self._space)
         self._num_probed = len(probes)
         found = self._best(probes, VERY_FEW_ANCHORS)
         suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
         harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
-        pulls = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
+        pulls = self._in_memory(self._screen.pulls, self._own)
         pulled = most_pulled(pulls, self._own.config, MAX_PULLED) if pulls is not None else frozenset()
         suspects |= most_strained(pulls, self._own.config, MAX_STRAINED) if pulls is not None else frozenset()
         return [
@@ -304,8 +306,7 @@ class Searcher:
         found = readings_of_same_parts(best.alternative, lambda reading: self._estimate(reading, MANY_ANCHORS))
         self._tried["weights"] += len(found)
         self._same_parts = of_different_causes(found, 1)
-        limit = best.score.loss - SLIGHT * (self._own_score(MANY_ANCHORS).loss - best.score.loss)
-        if not found or found[0].score.loss >= limit:
+        if not found or found[0].score.loss >= LOWER * best.score.loss:
             return best
         better = self._counted(found[0], base)
         return better if better.matters else best
@@ -338,18 +339,24 @@ class Searcher:
             screened,
             MAX_ON_TOP,
             lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
-            self._training_gain,
+            lambda reading: self._in_memory(self._screen.training_gain, reading),
             self._expected,
             self._same_parts,
         )
 
-    def _training_gain(self, reading: AlternativeReading) -> float | None:
-        return _if_memory_suffices(lambda: self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS))
+    def _in_memory(self, compute: "Callable[[Trainable, int], T]", reading: AlternativeReading) -> T | None:
+        """What is computed with gradients of a reading; None if memory does not suffice."""
+        import torch
+
+        try:
+            return compute(self._runner.trainable(reading), MANY_ANCHORS)
+        except torch.OutOfMemoryError:
+            return None
 
     def _new_texts(
         self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
     ) -> "ReadingScreen | None":
-        """Other greedy texts than these outputs: from other random ids, or further into the given prompts."""
+        """Other greedy texts: from other random ids, or further into the given prompts."""
         given = [output.prompt_token_ids for output in outputs] if is_given else []
         first = max(self._budget.num_prompts, len(outputs))
         made = self._runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
@@ -372,15 +379,6 @@ class Searcher:
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
         found = confirm(best.alternative, base, other, self._budget)
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
-
-
-def _if_memory_suffices(compute: Callable[[], T]) -> T | None:
-    import torch
-
-    try:
-        return compute()
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:

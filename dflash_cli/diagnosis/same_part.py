@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.alternatives import AlternativeReading, of_weights
 from dflash_cli.diagnosis.reading_results import ReadingResult, by_loss
-from dflash_cli.diagnosis.value_readings import scaled_part
-from dflash_cli.diagnosis.weight_rewrites import NORMS
+from dflash_cli.diagnosis.suspect_parts import FEATURES
+from dflash_cli.diagnosis.value_readings import scaled_part, scaled_parts
+from dflash_cli.diagnosis.weight_orders import GATE
+from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, NORMS
 from dflash_cli.diagnosis.weight_space import WeightReading, Where, named, only, short, spots
 
 MOST_PARTS = 4
@@ -33,28 +35,55 @@ Estimate = Callable[[AlternativeReading], ReadingResult]
 def readings_of_same_parts(best: AlternativeReading, estimate: Estimate) -> list[ReadingResult]:
     """Estimates of other kinds of readings of the parts that a reading changes, the lowest loss first."""
     found = []
-    for part, where in contested(best):
-        found += [estimate(of_weights(best.config, item)) for item in _values(part, where)]
-        scales = {factor: estimate(_scaled(best, part, where, factor)) for factor in FACTORS}
+    for parts, where in contested(best):
+        if len(parts) == 1:
+            found += [estimate(of_weights(best.config, item)) for item in _values(parts[0], where)]
+        scales = {factor: estimate(_scaled(best, parts, where, factor)) for factor in FACTORS}
         lowest = min(scales, key=lambda factor: scales[factor].score.loss)
         near = [factor for factor in FINER if factor not in scales and lowest / NEAR < factor < lowest * NEAR]
-        found += [*scales.values(), *(estimate(_scaled(best, part, where, factor)) for factor in near)]
+        found += [*scales.values(), *(estimate(_scaled(best, parts, where, factor)) for factor in near)]
     return sorted(found, key=by_loss)
+
+
+def is_contesting(guess: AlternativeReading, best: AlternativeReading) -> bool:
+    """Whether a guess is tried although the best reading restores nearly all: another mistake may look alike.
+
+    A scaled tap may look like another tapped layer, and a scaled norm like another setting of attention.
+    """
+    if best.factor == "taps":
+        return guess.touches >= FEATURES
+    is_value = guess.is_scale or guess.changes_values or bool(guess.halves)
+    if best.factor == "weights":
+        return is_value and bool(guess.touches & best.touches)
+    return guess.is_scale and all(part in NORMS and layer is None for part, layer in guess.touches)
 
 
 def scales_on_top(best: AlternativeReading) -> list[AlternativeReading]:
     """Small changes of the scale of each part that a reading changes, to be tried on top of it."""
-    return [_scaled(best, part, where, factor) for part, where in contested(best) for factor in ON_TOP]
+    return [_scaled(best, parts, where, factor) for parts, where in contested(best) for factor in ON_TOP]
 
 
-def contested(best: AlternativeReading) -> list[tuple[str, Where]]:
-    """The parts of a reading that changes few parts, each with its layers. Other readings of them may gain as much."""
+def contested(best: AlternativeReading) -> list[tuple[tuple[str, ...], Where]]:
+    """The parts that a reading changes, with their layers, and all norms among them together.
+
+    Nothing for readings of many matrices, which are orders and layouts. A norm follows fc, so the scale of fc has no
+    effect. A norm folded into matrices may instead have been scaled.
+    """
     found: dict[str, set[int | None]] = {}
     for part, layer in best.touches:
         found.setdefault(part, set()).add(layer)
-    if best.factor != "weights" or best.is_neutral or len(found) > MOST_PARTS:
+    found.pop("fc", None)
+    # A query norm times 4 equals a key norm times 4, so both together are no other reading.
+    is_of_norms = len(found) > 1 and set(found) <= set(NORMS) and set(found) != set(HEAD_NORMS)
+    if best.factor != "weights" or best.is_neutral or (len(found) > MOST_PARTS and not is_of_norms):
         return []
-    return [(part, _where(layers)) for part, layers in sorted(found.items())]
+    if best.changes_values and GATE in found:
+        found.setdefault(LAYER_NORMS[1], found[GATE])
+    parts: list[tuple[tuple[str, ...], Where]] = [((part,), _where(layers)) for part, layers in sorted(found.items())]
+    if is_of_norms:
+        inner = [layers for part, layers in found.items() if part not in ENDS]
+        parts.append((tuple(sorted(found)), _where(set().union(*inner)) if inner else None))
+    return parts if len(found) <= MOST_PARTS else parts[-1:]
 
 
 def _where(layers: set[int | None]) -> Where:
@@ -64,8 +93,12 @@ def _where(layers: set[int | None]) -> Where:
     return known[0] if len(known) == 1 else tuple(known)
 
 
-def _scaled(best: AlternativeReading, part: str, where: Where, factor: float) -> AlternativeReading:
-    return of_weights(best.config, scaled_part(part, factor, where))
+def _scaled(best: AlternativeReading, parts: tuple[str, ...], where: Where, factor: float) -> AlternativeReading:
+    if len(parts) == 1:
+        return of_weights(best.config, scaled_part(parts[0], factor, where))
+    names = ", ".join(map(short, parts))
+    cause = f"the values of {names} are {'negated' if factor < 0 else 'scaled'}"
+    return of_weights(best.config, scaled_parts(f"{names} times {factor:.3g}", cause, parts, factor, where))
 
 
 def _values(part: str, where: Where) -> Iterator[WeightReading]:

@@ -75,7 +75,7 @@ def scaled_part(part: str, factor: float, layer: Where) -> WeightReading:
     cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
     if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
         cause = BESIDE
-    found = _scaled(f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
+    found = scaled_parts(f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
     return replace(found, touches=spots(_equals(part), layer))
 
 
@@ -95,10 +95,10 @@ def _scales_of_groups(space: WeightSpace) -> Iterator[WeightReading]:
         )
         for factor in sorted(factors):
             cause = f"the values of {name} are {'negated' if factor == -1 else 'scaled'}"
-            yield _scaled(f"{name} times {factor:.3g}", cause, parts, factor, layer)
+            yield scaled_parts(f"{name} times {factor:.3g}", cause, parts, factor, layer)
 
 
-def _scaled(title: str, cause: str, parts: tuple[str, ...], factor: float, layer: Where) -> WeightReading:
+def scaled_parts(title: str, cause: str, parts: tuple[str, ...], factor: float, layer: Where) -> WeightReading:
     rewrite = rewrites.change_parts(dict.fromkeys(parts, rewrites.scale(factor)), only(layer))
     return WeightReading(named(title, layer), rewrite, cause, spots(parts, layer), True, is_scale=True)
 

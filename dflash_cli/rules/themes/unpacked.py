@@ -20,9 +20,16 @@ LARGEST = {448.0: "float8 e4m3", 240.0: "float8 e4m3fnuz", 57344.0: "float8 e5m2
 ONE_SIDED = 0.98
 """Share of the values of a row from which they have one sign. About half of trained values are negative."""
 
+SIGNS_LOST = "each row adds a constant times the sum of its inputs, if signs were lost or a zero point was kept"
 MOST_ROWS = 0.5
 
 ROUNDING = 1e-5
+MOST_PER_ROW = 2
+"""Largest values per row on average from which the matrix was clipped (N38)."""
+
+NEAR_ZERO, FEW_NEAR_ZERO = 0.1, 0.02
+"""Share of the root mean square below which a value is near zero, and the share of such values behind a zero point."""
+
 FEW_ROWS, FEW_SIZES = 8, 3
 MOST_LEVELS = 9
 """Sizes of values, zero included, that 4 bits hold at most. As many trained values have more different sizes."""
@@ -47,7 +54,10 @@ def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
     """Most rows of every matrix have positive and negative values."""
     for name, matrix in _matrices(subject):
         if is_one_sided(matrix.float()):
-            yield Problem(f"{WEIGHTS}:{name}", "most rows have values of one sign only")
+            sizes = matrix.float().abs()
+            near = float((sizes < NEAR_ZERO * sizes.square().mean().sqrt()).float().mean())
+            effect = SIGNS_LOST if near > FEW_NEAR_ZERO else ""
+            yield Problem(f"{WEIGHTS}:{name}", "most rows have values of one sign only", effect=effect)
 
 
 @check_weights(
@@ -73,7 +83,8 @@ def scales_were_applied(subject: Subject) -> Iterator[Problem]:
             continue
         of_rows = sizes.amax(dim=1)
         share = float((of_rows == largest).float().mean())
-        if num_levels(matrix) is not None and not are_codes(matrix):
+        is_clipped = int((sizes == largest).sum()) > MOST_PER_ROW * len(of_rows)
+        if (is_clipped or num_levels(matrix) is not None) and not are_codes(matrix):
             continue
         if len(of_rows) >= FEW_ROWS and share > SAME_LARGEST and len(sizes.unique()) > FEW_SIZES:
             yield Problem(f"{WEIGHTS}:{name}", f"{share:.0%} of the rows have the same largest value, {largest:g}")

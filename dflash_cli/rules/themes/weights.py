@@ -113,7 +113,7 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N19",
     "warning",
-    effect="the tensor was never trained, or its values were lost",
+    effect="the tensor was never trained, its values were lost, or they were folded into a matrix beside it",
     fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
     outcome="drops",
