@@ -303,7 +303,9 @@ class Searcher:
 
     def _contested(self, best: ReadingResult, base: StepCounts) -> ReadingResult:
         """The best reading, or another kind of reading of the same parts that has a lower loss."""
-        found = readings_of_same_parts(best.alternative, lambda reading: self._estimate(reading, MANY_ANCHORS))
+        found = readings_of_same_parts(
+            best.alternative, self._space.weights, lambda reading: self._estimate(reading, MANY_ANCHORS)
+        )
         self._tried["weights"] += len(found)
         self._same_parts = of_different_causes(found, 1)
         if not found or found[0].score.loss >= LOWER * best.score.loss:

@@ -4,16 +4,21 @@ Several mistakes in one part gain from the same readings: a norm times 3 also ga
 reading of a part is named, the part is read in the other ways as well, and in finer scales than in the search.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.alternatives import AlternativeReading, of_weights
 from dflash_cli.diagnosis.reading_results import ReadingResult, by_loss
 from dflash_cli.diagnosis.suspect_parts import FEATURES
 from dflash_cli.diagnosis.value_readings import scaled_part, scaled_parts
+from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one
 from dflash_cli.diagnosis.weight_orders import GATE
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, NORMS
-from dflash_cli.diagnosis.weight_space import WeightReading, Where, named, only, short, spots
+from dflash_cli.diagnosis.weight_space import WeightReading, WeightSpace, Where, named, only, short, spots
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_PARTS = 4
 """Parts of one reading that are read in other ways. A reading of more parts is an order or a layout of whole layers."""
@@ -32,12 +37,15 @@ ON_TOP = (1 / ROOT, ROOT)
 Estimate = Callable[[AlternativeReading], ReadingResult]
 
 
-def readings_of_same_parts(best: AlternativeReading, estimate: Estimate) -> list[ReadingResult]:
+def readings_of_same_parts(
+    best: AlternativeReading, weights: "Mapping[str, Tensor]", estimate: Estimate
+) -> list[ReadingResult]:
     """Estimates of other kinds of readings of the parts that a reading changes, the lowest loss first."""
+    space = WeightSpace(best.config, weights)
     found = []
     for parts, where in contested(best):
         if len(parts) == 1:
-            found += [estimate(of_weights(best.config, item)) for item in _values(parts[0], where)]
+            found += [estimate(of_weights(best.config, item)) for item in _values(space, parts[0], where)]
         scales = {factor: estimate(_scaled(best, parts, where, factor)) for factor in FACTORS}
         lowest = min(scales, key=lambda factor: scales[factor].score.loss)
         near = [factor for factor in FINER if factor not in scales and lowest / NEAR < factor < lowest * NEAR]
@@ -101,15 +109,17 @@ def _scaled(best: AlternativeReading, parts: tuple[str, ...], where: Where, fact
     return of_weights(best.config, scaled_parts(f"{names} times {factor:.3g}", cause, parts, factor, where))
 
 
-def _values(part: str, where: Where) -> Iterator[WeightReading]:
-    """Offsets of a norm, and the norm with one value."""
+def _values(space: WeightSpace, part: str, where: Where) -> Iterator[WeightReading]:
+    """Offsets of a norm, as far as its values allow them, and the norm with one value."""
     if part not in NORMS:
         return
     name, touches = short(part), spots((part,), where)
-    for amount, way, cause in (
-        (1.0, "read as 1 + w", "hold offsets from 1"),
-        (-1.0, "read as w - 1", "hold weights to which 1 was added"),
+    for amount, allows, way, cause in (
+        (1.0, is_offset, "read as 1 + w", "hold offsets from 1"),
+        (-1.0, is_plus_one, "read as w - 1", "hold weights to which 1 was added"),
     ):
+        if isinstance(where, tuple) or not allows(space.weights, space.config, (part,), where):
+            continue
         rewrite = rewrites.change_parts({part: rewrites.shift(amount)}, only(where))
         title = named(f"{name} weights {way}", where)
         yield WeightReading(title, rewrite, f"{name} weights {cause}", touches, changes_values=True)
