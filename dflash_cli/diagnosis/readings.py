@@ -334,17 +334,11 @@ class Searcher:
     def _case(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> ReadingCase:
         """The best reading, and the means to doubt it."""
         return ReadingCase(
-            best,
-            self._own,
-            own,
-            self._own_score(FEW_ANCHORS),
-            screened,
-            MAX_ON_TOP,
+            best, self._own, own, self._own_score(FEW_ANCHORS), screened, MAX_ON_TOP,
             lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
             lambda reading: self._in_memory(self._screen.training_gain, reading),
-            self._expected,
-            self._same_parts,
-        )
+            self._expected, self._same_parts,
+        )  # fmt: skip
 
     def _in_memory(self, compute: "Callable[[Trainable, int], T]", reading: AlternativeReading) -> T | None:
         """What is computed with gradients of a reading; None if memory does not suffice."""
