@@ -21,7 +21,9 @@ MIN_SIBLINGS = 2
 SMALL = 0.1
 """A row or column is nearly zero below this share of the median norm."""
 
-MEDIUM = 0.4
+MEDIUM, SPREAD = 0.4, 1.5
+"""Sizes are spread if this many times as many rows or columns are below MEDIUM as below SMALL."""
+
 SMALL_SHARE = 1 / 16
 UNLIKE_SIZE = 3.0
 """Ratio of root mean squares from which a tensor is unlike its siblings, if these agree within ALIKE_SIZE."""
@@ -61,7 +63,7 @@ def rows_are_alike(subject: Subject) -> Iterator[Problem]:
         def small(matrix: "torch.Tensor", dim: int = dim) -> float:
             sizes = matrix.float().norm(dim=dim) / matrix.float().norm(dim=dim).median()
             few, between = (float((sizes < limit).float().mean()) for limit in (SMALL, MEDIUM))
-            return few if between < 2 * few else 0.0
+            return few if between < SPREAD * few else 0.0
 
         for name, own, others in _beside(subject, small, dim=2):
             if kind == "rows" and _has_row_per_token(name):
