@@ -17,6 +17,7 @@ from planted_faults.kind_table import render, word_of
 from planted_faults.kinds import Kind, kinds
 
 from dflash_cli.diagnosis import readings
+from dflash_cli.diagnosis.alternatives import alternative_readings
 
 KINDS = {kind.name: kind for kind in kinds()}
 
@@ -53,7 +54,7 @@ def test_a_norm_times_three_is_no_offset(tmp_path: Path, monkeypatch: pytest.Mon
     def scaled(_: Any, tensors: dict[str, Any], __: Any) -> None:
         tensors["hidden_norm.weight"] *= 3
 
-    monkeypatch.setattr(readings, "alternative_readings", only_offsets(readings.alternative_readings))
+    monkeypatch.setattr(readings, "alternative_readings", only_offsets(alternative_readings))
     row = diagnosed(Kind("", scaled, ""), "mild", "weights", tmp_path, monkeypatch)
     assert row["has_cause"] is False
     assert row["improves"][0] == "hidden_norm times 0.333"

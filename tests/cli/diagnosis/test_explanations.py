@@ -291,11 +291,11 @@ def test_a_scale_on_top_of_a_reading_of_the_same_part_is_a_doubt() -> None:
     offset = of_part("offset", 1.0, 4.0, changes_values=True)
 
     for loss, is_doubted in ((0.5, True), (1.5, False)):
-        found = replace(
-            case_of(offset, {}),
-            score=lambda item, _, loss=loss: Score(6.0, 5.0, 1.0 if item is offset.alternative else loss),
-        )
-        assert (found.doubt() is not None) == is_doubted
+
+        def score(reading: AlternativeReading, _: bool, loss: float = loss) -> Score:
+            return Score(6.0, 5.0, 1.0 if reading is offset.alternative else loss)
+
+        assert (replace(case_of(offset, {}), score=score).doubt() is not None) == is_doubted
 
 
 def test_an_offset_is_no_order_of_the_same_part() -> None:
