@@ -40,8 +40,8 @@ SAME_PART = 0.8
 """Another kind of reading of the same part is a rival from this share of the gain in tokens."""
 
 GAIN_OF_SCALE = 1 / 3
-"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth, larger
-values of a draft whose training stopped early a quarter."""
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth,
+and larger values of a draft whose training stopped early a quarter."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
