@@ -40,6 +40,8 @@ MIN_LEN = 1.5
 ANCHOR_MIN_LEN = 2.0
 """Higher than MIN_LEN: on repetitive text, an untrained draft that predicts at the anchor reaches 1.5 by echoing it."""
 
+ORDERED_TAPS = "the columns of fc.weight belong to the tapped layers in another order"
+
 MAX_PERMUTED = 4
 """Up to this number of tapped layers, every order is tried; else rotations, the reverse, and exchanges of two."""
 
@@ -56,6 +58,7 @@ class AlternativeReading:
     is_free     training does not choose its value, so its loss says nothing about the causes of other readings
     is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
     is_scale    it multiplies a part of the draft by a factor
+    changes_values  it changes values in another way than by a factor: offsets, bits, zero points
     touches     the parts of the draft that it changes, with their layers
     halves      the halves of an exchange, as rewrites
     min_len     below this acceptance length, in tokens per step, the reading explains nothing
@@ -70,6 +73,7 @@ class AlternativeReading:
     is_free: bool = False
     is_neutral: bool = False
     is_scale: bool = False
+    changes_values: bool = False
     touches: frozenset[Spot] = frozenset()
     halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
@@ -150,8 +154,7 @@ def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
         swapped[first], swapped[second] = swapped[second], swapped[first]
         orders.add(tuple(swapped))
     for order in sorted(orders):
-        cause = "the columns of fc.weight belong to the tapped layers in another order"
-        yield _with_taps(space, order, "tapped layers in the order", cause)
+        yield _with_taps(space, order, "tapped layers in the order", ORDERED_TAPS)
 
 
 def _with_taps(space: ReadingSpace, taps: tuple[int, ...], name: str, cause: str) -> AlternativeReading:
@@ -258,21 +261,32 @@ def _eps(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 def _weights(space: ReadingSpace) -> Iterator[AlternativeReading]:
     weights = WeightSpace(space.config, space.weights)
-    return (_of_weights(space, item) for item in (weight_readings(weights) if weights.is_known else ()))
+    return (of_weights(space.config, item) for item in (weight_readings(weights) if weights.is_known else ()))
 
 
 def neutral_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
     """Every part of the draft left out."""
     weights = WeightSpace(space.config, space.weights)
-    return tuple(_of_weights(space, item) for item in (probes(weights) if weights.is_known else ()))
+    return tuple(of_weights(space.config, item) for item in (probes(weights) if weights.is_known else ()))
 
 
-def _of_weights(space: ReadingSpace, item: WeightReading) -> AlternativeReading:
+def of_weights(config: DraftConfig, item: WeightReading) -> AlternativeReading:
+    """The reading of the draft with the tensors of a rewrite."""
     shared = {
         name: getattr(item, name)
-        for name in ("name", "cause", "rewrite", "is_guess", "is_neutral", "is_scale", "touches", "halves")
+        for name in (
+            "name",
+            "cause",
+            "rewrite",
+            "is_guess",
+            "is_neutral",
+            "is_scale",
+            "changes_values",
+            "touches",
+            "halves",
+        )
     }
-    return AlternativeReading(factor="weights", config=space.config, **shared)
+    return AlternativeReading(factor="weights", config=config, **shared)
 
 
 def changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:

@@ -6,10 +6,12 @@ change on top of it lowers the loss much, and neither does a step of training.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_results import SAME_LOSS, ReadingResult, combine, is_alike
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
+from dflash_cli.diagnosis.same_part import scales_on_top
 
 RESTORED = 0.85
 """Share of the expected draft tokens from which a draft counts as restored."""
@@ -34,8 +36,12 @@ HALF_GAIN = 0.2
 MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.2, 0.025
 """The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
 
-GAIN_OF_SCALE = 0.25
-"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth."""
+SAME_PART = 0.8
+"""Another kind of reading of the same part is a rival from this share of the gain in tokens."""
+
+GAIN_OF_SCALE = 1 / 3
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth,
+and larger values of a draft whose training stopped early a quarter."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
@@ -53,6 +59,7 @@ class ReadingCase:
     screened     all readings, the lowest loss first; `on_top` of them are tried on top of the best one
     score        the score of a reading, at few anchors or at many
     train        the share of the loss that a step of training saves; None if memory does not suffice
+    same_parts   other kinds of readings of the parts that the best one changes
     """
 
     best: ReadingResult
@@ -64,6 +71,7 @@ class ReadingCase:
     score: Callable[[AlternativeReading, bool], Score]
     train: Callable[[AlternativeReading], float | None]
     expected: ExpectedFigure | None = None
+    same_parts: Sequence[ReadingResult] = ()
 
     def doubt(self) -> str | None:
         """Why the best reading may not be right; None without a reason. The cheapest reasons come first."""
@@ -81,7 +89,7 @@ class ReadingCase:
         return None
 
     def _of_rivals(self) -> str | None:
-        rival = next((item for item in self.screened if self._rivals(item)), None)
+        rival = next((item for item in (*self.screened, *self.same_parts) if self._rivals(item)), None)
         return None if rival is None else f"{rival.reading} gains as much"
 
     def _rivals(self, item: ReadingResult) -> bool:
@@ -93,8 +101,11 @@ class ReadingCase:
         # What layers add, times a factor, is nearly the same as embeddings divided by it.
         if best.factor == "embedding" and item.alternative.is_scale:
             return False
+        is_contested = item in self.same_parts
+        if is_contested and item.difference >= SAME_PART * best.difference:
+            return True
         ratio = WEAKER if self._weakens(item.alternative) else RATIO
-        margin = MARGIN_OF_SCALE if best.alternative.is_scale else MARGIN
+        margin = MARGIN_OF_SCALE if best.alternative.is_scale or is_contested else MARGIN
         return more < margin * (self.own.loss - best.score.loss) and item.score.loss < ratio * best.score.loss
 
     def _weakens(self, other: AlternativeReading) -> bool:
@@ -115,8 +126,13 @@ class ReadingCase:
 
     def _of_more(self) -> str | None:
         """Another exchange of the same kind, in other layers, is tried on top as well."""
-        found = next((item for item, both in self._on_top() if self._saves(both)), None)
-        return None if found is None else f"{found.reading} on top of it gains more"
+        scales = (
+            (item.name, combine(self.best.alternative, item, self.reading))
+            for item in scales_on_top(self.best.alternative)
+        )
+        tried = chain(((item.reading, both) for item, both in self._on_top()), scales)
+        found = next((name for name, both in tried if both is not None and self._saves(both)), None)
+        return None if found is None else f"{found} on top of it gains more"
 
     def further(self) -> AlternativeReading | None:
         """The best reading together with the reading that saves most on top of it, if the saving is large.

@@ -11,7 +11,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     paired_interval,
     pooled_acceptance_len,
 )
-from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
 from dflash_cli.diagnosis.weight_rewrites import together
 from dflash_runtime.documents import HIDDEN, computed_key
@@ -154,13 +154,15 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
     one, other = item.alternative, best.alternative
     if one.factor != other.factor:
         return False
+    if one.cause != other.cause and ORDERED_TAPS in {one.cause, other.cause}:
+        return False
     if (one.rewrite is None and other.rewrite is None) or one.cause == other.cause:
         return True
     # Two orders of the values of the same parts, as norms hardly notice.
     if (
         one.touches
         and one.touches == other.touches
-        and not any(item.is_neutral or item.is_scale or item.halves for item in (one, other))
+        and not any(item.is_neutral or item.is_scale or item.changes_values or item.halves for item in (one, other))
     ):
         return True
     # An exchange or a scale of parts, and of the same parts with others beside them.

@@ -44,6 +44,7 @@ from dflash_cli.diagnosis.reading_results import (
     of_different_causes,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
+from dflash_cli.diagnosis.same_part import is_contesting, readings_of_same_parts
 from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -51,10 +52,12 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
+    from dflash_cli.diagnosis.further_training import Trainable
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
     from dflash_cli.diagnosis.reading_screen import ReadingScreen
 
 T = TypeVar("T")
+Readings = Sequence[AlternativeReading]
 
 MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
@@ -159,6 +162,7 @@ class Searcher:
         readings = alternative_readings(self._space)
         self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
         self._tried: Counter[str] = Counter()
+        self._same_parts: Sequence[ReadingResult] = ()
         self._num_scored, self._num_probed, self._num_planned = 0, 0, self._plan()
 
     def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
@@ -177,7 +181,8 @@ class Searcher:
         screened = self._screened(pooled_acceptance_len(base))
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = usual_value(find_best(counted), counted, own, self._readings)
-        best = self._composed(self._refined(best, base), screened, own, base) if best is not None else None
+        if best is not None:
+            best = self._composed(self._contested(self._refined(best, base), base), screened, own, base)
         longer = longer_block(screened, own, self._own.config) if best is None else None
         longer = self._counted(longer, base) if longer is not None else None
         if longer is not None and longer.matters:
@@ -190,8 +195,8 @@ class Searcher:
             tested = self._tested(best, new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
         length = pooled_acceptance_len(base)
-        seen = [item.alternative for item in counted]
-        rest = [self._estimated(item, length) for item in screened if not any(item.alternative is one for one in seen)]
+        seen = {id(item.alternative) for item in counted}
+        rest = [self._estimated(item, length) for item in screened if id(item.alternative) not in seen]
         return ReadingSearch(
             num_prompts=len(base),
             num_tokens=budget.max_new_tokens * len(base),
@@ -239,8 +244,7 @@ class Searcher:
         for factor in dict.fromkeys(item.factor for item in self._readings if item.is_guess):
             guesses = [item for item in self._readings if item.is_guess and item.factor == factor]
             if factor == "weights":
-                length = max(own_len, found[0].score.accepted if found else 1.0)
-                guesses = self._suspected(guesses, length)
+                guesses = self._suspected(guesses, own_len, found[0] if found else ReadingResult(self._own, 1.0, 0.0))
                 self._num_planned = self._plan(self._num_probed + len(guesses))
             best = of_different_causes(self._best(guesses, VERY_FEW_ANCHORS), MAX_OF_A_CAUSE)[:MAX_GUESSES]
             found += [self._estimate(item.alternative, FEW_ANCHORS) for item in best]
@@ -255,17 +259,19 @@ class Searcher:
             self._tried[reading.factor] += 1
         return sorted(found, key=by_loss)
 
-    def _suspected(self, guesses: Sequence[AlternativeReading], length: float) -> list[AlternativeReading]:
-        """The parts left out, and readings of suspect parts; nothing if a draft or reading accepts nearly all."""
-        if length - 1 > ENOUGH_SHARE * self._own.config.num_draft_tokens and not self._is_below(length):
-            return []
+    def _suspected(self, guesses: Readings, own_len: float, best: ReadingResult) -> list[AlternativeReading]:
+        """The parts left out, and readings of suspect parts; if a reading accepts nearly all, its rivals only."""
+        enough = 1 + ENOUGH_SHARE * self._own.config.num_draft_tokens
+        length = max(own_len, best.score.accepted)
+        if length > enough and not self._is_below(length):
+            return [item for item in guesses if own_len <= enough and is_contesting(item, best.alternative)]
         probes = neutral_readings(self._space)
         self._num_probed = len(probes)
         found = self._best(probes, VERY_FEW_ANCHORS)
         suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
         harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
-        pulls = _if_memory_suffices(lambda: self._screen.pulls(self._runner.trainable(self._own), MANY_ANCHORS))
+        pulls = self._in_memory(self._screen.pulls, self._own)
         pulled = most_pulled(pulls, self._own.config, MAX_PULLED) if pulls is not None else frozenset()
         suspects |= most_strained(pulls, self._own.config, MAX_STRAINED) if pulls is not None else frozenset()
         return [
@@ -295,6 +301,18 @@ class Searcher:
             best = self._counted(replace(better[0], alternative=found), base)
         return best
 
+    def _contested(self, best: ReadingResult, base: StepCounts) -> ReadingResult:
+        """The best reading, or another kind of reading of the same parts that has a lower loss."""
+        found = readings_of_same_parts(
+            best.alternative, self._space.weights, lambda reading: self._estimate(reading, MANY_ANCHORS)
+        )
+        self._tried["weights"] += len(found)
+        self._same_parts = of_different_causes(found, 1)
+        if not found or found[0].score.loss >= LOWER * best.score.loss:
+            return best
+        better = self._counted(found[0], base)
+        return better if better.matters else best
+
     def _estimated(self, item: ReadingResult, length: float) -> ReadingResult:
         """The screen averages over all positions of the text, not over steps, so only its differences can be used."""
         return replace(item, acceptance_len=max(1.0, length + item.difference))
@@ -316,24 +334,25 @@ class Searcher:
     def _case(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> ReadingCase:
         """The best reading, and the means to doubt it."""
         return ReadingCase(
-            best,
-            self._own,
-            own,
-            self._own_score(FEW_ANCHORS),
-            screened,
-            MAX_ON_TOP,
+            best, self._own, own, self._own_score(FEW_ANCHORS), screened, MAX_ON_TOP,
             lambda reading, is_close: self._score(reading, MANY_ANCHORS if is_close else FEW_ANCHORS),
-            self._training_gain,
-            self._expected,
-        )
+            lambda reading: self._in_memory(self._screen.training_gain, reading),
+            self._expected, self._same_parts,
+        )  # fmt: skip
 
-    def _training_gain(self, reading: AlternativeReading) -> float | None:
-        return _if_memory_suffices(lambda: self._screen.training_gain(self._runner.trainable(reading), MANY_ANCHORS))
+    def _in_memory(self, compute: "Callable[[Trainable, int], T]", reading: AlternativeReading) -> T | None:
+        """What is computed with gradients of a reading; None if memory does not suffice."""
+        import torch
+
+        try:
+            return compute(self._runner.trainable(reading), MANY_ANCHORS)
+        except torch.OutOfMemoryError:
+            return None
 
     def _new_texts(
         self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
     ) -> "ReadingScreen | None":
-        """Other greedy texts than these outputs: from other random ids, or further into the given prompts."""
+        """Other greedy texts: from other random ids, or further into the given prompts."""
         given = [output.prompt_token_ids for output in outputs] if is_given else []
         first = max(self._budget.num_prompts, len(outputs))
         made = self._runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
@@ -356,15 +375,6 @@ class Searcher:
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
         found = confirm(best.alternative, base, other, self._budget)
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
-
-
-def _if_memory_suffices(compute: Callable[[], T]) -> T | None:
-    import torch
-
-    try:
-        return compute()
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:

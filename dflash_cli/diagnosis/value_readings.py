@@ -10,7 +10,7 @@ from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.weight_looks import has_odd_bits, scale_beside_siblings
 from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, UP, VALUE
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, MATRICES, NORMS, Rewrite, part_of
-from dflash_cli.diagnosis.weight_space import WeightReading, WeightSpace, named, only, short, spots
+from dflash_cli.diagnosis.weight_space import WeightReading, WeightSpace, Where, named, only, short, spots
 from dflash_cli.rules.themes.unpacked import is_one_sided
 from dflash_runtime.config import DraftConfig
 
@@ -67,11 +67,16 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
             if part in BEHIND and layer is None:
                 factors |= _residual_factors(space.config)
             for factor in sorted(factors):
-                cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
-                if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
-                    cause = BESIDE
-                found = _scaled(space, f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
-                yield replace(found, touches=spots(_equals(part), layer))
+                yield scaled_part(part, factor, layer)
+
+
+def scaled_part(part: str, factor: float, layer: Where) -> WeightReading:
+    """A part times a factor. It also touches the part whose scale has the same effect."""
+    cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
+    if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
+        cause = BESIDE
+    found = scaled_parts(f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
+    return replace(found, touches=spots(_equals(part), layer))
 
 
 def _residual_factors(config: DraftConfig) -> set[float]:
@@ -90,12 +95,10 @@ def _scales_of_groups(space: WeightSpace) -> Iterator[WeightReading]:
         )
         for factor in sorted(factors):
             cause = f"the values of {name} are {'negated' if factor == -1 else 'scaled'}"
-            yield _scaled(space, f"{name} times {factor:.3g}", cause, parts, factor, layer)
+            yield scaled_parts(f"{name} times {factor:.3g}", cause, parts, factor, layer)
 
 
-def _scaled(
-    space: WeightSpace, title: str, cause: str, parts: tuple[str, ...], factor: float, layer: int | None
-) -> WeightReading:
+def scaled_parts(title: str, cause: str, parts: tuple[str, ...], factor: float, layer: Where) -> WeightReading:
     rewrite = rewrites.change_parts(dict.fromkeys(parts, rewrites.scale(factor)), only(layer))
     return WeightReading(named(title, layer), rewrite, cause, spots(parts, layer), True, is_scale=True)
 
@@ -117,7 +120,7 @@ def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) 
         named(f"{short(part)} times {factor:.3g}", others),
         f"the values of {_names_of_equals(part)} are scaled",
     )
-    return WeightReading(title, rewrite, cause, spots((part,), others))
+    return WeightReading(title, rewrite, cause, spots((part,), others), is_scale=True)
 
 
 def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
@@ -149,7 +152,7 @@ def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
     for (name, parts), layer in product(groups.items(), space.layers):
         title = named(f"{name} divided by the norm before", layer)
         cause = "layer norms are folded into the matrices behind them and kept, so they count twice"
-        yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), True)
+        yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), True, changes_values=True)
 
 
 def _divided(norms: Mapping[str, str], layer: int | None) -> Rewrite:
@@ -185,7 +188,8 @@ def _other_bits(space: WeightSpace) -> Iterator[WeightReading]:
         for form, change in ways.items():
             rewrite = rewrites.change_parts(dict.fromkeys(chosen, change), only(layer))
             title = named(f"{name} read as {form} bits", layer)
-            yield WeightReading(title, rewrite, f"the bits of {name} are {form}", spots(chosen, layer))
+            cause, touches = f"the bits of {name} are {form}", spots(chosen, layer)
+            yield WeightReading(title, rewrite, cause, touches, changes_values=True)
 
 
 def _as_float16(tensor: "Tensor") -> "Tensor":
@@ -218,7 +222,7 @@ def _zero_points(space: WeightSpace) -> Iterator[WeightReading]:
         names = ", ".join(sorted({short(part) for parts in found.values() for part in parts}))
         title = f"rows of {names} less their mean"
         cause = f"the zero points of {names} were not subtracted"
-        yield WeightReading(title, rewrites.together(*changes), cause, touches)
+        yield WeightReading(title, rewrites.together(*changes), cause, touches, changes_values=True)
 
 
 def _centred(tensor: "Tensor") -> "Tensor":

@@ -76,7 +76,8 @@ def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
                     continue
                 rewrite = rewrites.change_parts(dict.fromkeys(chosen, rewrites.shift(amount)), only(layer))
                 name, cause = named(f"{group} weights {what[0]}", layer), f"{group} weights {what[1]}"
-                yield WeightReading(name, rewrite, cause, spots(chosen, layer), layer is not None)
+                touches = spots(chosen, layer)
+                yield WeightReading(name, rewrite, cause, touches, layer is not None, changes_values=True)
 
 
 def _exchanges(space: WeightSpace) -> Iterator[WeightReading]:

@@ -28,6 +28,7 @@ class WeightReading:
     is_guess     it is one of many, to be tried only if a probe makes one of its parts suspect
     is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
     is_scale     it multiplies a part by a factor
+    changes_values   it changes values in another way than by a factor: offsets, bits, zero points
     halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
     """
 
@@ -38,6 +39,7 @@ class WeightReading:
     is_guess: bool = False
     is_neutral: bool = False
     is_scale: bool = False
+    changes_values: bool = False
     halves: tuple[Rewrite, ...] = ()
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import plant_kinds
 import pytest
 from planted_faults.kind_table import render, word_of
-from planted_faults.kinds import kinds
+from planted_faults.kinds import Kind, kinds
 
 from dflash_cli.diagnosis import readings
+from dflash_cli.diagnosis.alternatives import alternative_readings
 
 KINDS = {kind.name: kind for kind in kinds()}
 
@@ -45,6 +46,22 @@ def test_the_right_cause_is_named(
 def test_a_damaged_tensor_is_no_reading_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = diagnosed(KINDS["outputs of fc in halves"], "strong", "causality", tmp_path, monkeypatch)
     assert (row["has_cause"], row["rule"]) == (False, "R06")
+
+
+def test_a_norm_times_three_is_no_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subtracting 1 gains most of what a third of the norm gains. Only the scale restores the draft."""
+
+    def scaled(_: Any, tensors: dict[str, Any], __: Any) -> None:
+        tensors["hidden_norm.weight"] *= 3
+
+    monkeypatch.setattr(readings, "alternative_readings", only_offsets(alternative_readings))
+    row = diagnosed(Kind("", scaled, ""), "mild", "weights", tmp_path, monkeypatch)
+    assert row["has_cause"] is False
+    assert row["improves"][0] == "hidden_norm times 0.333"
+
+
+def only_offsets(read: Any) -> Any:
+    return lambda space: tuple(item for item in read(space) if item.changes_values and not item.is_guess)
 
 
 def diagnosed(kind: Any, strength: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

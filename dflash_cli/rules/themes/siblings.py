@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_cli.rules.themes.unpacked import num_levels
 from dflash_runtime.checkpoint.layout import MARKOV, SELECTOR
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 MIN_SIBLINGS = 2
 SMALL = 0.1
 """A row or column is nearly zero below this share of the median norm."""
+
+MEDIUM, SPREAD = 0.4, 1.5
+"""Sizes are spread if this many times as many rows or columns are below MEDIUM as below SMALL."""
 
 SMALL_SHARE = 1 / 16
 UNLIKE_SIZE = 3.0
@@ -33,6 +37,9 @@ NOISE_EDGE = 1.15
 
 TRAINED_EDGE = 1.5
 CLIPPED_SHARE, MIN_CLIPPED = 0.01, 16
+ONE_PER_LINE = 1.5
+"""Largest values per row or column that has one, up to which rows or columns were divided by their largest value."""
+
 MAX_ROWS = 4096
 
 Measure = Callable[["torch.Tensor"], float]
@@ -47,12 +54,16 @@ Measure = Callable[["torch.Tensor"], float]
     outcome="drops",
 )
 def rows_are_alike(subject: Subject) -> Iterator[Problem]:
-    """Few rows and columns of a matrix are nearly zero, or its siblings have as many."""
+    """Few rows and columns of a matrix are nearly zero, or its siblings have as many.
+
+    If as many are small and not nearly zero, the sizes are spread, as by scales of channels. Then nothing was lost.
+    """
     for kind, dim in (("rows", 1), ("columns", 0)):
 
         def small(matrix: "torch.Tensor", dim: int = dim) -> float:
-            sizes = matrix.float().norm(dim=dim)
-            return float((sizes < SMALL * sizes.median()).float().mean())
+            sizes = matrix.float().norm(dim=dim) / matrix.float().norm(dim=dim).median()
+            few, between = (float((sizes < limit).float().mean()) for limit in (SMALL, MEDIUM))
+            return few if between < SPREAD * few else 0.0
 
         for name, own, others in _beside(subject, small, dim=2):
             if kind == "rows" and _has_row_per_token(name):
@@ -143,11 +154,16 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
-    """Few values of a matrix are equal to its largest value, by size."""
+    """Few values of a matrix are equal to its largest value, by size.
+
+    One such value in each row or column comes from scales that were not applied (N41).
+    """
 
     def clipped(matrix: "torch.Tensor") -> float:
         sizes = matrix.float().abs()
-        return float((sizes == sizes.max()).float().mean())
+        largest = sizes == sizes.max()
+        lines = max(int(largest.any(dim=dim).sum()) for dim in (0, 1))
+        return float(largest.float().mean()) if int(largest.sum()) > ONE_PER_LINE * lines else 0.0
 
     for name, own, _ in _beside(subject, clipped, dim=2):
         if CLIPPED_SHARE < own < 1 and own * (subject.tensors or {})[name].num_elements >= MIN_CLIPPED:
@@ -183,7 +199,10 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
 
 
 def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Iterator[tuple[str, float, list[float]]]:
-    """Each tensor's measure, and the measures of the same tensor in other layers. Skips tensors of one row."""
+    """Each tensor's measure, and the measures of the same tensor in other layers. Skips tensors of one row.
+
+    With `dim` 2, matrices on a coarse grid are left out: rounding also makes zeros, equal rows and equal sizes.
+    """
     names = [
         name
         for name, info in (subject.tensors or {}).items()
@@ -194,7 +213,8 @@ def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Itera
     for name, tensor in subject.checkpoint.load_many(names) if subject.checkpoint is not None else ():
         parts = name.split(".")
         kind = ".".join(parts[2:]) if parts[0] == "layers" else name
-        groups[kind][name] = measure(tensor)
+        if dim != 2 or num_levels(tensor) is None:
+            groups[kind][name] = measure(tensor)
     for group in groups.values():
         for name, own in group.items():
             yield name, own, [value for other, value in group.items() if other != name]

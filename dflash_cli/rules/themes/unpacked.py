@@ -20,10 +20,24 @@ LARGEST = {448.0: "float8 e4m3", 240.0: "float8 e4m3fnuz", 57344.0: "float8 e5m2
 ONE_SIDED = 0.98
 """Share of the values of a row from which they have one sign. About half of trained values are negative."""
 
+SIGNS_LOST = "each row adds a constant times the sum of its inputs, if signs were lost or a zero point was kept"
 MOST_ROWS = 0.5
 
 ROUNDING = 1e-5
+MOST_PER_ROW = 2
+"""Largest values per row on average from which the matrix was clipped (N38)."""
+
+NEAR_ZERO, FEW_NEAR_ZERO = 0.1, 0.02
+"""Share of the root mean square below which a value is near zero, and the share of such values behind a zero point."""
+
 FEW_ROWS, FEW_SIZES = 8, 3
+MOST_LEVELS = 9
+"""Sizes of values, zero included, that 4 bits hold at most. As many trained values have more different sizes."""
+
+COARSE_LEVELS = 5
+"""Levels of a matrix with one scale, or one per row, that are surely too few: 3 bits hold four, and zero."""
+
+SAMPLE, MIN_SAMPLE, MIN_GROUP, GRID_SHARE = 1 << 16, 128, 32, 0.98
 SAME_LARGEST = 0.9
 """Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
 
@@ -40,7 +54,10 @@ def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
     """Most rows of every matrix have positive and negative values."""
     for name, matrix in _matrices(subject):
         if is_one_sided(matrix.float()):
-            yield Problem(f"{WEIGHTS}:{name}", "most rows have values of one sign only")
+            sizes = matrix.float().abs()
+            near = float((sizes < NEAR_ZERO * sizes.square().mean().sqrt()).float().mean())
+            effect = SIGNS_LOST if near > FEW_NEAR_ZERO else ""
+            yield Problem(f"{WEIGHTS}:{name}", "most rows have values of one sign only", effect=effect)
 
 
 @check_weights(
@@ -52,7 +69,11 @@ def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
     outcome="drops",
 )
 def scales_were_applied(subject: Subject) -> Iterator[Problem]:
-    """No matrix fills the range of a small number format, and its rows have different largest values."""
+    """No matrix fills the range of a small number format, and its rows have different largest values.
+
+    On a coarse grid, rows have the same largest value in any case. There it counts only if all values are codes of 4
+    bits: halves and whole numbers.
+    """
     for name, matrix in _matrices(subject):
         sizes = matrix.float().abs()
         largest = float(sizes.max())
@@ -62,8 +83,65 @@ def scales_were_applied(subject: Subject) -> Iterator[Problem]:
             continue
         of_rows = sizes.amax(dim=1)
         share = float((of_rows == largest).float().mean())
+        is_clipped = int((sizes == largest).sum()) > MOST_PER_ROW * len(of_rows)
+        if (is_clipped or num_levels(matrix) is not None) and not are_codes(matrix):
+            continue
         if len(of_rows) >= FEW_ROWS and share > SAME_LARGEST and len(sizes.unique()) > FEW_SIZES:
             yield Problem(f"{WEIGHTS}:{name}", f"{share:.0%} of the rows have the same largest value, {largest:g}")
+
+
+@check_weights(
+    "N42",
+    "info",
+    effect="small values became zero and the others moved, as after a round trip through a low-bit format",
+    fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
+    source="round-to-nearest formats of 2 and 3 bits; sgl-project/sglang#39087 (a quantised draft accepts less)",
+    outcome="drops",
+)
+def values_are_not_coarse(subject: Subject) -> Iterator[Problem]:
+    """The sizes of a matrix or of its rows lie on more than five levels.
+
+    Four bits in groups cost sound drafts hardly any tokens, so such a grid is no finding. One level is no grid.
+    """
+    for name, matrix in _matrices(subject):
+        count = num_levels(matrix, of_groups=False)
+        if count is not None and count <= COARSE_LEVELS and not are_codes(matrix):
+            yield Problem(f"{WEIGHTS}:{name}", f"the sizes of its values lie on a grid of {count} levels")
+
+
+def are_codes(matrix: "torch.Tensor") -> bool:
+    """Whether every value of a matrix is a multiple of one half."""
+    doubled = 2 * matrix.float()
+    return bool((doubled == doubled.round()).all())
+
+
+def num_levels(matrix: "torch.Tensor", *, of_groups: bool = True) -> int | None:
+    """The number of different sizes of values in a matrix on a coarse grid; None if it is on none.
+
+    A grid has one scale, a scale per row, or per group of columns (`of_groups`). Zero is a level.
+    """
+    sample = matrix[: max(1, SAMPLE // max(1, matrix.shape[1]))].float().abs()
+    if sample.numel() < MIN_SAMPLE:
+        return None
+    pieces = [sample.reshape(1, -1), sample, *(_groups(sample) if of_groups else ())]
+    found = (_levels(piece) for piece in pieces if piece.shape[1] >= MIN_GROUP)
+    return next((count for count in found if 1 < count <= MOST_LEVELS), None)
+
+
+def _groups(sizes: "torch.Tensor") -> "list[torch.Tensor]":
+    return [sizes.reshape(-1, size) for size in (128, 64, 32) if sizes.shape[1] % size == 0]
+
+
+def _levels(pieces: "torch.Tensor") -> int:
+    """The levels that nearly every piece has at most. Pieces that are mostly zero say nothing."""
+    import torch
+
+    telling = pieces[(pieces > 0).sum(dim=1) > MOST_LEVELS]
+    if not len(telling):
+        return 0
+    ordered = telling.sort(dim=1).values
+    counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+    return int(torch.quantile(counts.float(), GRID_SHARE, interpolation="higher"))
 
 
 def is_one_sided(matrix: "torch.Tensor") -> bool:

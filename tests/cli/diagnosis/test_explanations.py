@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from dflash_cli.acceptance.intervals.statistics import Interval, StepCounts, paired_interval
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.diagnosis import weight_rewrites as rewrites
+from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -20,13 +21,17 @@ from dflash_cli.diagnosis.reading_results import (
     compare,
     confirm,
     find_best,
+    is_alike,
     of_different_causes,
 )
 from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
+from dflash_cli.diagnosis.same_part import contested
 from dflash_cli.diagnosis.suspect_parts import suspect_spots
+from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS
+from dflash_cli.diagnosis.weight_space import spots
 from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_cli.rules.validator import report_of
@@ -264,6 +269,58 @@ def in_config(length: float, loss: float, **fields: Any) -> ReadingResult:
     found = result(3.0, length, 1.0, next(iter(fields)))
     reading = replace(found.alternative, config=replace(found.alternative.config, **fields), cause=f"wrong {fields}")
     return replace(found, alternative=reading, score=Score(length, length - 1, loss))
+
+
+def of_part(cause: str, loss: float, gain: float, **changes: Any) -> ReadingResult:
+    touches = frozenset({("hidden_norm", None)})
+    rewrite = rewrites.change_parts({"hidden_norm": rewrites.scale(1.0)})
+    found = result(3.0, 3.0 + gain, 1.0, "weights", cause=cause, touches=touches, rewrite=rewrite, **changes)
+    return replace(found, score=Score(3.0 + gain, 2.0, loss))
+
+
+def test_another_kind_of_reading_of_the_same_part_is_a_rival() -> None:
+    """A norm times 3 also gains from subtracting 1. A rival needs four fifths of the gain."""
+    offset = of_part("offset", 1.0, 4.0, changes_values=True)
+    for gain, is_doubted in ((3.4, True), (2.0, False)):
+        scale = of_part("scale", 3.0, gain, is_scale=True)
+        doubt = replace(case_of(offset, {"": 2.0}), same_parts=(scale,)).doubt()
+        assert (doubt is not None) == is_doubted
+
+
+def test_a_scale_on_top_of_a_reading_of_the_same_part_is_a_doubt() -> None:
+    offset = of_part("offset", 1.0, 4.0, changes_values=True)
+
+    for loss, is_doubted in ((0.5, True), (1.5, False)):
+
+        def score(reading: AlternativeReading, _: bool, loss: float = loss) -> Score:
+            return Score(6.0, 5.0, 1.0 if reading is offset.alternative else loss)
+
+        assert (replace(case_of(offset, {}), score=score).doubt() is not None) == is_doubted
+
+
+def test_an_offset_is_no_order_of_the_same_part() -> None:
+    """Nor is another order of the tapped layers the same cause as other layers."""
+    offset, order = of_part("offset", 1.0, 4.0, changes_values=True), of_part("order", 1.0, 4.0)
+    other = of_part("another order", 1.0, 4.0)
+    assert (is_alike(order, offset), is_alike(order, other)) == (False, True)
+    ordered, late, later = (result(3.0, 5.0, 1.0, "taps", cause=cause) for cause in (ORDERED_TAPS, "late", "later"))
+    assert (is_alike(late, ordered), is_alike(ordered, late), is_alike(late, later)) == (False, False, True)
+
+
+def test_contested_parts_of_a_reading() -> None:
+    """Norms are also scaled together; a norm folded into matrices may have been scaled; fc has no scale."""
+    config = bundled_draft().config
+
+    def parts(*names: str, **changes: Any) -> list[tuple[str, ...]]:
+        touches = spots(names, None)
+        reading = AlternativeReading("weights", "", config, touches=touches, **changes)
+        return [names for names, _ in contested(reading)]
+
+    assert parts("hidden_norm", "norm") == [("hidden_norm",), ("norm",), ("hidden_norm", "norm")]
+    assert parts(*HEAD_NORMS) == [(HEAD_NORMS[1],), (HEAD_NORMS[0],)]
+    assert parts(*NORMS) == [tuple(sorted(NORMS))]
+    assert parts("mlp.gate_proj", changes_values=True) == [("mlp.gate_proj",), ("post_attention_layernorm",)]
+    assert parts("fc") == parts(*MATRICES) == parts("norm", is_neutral=True) == []
 
 
 def test_a_reading_that_saves_much_on_top_is_taken_together_with_the_best() -> None:

@@ -24,6 +24,12 @@ def _structured(arrays: dict[str, Any]) -> None:
             )
 
 
+def _rounded(matrix: Any, top: int) -> Any:
+    """The values on a grid of this many levels above zero."""
+    step = abs(matrix).max() / top
+    return ((matrix / step).round() * step).astype("f4")
+
+
 def _follow_moved_id(mask: Any) -> Any:
     """The mask of the kept ids after the fifth was moved on by one."""
     moved = mask.copy()
@@ -71,6 +77,10 @@ CASES = [
     Case(
         rule="N41", at=DOWN, names=("448", "e4m3"), severity="info", level="weights",
         tensors=edit(DOWN.partition(":")[2], lambda item: item * np.float32(448 / abs(item).max())),
+    ),
+    Case(
+        rule="N42", at=DOWN, names=("4 levels",), severity="info", level="weights",
+        tensors=edit(DOWN.partition(":")[2], lambda item: _rounded(item, 3)),
     ),
     Case(
         rule="N13", at="model.safetensors:norm.weight", names=("1",), level="weights",
