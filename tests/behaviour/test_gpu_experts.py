@@ -24,6 +24,10 @@ PARAMS = SamplingParams(max_new_tokens=48, ignore_eos=True)
 REGRET = 0.2
 """Limit in nats: how far a chosen token may be below the target's best token."""
 
+WRONG_SHARE = 0.1
+"""Limit for random targets with recurrent layers: one more rounding to bfloat16 of the outputs of these layers makes 3%
+to 4% of the tokens wrong, by up to 4 nats (on the CPU). Padding that reaches other rows makes nearly all wrong."""
+
 
 WITH_SHARED = {
     "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -68,4 +72,8 @@ def test_padding_rows_of_a_graph_change_no_other_row(pair: tuple[Path, Path]) ->
     llm = start(pair, graphs=True, max_num_requests=8)
     outputs = llm.generate(prompts, PARAMS)
     judge = start(pair, graphs=False, max_num_requests=8)
-    assert judge.check_lossless(outputs).largest_regret_nats <= REGRET
+    found = judge.check_lossless(outputs)
+    if judge.pair.target.config.recurrence is None:
+        assert found.largest_regret_nats <= REGRET
+    else:
+        assert found.num_wrong <= WRONG_SHARE * found.num_tokens
