@@ -12,7 +12,8 @@ rows of a step choose in a layer, and the part of the floor in which all layers 
 at once; tables come last. An arm that fails prints one line, the others continue, and the exit code is 1.
 
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
-dflash-at-once (recurrent layers run the rows of a block at once), transformers, reference (a loop of drafting and
+dflash-exact and
+dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop of drafting and
 verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from timing.ceilings import measure_rates
 from timing.draft_kinds import KINDS
-from timing.engine_arms import AT_ONCE
+from timing.engine_arms import RECURRENT_ROWS
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
 from timing.pairs import SHAPES, counts, open_device, run_dtype
@@ -70,12 +71,12 @@ DRAFT_COLUMNS = {
 RATIOS = ("ratio", "least_ratio", "most_ratio")
 
 DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
-KNOWN_ARMS = (*DEFAULT_ARMS, "drafts", AT_ONCE, "transformers", "reference", "vllm-plain", "vllm-dflash")
+KNOWN_ARMS = (*DEFAULT_ARMS, "drafts", *RECURRENT_ROWS, "transformers", "reference", "vllm-plain", "vllm-dflash")
 
 
 def run(plan: Plan) -> None:
     """Run all arms: ours first, then the device is freed for the others."""
-    if any(arm in ("ceilings", "prefill", "drafts", AT_ONCE, *OURS) for arm in plan.arms):
+    if any(arm in ("ceilings", "prefill", "drafts", *RECURRENT_ROWS, *OURS) for arm in plan.arms):
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))

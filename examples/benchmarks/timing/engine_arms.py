@@ -30,7 +30,8 @@ LEAST_ROOM = 13
 FILL_ROWS = 8192
 """Prompt rows per step while a cell is filled, which is not timed."""
 
-AT_ONCE = "dflash-at-once"
+AT_ONCE, EXACT = "dflash-at-once", "dflash-exact"
+RECURRENT_ROWS = {AT_ONCE: "at-once", EXACT: "exact"}
 """The arm in which recurrent layers run the rows of a block at once."""
 
 PAGE_SIZE = 16
@@ -135,12 +136,9 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
     pair = engine_pair(
         random, cell.arm, cell.acceptance, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
-        graphs=cell.has_graphs, max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
+        recurrent_rows=RECURRENT_ROWS.get(cell.arm, "auto"), graphs=cell.has_graphs, max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
     )  # fmt: skip
     llm = LLM(pair)
-    states = llm.engine.runner.states
-    if states is not None:
-        states.most_exact = 0 if cell.arm == AT_ONCE else cell.batch
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
     capture_widths(llm, requests)
     for request in requests:

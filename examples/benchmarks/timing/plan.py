@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from timing.draft_kinds import KindCell
-from timing.engine_arms import AT_ONCE, Cell
+from timing.engine_arms import RECURRENT_ROWS, Cell
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES, Shape
 from timing.report import Recorder, Row, say
@@ -54,7 +54,7 @@ class Plan:
         """Cells of our own decode steps. Arms vary fastest, so that compared arms run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
         for context, batch in product(self.contexts, self.batches):
-            for arm in (item for item in self.arms if item in (*OURS, AT_ONCE)):
+            for arm in (item for item in self.arms if item in (*OURS, *RECURRENT_ROWS)):
                 acceptances = self.acceptances if arm != "plain" else [None]
                 # Widths adapt only if steps are graphs.
                 for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
