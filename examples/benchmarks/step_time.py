@@ -12,9 +12,9 @@ rows of a step choose in a layer, and the part of the floor in which all layers 
 at once; tables come last. An arm that fails prints one line, the others continue, and the exit code is 1.
 
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
-dflash-exact and
-dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop of drafting and
-verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
+dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop
+of drafting and verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be
+imported).
 """
 
 import argparse

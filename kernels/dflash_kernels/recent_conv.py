@@ -86,7 +86,7 @@ def recent_conv_ref(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns) -
 
 
 @jit
-def _chunk_conv_kernel(
+def _recent_conv_chunks_kernel(
     rows, weight, ring, out, texts, starts, firsts, of_rows, num_rows, rows_row, ring_size,
     WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def _keep_rows_kernel(
 
 
 @jit
-def _block_conv_kernel(
+def _recent_conv_blocks_kernel(
     rows, weight, ring, out, texts, starts, num_rows, rows_row, ring_size,
     WIDTH: tl.constexpr, NUM_TAPS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -187,12 +187,12 @@ def recent_conv(rows: Tensor, weight: Tensor, ring: Tensor, runs: RowRuns) -> Te
         require(num_rows * num_runs == count, "runs", "equally many rows each")
         require(num_rows <= size - num_taps + 1, "ring", f"at least {num_rows + num_taps - 1} rows")
         channels = SHORT_CHANNELS if num_rows <= SHORT_ROWS else BLOCK_CHANNELS
-        _block_conv_kernel[(num_runs, ceil_div(width, channels))](
+        _recent_conv_blocks_kernel[(num_runs, ceil_div(width, channels))](
             rows, weight, ring, out, runs.texts, runs.starts, num_rows, rows.stride(0), size,
             TILE_R=power_of_2(num_rows), TILE_C=channels, num_warps=BLOCK_WARPS, **options,
         )  # fmt: skip
         return out
-    _chunk_conv_kernel[(ceil_div(count, CHUNK_ROWS), ceil_div(width, CHUNK_CHANNELS))](
+    _recent_conv_chunks_kernel[(ceil_div(count, CHUNK_ROWS), ceil_div(width, CHUNK_CHANNELS))](
         rows, weight, ring, out, runs.texts, runs.starts, runs.firsts, runs.of_rows, count, rows.stride(0), size,
         TILE_R=CHUNK_ROWS, TILE_C=CHUNK_CHANNELS, num_warps=CHUNK_WARPS, **options,
     )  # fmt: skip

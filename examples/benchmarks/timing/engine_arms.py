@@ -136,7 +136,8 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
     pair = engine_pair(
         random, cell.arm, cell.acceptance, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
-        recurrent_rows=RECURRENT_ROWS.get(cell.arm, "auto"), graphs=cell.has_graphs, max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
+        recurrent_rows=RECURRENT_ROWS.get(cell.arm, "auto"), graphs=cell.has_graphs,
+        max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
     )  # fmt: skip
     llm = LLM(pair)
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
