@@ -122,6 +122,7 @@ def test_a_sound_pair_is_diagnosed() -> None:
     assert found["report"]["search"]["target_runtime"] == "native"
 
 
+@pytest.mark.slow
 def test_wrong_taps_are_found(tmp_path: Path) -> None:
     """The draft reads layers of the target that it was not trained on."""
     config = json.loads((DRAFT / "config.json").read_text())

@@ -59,7 +59,10 @@ KINDS: dict[str, dict[str, Any]] = {
 """Model type -> the keys of its config beyond those of `OWN_CACHE`."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if "moe" in kind else ()) for kind in KINDS],
+)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     path, kind = tmp_path_factory.mktemp("hybrid"), request.param
     model = make_model(path, kind, initializer_range=0.15, **KINDS[kind])

@@ -23,7 +23,7 @@ from dflash_testing.preemption import preempt_youngest
 from dflash_testing.widths import RandomWidths
 
 NUM_CASES = 300
-SAMPLE = (0, 1, 2, 3, 4, 5)
+SAMPLE = (0, 1, 2, 3)
 ROUNDING = 1e-4
 """Correct programs in float32 differ by about 1e-5 in these logits."""
 

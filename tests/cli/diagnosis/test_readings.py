@@ -286,6 +286,7 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
     assert "P01" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     prompts = six_prompts()
