@@ -34,7 +34,7 @@ BLOCK_TILE = 64
 """Columns of a state in one program."""
 
 BLOCK_LAUNCH = {"num_warps": 4, "maxnreg": 128}
-"""More registers per thread would let fewer programs share a multiprocessor."""
+"""With more registers per thread, fewer programs share a multiprocessor."""
 
 PAIR_WARPS = ((132, 4), (512, 2))
 """Most programs of the first launch, and their warps. One warp is enough for more programs."""

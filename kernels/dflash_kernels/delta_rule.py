@@ -48,7 +48,7 @@ STATE_TILE = 16
 _TL_STATE_TILE = constexpr(STATE_TILE)
 
 SERIAL_LAUNCH = {"num_warps": 1, "maxnreg": 128}
-"""More registers per thread would let fewer programs share a multiprocessor."""
+"""With more registers per thread, fewer programs share a multiprocessor."""
 
 
 class DeltaMemory(NamedTuple):

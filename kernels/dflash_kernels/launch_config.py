@@ -359,7 +359,10 @@ DESCRIBED_SHAPES = {
     128: RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True),
     256: RaggedShape(rows=64, keys=32, num_warps=4, num_stages=3, num_together=1, has_descriptors=True),
 }
-"""For 16-bit heads of these sizes: faster than the entries of RAGGED_SHAPES (docs/measurements/prefill.md)."""
+"""For 16-bit heads of these sizes: faster than the entries of RAGGED_SHAPES.
+
+Measured in `docs/measurements/prefill.md` (128) and `docs/measurements/recurrent-layers.md` (256).
+"""
 
 LONG_CONTEXT = 2048
 """Shortest context, in tokens, that uses LONG_SHAPES."""

@@ -13,7 +13,7 @@ from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.recurrent import snapshot_bytes, state_bytes
-from dflash_runtime.device.row_buckets import row_buckets
+from dflash_runtime.device.row_buckets import attention_numbers, row_buckets
 from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.own_cache import score_bytes
@@ -216,8 +216,7 @@ def scratch_bytes(
 
 def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype: torch.dtype) -> int:
     """Bytes of the largest captured forward with prompts: working memory, inputs and outputs."""
-    heads = max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
-    numbers = heads + (1 + num_taps) * target.hidden_size
+    numbers = attention_numbers(target) + (1 + num_taps) * target.hidden_size
     return row_buckets(limits.max_rows, target)[-1] * (row_bytes(target, num_taps, dtype) + numbers * dtype.itemsize)
 
 

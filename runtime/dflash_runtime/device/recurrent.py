@@ -51,10 +51,11 @@ class RecurrentStates:
         placement: Placement,
         num_snapshots: int = 0,
         page_size: int = 1,
+        most_exact: float = EXACT_REQUESTS,
     ) -> None:
         self.config, self.kernels, self.num_texts = config, placement.kernels, num_texts
         self.wide = torch.promote_types(placement.dtype, torch.float32)
-        self.most_exact: float = EXACT_REQUESTS
+        self.most_exact = most_exact
         size = MOST_REPLAYED + 2 * block_rows
         heads, values = config.num_value_heads, config.value_size
         keys = (config.num_key_heads, config.key_size)

@@ -12,13 +12,17 @@ RECURRENT_LAUNCHES = 1.5
 """Launches of a recurrent layer, over those of a layer with attention."""
 
 
+def attention_numbers(target: TargetConfig) -> int:
+    """Numbers per row around attention: queries, keys, values and the output, of the widest layer."""
+    return max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
+
+
 def piecewise_rows(target: TargetConfig) -> int:
     """The most rows of a captured forward: about as many as run while the host would launch the next layers."""
-    heads = max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
     inner = target.intermediate_size
     if target.experts is not None:
         inner = max(inner, target.experts.num_chosen * target.experts.intermediate_size)
-    weights = target.hidden_size * (heads + 3 * inner)
+    weights = target.hidden_size * (attention_numbers(target) + 3 * inner)
     rows = LEAST_ROWS * LAYER_WEIGHTS / weights * (RECURRENT_LAUNCHES if target.recurrence is not None else 1.0)
     return bucket_of_rows(int(min(max(rows, LEAST_ROWS), MOST_ROWS)))
 

@@ -86,9 +86,9 @@ class Runner:
         self.states = None
         if recurrence is not None:
             self.states = RecurrentStates(
-                recurrence, num_texts, block_rows, pair.placement, num_snapshots, page_size
+                recurrence, num_texts, block_rows, pair.placement, num_snapshots, page_size,
+                pair.config.most_exact_requests,
             )  # fmt: skip
-            self.states.most_exact = pair.config.most_exact_requests
         self._layout = PromptLayout(
             self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
             self.states,
