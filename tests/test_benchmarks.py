@@ -3,12 +3,14 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import attention
 import convert
@@ -27,7 +29,8 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from timing import accounting, draft_kinds, engine_arms, pairs, plan, report
+from dflash_runtime.checkpoint.hf_config import read_target_config
+from timing import accounting, draft_kinds, engine_arms, pair_files, pairs, plan, report
 from timing.floors import Rates
 from timing.pairs import BLOCK, SHAPES
 from timing.step_kinds import SeenStep, StepKinds
@@ -446,6 +449,25 @@ def test_vllm_is_measured_in_a_process_of_its_own(
         assert row["ms"] == pytest.approx(2)
         assert row["vllm"] == "0.0"
     assert [row["arm"] for row in rows if row["kind"] == "prefill"] == ["vllm plain"]
+
+
+@pytest.mark.parametrize("name", ["small", "small-hybrid"])
+def test_a_written_pair_is_the_one_that_our_engine_runs(tmp_path: Path, name: str) -> None:
+    shape, device = SHAPES[name], torch.device("cpu")
+    pair_files.write_pair(shape, tmp_path, device)
+    target = json.loads((tmp_path / "target" / "config.json").read_text())
+    own = pairs.model_configs(shape)[0]
+    read = getattr(pairs.family_of(shape), "read_config", read_target_config)(target, tmp_path)
+    assert read.rope.theta == own.rope.theta
+    given = {"eos_token_ids", "dtype", "rope", "layer_kinds"}
+    assert replace(read, **{name: getattr(own, name) for name in given}) == own
+    built = pairs.build_pair(shape, 64, device)
+    for part, weights in (("target", built.target_weights), ("draft", built.draft_weights)):
+        stored = load_file(tmp_path / part / "model-0.safetensors")
+        last = max(name for name in stored if name.endswith("mlp.down_proj.weight"))
+        assert torch.equal(stored[last], weights[last])
+    with pytest.raises(FileExistsError):
+        pair_files.write_pair(replace(shape, layers=8), tmp_path, device)
 
 
 def test_vllm_answers_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str) -> None:

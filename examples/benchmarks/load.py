@@ -171,8 +171,8 @@ def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, g
     is_drafting = arm == "vllm-dflash"
     (found,) = run_vllm(
         shape, [cell], is_drafting=is_drafting, acceptance=acceptance, max_model_len=load.longest + 4 * BLOCK,
-        max_num_requests=given.max_num_requests, extra=given.vllm_path,
-        timeout_s=given.vllm_timeout,
+        max_num_requests=given.max_num_requests, device=open_device(given.device), pair=given.pair,
+        extra=given.vllm_path, timeout_s=given.vllm_timeout,
     )  # fmt: skip
     if "error" in found:
         raise RuntimeError(found["error"])
@@ -255,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--acceptance", type=float, help="force this mean acceptance length; rows say synthetic")
     parser.add_argument("--steps", action="store_true", help="time each kind of step in another run")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--pair", type=Path, help="folder for the pair that vLLM reads (default: a temporary one)")
     parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
     parser.add_argument(
         "--vllm-timeout", type=float, default=280, help="seconds for vLLM, its start included (default: 280)"

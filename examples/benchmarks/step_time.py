@@ -14,7 +14,7 @@ at once; tables come last. An arm that fails prints one line, the others continu
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
 dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop
 of drafting and verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be
-imported).
+imported; it reads our weights from files).
 """
 
 import argparse
@@ -159,6 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
     parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds for one run of vLLM (default: 280)")
+    parser.add_argument("--pair", type=Path, help="folder for the pair that vLLM reads (default: a temporary one)")
     parser.add_argument("--plot", type=Path, help="draw the waterfalls to FILE.png")
     parser.add_argument("--out", type=Path, help="write results as JSON lines")
     return parser
@@ -181,7 +182,8 @@ def main() -> int:
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
             shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,
-            vllm_timeout_s=given.vllm_timeout, recorder=recorder, rates=rates, kinds=kinds, blocks=given.blocks,
+            vllm_timeout_s=given.vllm_timeout, pair=given.pair, recorder=recorder, rates=rates, kinds=kinds,
+            blocks=given.blocks,
         )  # fmt: skip
         run(plan)
         show(plan, given.plot)

@@ -55,8 +55,8 @@ def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> 
     say(f"{arm}: starting")
     rows = run_vllm(
         plan.shape, cells, is_drafting=is_drafting, acceptance=acceptance, max_model_len=plan.max_model_len,
-        max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), extra=plan.vllm_path,
-        timeout_s=plan.vllm_timeout_s,
+        max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), device=plan.device, pair=plan.pair,
+        extra=plan.vllm_path, timeout_s=plan.vllm_timeout_s,
     )  # fmt: skip
     for index, cell in enumerate(cells):
         found = rows[index] if index < len(rows) else {"error": "time ran out before this cell"}

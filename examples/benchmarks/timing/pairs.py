@@ -169,6 +169,8 @@ SHAPES = {
 }
 
 
+Tensors = Iterator[tuple[str, Tensor]]
+
 MODEL_TYPES: Mapping[type[DecoderTarget], str] = {
     Qwen3Target: "qwen3", Qwen35Target: "qwen3_5_text", Qwen35MoeTarget: "qwen3_5_moe_text",
 }  # fmt: skip
@@ -213,14 +215,13 @@ def log_uniform(levels: Tensor, shortest: int, longest: int) -> list[int]:
 
 def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:
     """A random pair: bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
-    torch.manual_seed(0)
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
     target_config, draft_config = model_configs(shape)
     family = family_of(shape)
-    target_shapes = family.expected_shapes(target_config)
-    target_weights = stack_projections(stack_experts(normal_weights(target_shapes, placement), target_shapes))
-    draft_weights = stack_projections(normal_weights(owned_shapes(draft_config), placement))
+    own, draft_own = drawn_weights(shape, placement)
+    target_weights = stack_projections(stack_experts(own, family.expected_shapes(target_config)))
+    draft_weights = stack_projections(draft_own)
     target = family(target_config, target_weights, placement)
     limits = Limits(
         num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
@@ -229,6 +230,16 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     draft = DFlashDraft(draft_config, draft_weights, target, placement)
     pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())
     return RandomPair(shape, pair, target_weights, draft_weights)
+
+
+def drawn_weights(shape: Shape, placement: Placement) -> tuple[Tensors, Tensors]:
+    """Weights of target and draft under a checkpoint's names. Read the target's first: one generator draws both."""
+    torch.manual_seed(0)
+    target, draft = model_configs(shape)
+    return (
+        normal_weights(family_of(shape).expected_shapes(target), placement),
+        normal_weights(owned_shapes(draft), placement),
+    )
 
 
 def family_of(shape: Shape) -> type[DecoderTarget]:
@@ -245,25 +256,51 @@ def random_prompt(shape: Shape, length: int, generator: torch.Generator) -> tupl
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:
-    """The target's config in the form of a checkpoint, for other engines."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.positions, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-        "tie_word_embeddings": shape.is_tied, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers,
-        "bos_token_id": shape.vocab - 2, "eos_token_id": shape.vocab - 1,
+    """The target's config in the form of a checkpoint, for other engines.
+
+    Raises:
+        NotImplementedError: the target has experts.
+    """
+    if shape.experts is not None:
+        raise NotImplementedError("configs of targets with experts are not written")
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    config = _config(shape, heads, shape.layers) | {"tie_word_embeddings": shape.is_tied}
+    own = shape.recurrence
+    if own is None:
+        return config
+    rope = {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.25}
+    return config | {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attn_output_gate": True,
+        "full_attention_interval": own.attention_every, "linear_conv_kernel_dim": own.taps,
+        "layer_types": [
+            "linear_attention" if layer in shape.recurrent_layers else "full_attention" for layer in range(shape.layers)
+        ],
+        "linear_key_head_dim": own.head_size, "linear_value_head_dim": own.head_size,
+        "linear_num_key_heads": own.key_heads, "linear_num_value_heads": own.value_heads,
+        "mamba_ssm_dtype": "float32", "partial_rotary_factor": 0.25,
+        "rope_parameters": rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
     }  # fmt: skip
 
 
 def hf_draft_config(shape: Shape) -> dict[str, Any]:
     """The draft's config in the native dialect."""
-    return hf_config(shape) | {
-        "architectures": ["DFlashDraftModel"], "num_hidden_layers": shape.draft_layers, "block_size": BLOCK,
+    return _config(shape, shape.heads_of_draft, shape.draft_layers) | {
+        "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "tie_word_embeddings": shape.is_tied,
         "num_target_layers": shape.layers, "layer_types": ["full_attention"] * shape.draft_layers,
-        "max_window_layers": shape.draft_layers,
         "dflash_config": {"mask_token_id": shape.vocab - MASK_FROM_END, "target_layer_ids": list(shape.taps)},
+    }  # fmt: skip
+
+
+def _config(shape: Shape, heads: tuple[int, int, int], num_layers: int) -> dict[str, Any]:
+    """The keys of a Qwen3 of this width, vocabulary, and heads: query heads, KV heads, head size."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner, "num_hidden_layers": num_layers, "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1], "head_dim": heads[2], "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+        "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "use_sliding_window": False, "sliding_window": None, "max_window_layers": num_layers,
+        "bos_token_id": shape.vocab - 2, "eos_token_id": shape.vocab - 1,
     }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class Plan:
     device: torch.device
     vllm_path: Path | None
     vllm_timeout_s: float
+    pair: Path | None
     recorder: Recorder
     rates: Rates
     kinds: list[str] = field(default_factory=list)

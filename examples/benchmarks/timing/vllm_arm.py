@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from timing.forced import acceptance_rates
-from timing.pairs import BLOCK, Shape, hf_config, hf_draft_config
+from timing.pair_files import write_pair
+from timing.pairs import BLOCK, Shape
 from timing.report import last_errors, say
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -35,25 +38,29 @@ def run_vllm(
     acceptance: float | None,
     max_model_len: int,
     max_num_requests: int,
+    device: torch.device,
+    pair: Path | None = None,
     extra: Path | None = None,
     timeout_s: float = 280,
 ) -> list[Row]:
     """Run all cells in one engine -> a row per cell, in order. Rows are missing if time ran out.
 
-    With `acceptance`, vLLM's synthetic mode accepts as many draft tokens as our forced acceptance.
+    vLLM reads the weights of our random pair from files: its dummy weights are tiny numbers that take less power. The
+    files are written to `pair`, where they stay, or to a temporary folder. With `acceptance`, vLLM's synthetic mode
+    accepts as many draft tokens as our forced acceptance.
 
     Raises:
         RuntimeError: the subprocess wrote no row; with the last line of its log.
     """
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
-        for name, config in (("target", hf_config(shape)), ("draft", hf_draft_config(shape))):
-            (folder / name).mkdir()
-            (folder / name / "config.json").write_text(json.dumps(config))
+        files = pair or folder
+        write_pair(shape, files, device)
         job = {
-            "target": str(folder / "target"), "vocab": shape.vocab, "max_model_len": max_model_len,
+            "target": str(files / "target"), "has_recurrence": shape.recurrence is not None,
+            "vocab": shape.vocab, "max_model_len": max_model_len,
             "max_num_requests": max_num_requests, "gpu_memory_utilization": 0.8, "cells": list(cells),
-            "speculative": _speculative(folder / "draft", acceptance) if is_drafting else None,
+            "speculative": _speculative(files / "draft", acceptance) if is_drafting else None,
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))
         log = _run(folder, extra, timeout_s)
@@ -68,7 +75,7 @@ def acceptance_note(is_drafting: bool, acceptance: float | None) -> str | None:
     """The note on acceptance in a row of vLLM."""
     if not is_drafting:
         return None
-    return "1.0: dummy weights accept nothing" if acceptance is None else "synthetic, by its own mode"
+    return "1.0: random weights accept nothing" if acceptance is None else "synthetic, by its own mode"
 
 
 def _speculative(draft: Path, acceptance: float | None) -> Row:

@@ -1,7 +1,7 @@
 """Run in a new process with vLLM: read a job from the first file, write JSON lines to the second.
 
-A job has the directories of both configs, engine settings, and cells: decode steps, prefills, or a load. Weights are
-vLLM's dummy weights. The script imports nothing of this project, so its environment may differ.
+A job has the directories of both checkpoints, engine settings, and cells: decode steps, prefills, or a load. The script
+imports nothing of this project, so its environment may differ.
 """
 
 import json
@@ -26,10 +26,12 @@ class Engine:
         self.vocab: int = job["vocab"]
         started = time.perf_counter()
         settings = {
-            "model": job["target"], "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16",
+            "model": job["target"], "skip_tokenizer_init": True, "dtype": "bfloat16",
             "max_model_len": job["max_model_len"], "gpu_memory_utilization": job["gpu_memory_utilization"],
             "max_num_seqs": job["max_num_requests"], "enable_prefix_caching": False, "disable_log_stats": False,
         }  # fmt: skip
+        if job["has_recurrence"]:
+            settings["gdn_prefill_backend"] = "triton"  # needs no package beside vLLM
         if job["speculative"] is not None:
             settings["speculative_config"] = job["speculative"]
         self.llm: Any = LLM(**settings)
