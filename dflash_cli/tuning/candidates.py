@@ -110,6 +110,6 @@ def measure_candidate(
             f"{candidate.name}: {first.error}",
             id="candidate-prompt-failed",
             field=candidate.name,
-            hint="remove the prompt, or raise --max-model-len",
+            hint="correct or remove this prompt: all candidates run on the same prompts",
         )
     return found
