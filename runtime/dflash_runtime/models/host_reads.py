@@ -87,9 +87,12 @@ def _place() -> str:
 
 
 def find_host_read(run: Callable[[], object]) -> HostRead | None:
-    """Run a function -> the first operation that a CUDA graph cannot contain, or None."""
+    """Run a function -> the first operation that a CUDA graph cannot contain, or None.
+
+    The function runs outside inference mode, in which torch does not show that a value is read.
+    """
     try:
-        with _Functions(), _Operations():
+        with torch.inference_mode(mode=False), torch.no_grad(), _Functions(), _Operations():
             run()
     except HostRead as found:
         return found
