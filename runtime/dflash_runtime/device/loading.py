@@ -12,7 +12,7 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
-from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
@@ -116,9 +116,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         draft = None
     # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
-    placement = Placement(
-        device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps
-    )
+    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)

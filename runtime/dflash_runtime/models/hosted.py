@@ -30,7 +30,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import DFlashError, UnsupportedError
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.hosted_attention import (
     PAGES,
     TRIAL,
@@ -187,7 +187,15 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
     register_attention()
-    model = load_model(source, config, placement, TRIAL)
+    return host_model(load_model(source, config, placement, TRIAL), config, placement)
+
+
+def host_model(model: "PreTrainedModel", config: TargetConfig, placement: Placement) -> HostedTarget:
+    """Try out a loaded model, whose attention has the name TRIAL, and give its modules our kernels.
+
+    Raises:
+        UnsupportedError: the model asks for something our attention does not support.
+    """
     target = HostedTarget(config, model, placement)
     with trying_out(config), torch.inference_mode():
         scores = _try_out(target, model, placement.device)

@@ -64,7 +64,9 @@ def _try_capture(run: Run, first: Rows, second: Rows, device: torch.device) -> N
             raise
         except Exception as error:  # code of a model may raise any type
             reason = first_line(error)
-            return Notice(f"its code fails in a capture: {reason}", id="target-capture-fails", field=type(error).__name__)
+            return Notice(
+                f"its code fails in a capture: {reason}", id="target-capture-fails", field=type(error).__name__
+            )
         for buffer, rows in zip(given, second, strict=True):
             buffer.copy_(rows)
         graph.replay()

@@ -105,7 +105,7 @@ class Swaps:
 
 
 def swap_modules(decoder: nn.Module, setting: Setting, run: Callable[[], Tensor]) -> Swaps:
-    """Swap every module of a decoder whose swap agrees with it. `run` runs the decoder -> its hidden states [T, hidden].
+    """Swap every module of a decoder whose swap agrees with it. `run` runs the decoder -> hidden states [T, hidden].
 
     If the decoder with all swaps differs from the decoder without them, no module stays swapped.
     """
@@ -291,7 +291,7 @@ class SwappedFeedForward:
 
 
 def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield swaps of attention: with queries, keys and values in one weight or three, and with or without head norms."""
+    """Yield swaps of attention, whose queries, keys and values have one weight or three. Heads may have norms."""
     layer, scores = getattr(module, "layer_idx", None), None
     if isinstance(layer, int):
         scores = setting.scores.get(layer)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.loading import load_pair
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
 from dflash_runtime.models import agreement, hosted_swaps
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
 from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
-from dflash_cli.checkpoints.opening import open_target
 from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model
 from dflash_testing.pairs import random_target
 
