@@ -263,11 +263,11 @@ def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """The rows, each with its step over the native step of the same shape, arm and batch."""
-    native = {(row[0], row[3], row[4]): row[5] for row in rows if row[1] == "native"}
-    found = []
+    native = {(row[0], row[3], row[4]): float(str(row[5])) for row in rows if row[1] == "native"}
+    found: list[Row] = []
     for row in rows:
         base = native.get((row[0], row[3], row[4]))
-        found.append([*row[:6], None if base is None else row[5] / base, *row[6:]])
+        found.append([*row[:6], None if base is None else float(str(row[5])) / base, *row[6:]])
     return found
 
 

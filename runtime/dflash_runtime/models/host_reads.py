@@ -92,7 +92,7 @@ def find_host_read(run: Callable[[], object]) -> HostRead | None:
     The function runs outside inference mode, in which torch does not show that a value is read.
     """
     try:
-        with torch.inference_mode(mode=False), torch.no_grad(), _Functions(), _Operations():
+        with torch.inference_mode(mode=False), torch.no_grad(), _Functions(), _Operations():  # type: ignore[no-untyped-call]
             run()
     except HostRead as found:
         return found

@@ -256,7 +256,13 @@ class SwappedLinear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        return self.linear(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        return _by_rows(self.linear, hidden)
+
+
+def _by_rows(compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Compute flat rows [T, K] -> [T, N] of a tensor with further axes before them."""
+    rows = compute(hidden.reshape(-1, hidden.shape[-1]))
+    return rows.view(*hidden.shape[:-1], rows.shape[-1])
 
 
 def find_feed_forwards(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
@@ -287,17 +293,17 @@ class SwappedFeedForward:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        return self.down(self.gate_up.gated(hidden.flatten(0, -2))).unflatten(0, hidden.shape[:-1])
+        return _by_rows(lambda rows: self.down(self.gate_up.gated(rows)), hidden)
 
 
 def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
     """Yield swaps of attention, whose queries, keys and values have one weight or three. Heads may have norms."""
-    layer, scores = getattr(module, "layer_idx", None), None
-    if isinstance(layer, int):
-        scores = setting.scores.get(layer)
-    sinks = None if scores is None else scores.softmax.sinks
-    linears, tables = _own_linears(module, sinks), call.kwargs.get("position_embeddings")
-    if scores is None or linears is None or not _is_attention_call(call, tables):
+    layer, tables = getattr(module, "layer_idx", None), call.kwargs.get("position_embeddings")
+    if not isinstance(layer, int) or layer not in setting.scores:
+        return
+    scores = setting.scores[layer]
+    linears = _own_linears(module, scores.softmax.sinks)
+    if linears is None or tables is None or not _is_attention_call(call, tables):
         return
     num_kv, size = setting.config.kv_shapes[layer]
     heads = (setting.config.num_heads, num_kv)

@@ -52,7 +52,8 @@ class FeedForward(nn.Module):
         self._gate = gate
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.c(self._gate(self.a(rows)) * self.b(rows))  # type: ignore[no-any-return]
+        a, b, c = (self.get_submodule(name) for name in "abc")
+        return c(self._gate(a(rows)) * b(rows))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
