@@ -228,7 +228,7 @@ def measure(
 
 
 def facts(target: Target) -> str:
-    """What the trial of a hosted target found."""
+    """The results of a hosted target's trial, as text."""
     if not isinstance(target, HostedTarget):
         return ""
     return f", swapped {target.swaps.counts}, not captured because: {target.uncaptured}"

@@ -118,4 +118,4 @@ def test_steps_do_not_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         assert runner.graphs is not None
         bucket, mode = runner.graphs.captured[-1]
         with detecting_syncs():
-            runner.graphs.replay([0] * bucket, mode)
+            runner.graphs.replay([runner.graphs.padding_row] * bucket, mode)

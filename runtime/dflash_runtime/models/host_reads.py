@@ -1,7 +1,7 @@
 """Find the operations of a model that a CUDA graph cannot contain, by running the model once.
 
-A CUDA graph replays launches. So the host must not read a tensor's value, no shape may depend on a value, and no tensor
-may be made on the device from numbers of the host. torch shows every operation to a mode, on every device. Therefore
+A CUDA graph replays launches. So the host must not read a tensor's value, and no shape may depend on a value. Numbers of
+the host must not become a tensor on the device. torch shows every operation to a mode, on every device. Therefore
 the CPU finds the operations too.
 """
 
@@ -30,7 +30,7 @@ MADE_FROM_NUMBERS = frozenset({"tensor", "as_tensor", "new_tensor"})
 """Functions that make a tensor from numbers of the host."""
 
 INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
-"""Operations whose indices may be masks, which become a number of rows."""
+"""Operations with indices. The result of a mask has as many rows as the mask has true values."""
 
 
 class HostRead(Exception):

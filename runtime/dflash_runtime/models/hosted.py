@@ -191,7 +191,7 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
 
 
 def host_model(model: "PreTrainedModel", config: TargetConfig, placement: Placement) -> HostedTarget:
-    """Try out a loaded model, whose attention has the name TRIAL, and give its modules our kernels.
+    """Try out a loaded model, and give its modules our kernels. The model's attention has the name TRIAL.
 
     Raises:
         UnsupportedError: the model asks for something our attention does not support.

@@ -78,7 +78,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What swaps need to know of a target: its config, its kernels, and the scores of its attention layers."""
+    """Config and kernels of a target, and the scores of its attention layers."""
 
     config: TargetConfig
     kernels: Kernels
@@ -105,7 +105,7 @@ class Swaps:
 
 
 def swap_modules(decoder: nn.Module, setting: Setting, run: Callable[[], Tensor]) -> Swaps:
-    """Swap every module of a decoder whose swap agrees with it. `run` runs the decoder -> hidden states [T, hidden].
+    """Swap modules of a decoder where the swap agrees with the module. `run` runs the decoder -> hidden states [T, hidden].
 
     If the decoder with all swaps differs from the decoder without them, no module stays swapped.
     """

@@ -259,12 +259,12 @@ def run_auto(path: Path) -> HostedTarget | OwnCacheTarget:
     return target
 
 
-def host(path: Path, *, has_swaps: bool = True) -> HostedTarget:
-    """Load a directory's model, which transformers' code runs over our pages."""
+def host(path: Path, **placed: Any) -> HostedTarget:
+    """Load a directory's model, which transformers' code runs over our pages. `placed` changes the placement."""
     source = open_target(path)
     found, config = find_target_runtime(source, "transformers")
     assert found == "transformers"
-    return load_hosted(source, config, replace(placement(), has_swaps=has_swaps))
+    return load_hosted(source, config, replace(placement(), **placed))
 
 
 def host_own_cache(path: Path) -> OwnCacheTarget:

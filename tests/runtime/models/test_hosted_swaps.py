@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.suite import REFERENCE
+from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.models import agreement, hosted_swaps
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
 from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
-from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model
-from dflash_testing.pairs import random_target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model, plain_text
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
 WIDTH, INNER, ROWS = 16, 24, 4
 
@@ -163,6 +164,23 @@ def test_modules_of_a_family(kind: str, tmp_path: Path) -> None:
     make_model(tmp_path, kind)
     assert host(tmp_path).swaps.counts == FAMILIES[kind]
     assert not host(tmp_path, has_swaps=False).swaps.counts
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "phi3", "mixtral"])
+def test_the_triton_kernels_agree_with_as_many_modules(kind: str, tmp_path: Path) -> None:
+    """Their text is transformers' text."""
+    model = make_model(tmp_path, kind)
+    target = host(tmp_path, kernels=triton_kernels())
+    assert target.swaps.counts == host(tmp_path).swaps.counts
+    assert target.uncaptured is None
+    settings: dict[str, Any] = {"kernels": "triton", "max_num_requests": 2, "max_batched_tokens": 12, "num_pages": 30}
+    (prompt,) = random_prompts((9,), target.config.vocab_size)
+    (output,) = random_llm(target, random_draft(target), 7, **settings).generate(
+        [prompt], SamplingParams(max_new_tokens=4)
+    )
+    assert list(output.token_ids) == plain_text(model, prompt, 4)
 
 
 def test_the_config_switches_swaps_off(tmp_path: Path) -> None:
