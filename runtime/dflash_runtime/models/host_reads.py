@@ -1,8 +1,8 @@
 """Find the operations of a model that a CUDA graph cannot contain, by running the model once.
 
-A CUDA graph replays launches. So the host must not read a tensor's value, and no shape may depend on a value. Numbers of
-the host must not become a tensor on the device. torch shows every operation to a mode, on every device. Therefore
-the CPU finds the operations too.
+A CUDA graph replays launches. So the host must not read a tensor's value, and no shape may depend on a value. Numbers
+of the host must not become a tensor on the device. torch shows every operation to a mode, on every device. So the
+CPU finds the operations too.
 """
 
 import traceback

@@ -105,7 +105,7 @@ class Swaps:
 
 
 def swap_modules(decoder: nn.Module, setting: Setting, run: Callable[[], Tensor]) -> Swaps:
-    """Swap modules of a decoder where the swap agrees with the module. `run` runs the decoder -> hidden states [T, hidden].
+    """Swap modules of a decoder where the swap agrees with the module. `run` gives its hidden states [T, hidden].
 
     If the decoder with all swaps differs from the decoder without them, no module stays swapped.
     """
