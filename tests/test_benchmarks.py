@@ -192,15 +192,17 @@ def test_a_block_touches_most_experts() -> None:
     assert [round(count) for count in touched] == [8, 82, 128]
 
 
-def test_a_hosted_target_is_timed_and_its_text_judged(
+def test_hosted_targets_are_timed_beside_native_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hosted.py", *SMALL, "--batches", "1"])
+    arguments = ["--shapes", "small,small-moe,small-hybrid", "--device", "cpu", "--batches", "1", "--arms", "dflash"]
+    monkeypatch.setattr(sys, "argv", ["hosted.py", *arguments])
     assert hosted.main() == 0
-    cells = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert [(row[0], row[3], row[-2:]) for row in cells] == [
-        ("transformers-cache", arm, ["0", "0"]) for arm in ("plain", "dflash")
-    ]
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()[-9:]]
+    ways = [(shape, way) for shape in ("small", "small-moe") for way in hosted.OVER_PAGES]
+    assert [(row[0], row[1]) for row in cells] == [*ways, ("small-hybrid", "transformers-cache")]
+    assert all(row[-2:] == ["0", "0"] for row in cells)
+    assert [row[6] for row in cells if row[1] == "native"] == ["1.00", "1.00"]
 
 
 def test_step_times_of_every_k_are_readable_by_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ class PairSession(OpenedPair):
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
+            **({"module_swaps": pair.config.module_swaps} if pair.target_runtime == "transformers" else {}),
             **self.overrides.settings,
             "chat": chat,
             "chat_template_kwargs": self.template_options,

@@ -40,6 +40,14 @@ class EngineOptions(DeviceOptions):
             "requests at a time.",
         ),
     ] = "auto"  # fmt: skip
+    module_swaps: Annotated[
+        bool,
+        Option(
+            off="--no-module-swaps", group=ENGINE,
+            help="Compute modules of a hosted target (--target-runtime transformers) with this tool's kernels, where "
+            "both agree on random inputs at start.",
+        ),
+    ] = True  # fmt: skip
     max_model_len: Annotated[
         int | None,
         Option(

@@ -1,24 +1,33 @@
-"""Time targets that run through transformers' code, over our pages and with its own cache, with random weights.
+"""Time steps of targets that run through transformers' code, beside the native family of the same shape.
 
-    python3 examples/benchmarks/hosted.py [--shape qwen3.5-4b] [--batches 1,4] [--device cpu --shape small]
+    python3 examples/benchmarks/hosted.py [--quick] [--shapes qwen3-4b,qwen3-30b-a3b] [--batches 1,8] [--arms dflash]
+    python3 examples/benchmarks/hosted.py --device cpu --shapes small,small-moe --batches 1
 
-A random model of transformers' classes is saved in a temporary folder and loaded like any target, trial included. A
-drafting step accepts almost nothing, so nearly every block must be taken back. "wrong" counts tokens of a text that
-are not the target's best choice in one forward without a cache; "ties" are within rounding. A runtime that fails
-prints one line. The table comes last.
+Random weights of transformers' classes are made on the device. Ways to run a target:
+
+native              this package's family, with the same weights
+swapped             over our pages, with our kernels in modules where they agree
+unswapped           over our pages, without them
+uncaptured          as unswapped, without CUDA graphs
+transformers-cache  with transformers' own cache, after saving and loading
+
+A drafting step accepts almost nothing, so nearly every block must be taken back. "captured" says whether steps are CUDA
+graphs, and "ratio" divides by the native step. "wrong" counts tokens of a text that are not the target's best choice in
+one forward; "ties" are within rounding. --quick uses fewer layers with experts, fewer steps, and judges no text. A way
+that fails prints one line, and every result is printed when it is known. The table comes last.
 """
 
 import argparse
-import gc
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import pick_kernels
@@ -27,29 +36,45 @@ from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.expert_stacks import stack_experts
+from dflash_runtime.models.hosted import HostedTarget, host_model
+from dflash_runtime.models.hosted_attention import TRIAL, register_attention
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_families
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
-from experts import make, step_ms
+from experts import make
+from timing.engine_arms import wait
 from timing.pairs import BLOCK, counts, open_device, run_dtype
-from timing.report import say, table
+from timing.report import release, say, table
 
 MAX_LEN = 1024
 Row = list[object]
 
 
+OVER_PAGES = ("native", "swapped", "unswapped", "uncaptured")
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A model type with its sizes, and the runtimes to time."""
+    """A model type with its sizes, and the ways to time.
+
+    quick_layers   layers with --quick, if fewer
+    """
 
     model_type: str
     vocab: int
     sizes: Mapping[str, Any]
-    runtimes: tuple[str, ...]
+    ways: tuple[str, ...] = OVER_PAGES
     steps: int = 24
+    quick_layers: int | None = None
+
+    def quick(self) -> "Shape":
+        """The shape with fewer layers and fewer steps."""
+        layers = {} if self.quick_layers is None else {"num_hidden_layers": self.quick_layers}
+        ways = tuple(way for way in self.ways if way != "uncaptured")
+        return replace(self, sizes={**self.sizes, **layers}, steps=max(4, self.steps // 2), ways=ways)
 
 
 def linear(layers: int, **sizes: Any) -> dict[str, Any]:
@@ -58,7 +83,34 @@ def linear(layers: int, **sizes: Any) -> dict[str, Any]:
     return {"num_hidden_layers": layers, "layer_types": kinds, **sizes}
 
 
+SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+
 SHAPES = {
+    "qwen3-4b": Shape(
+        "qwen3", 151936,
+        {
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe", 151936,
+        {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False,
+        },
+        quick_layers=12,
+    ),
+    "gemma2-9b": Shape(
+        "gemma2", 256000,
+        {
+            "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        },
+        OVER_PAGES[1:], quick_layers=21,
+    ),
     "qwen3.5-4b": Shape(
         "qwen3_5_text", 248320,
         linear(
@@ -68,15 +120,16 @@ SHAPES = {
         ),
         ("transformers-cache",),
     ),
-    "qwen3-4b": Shape(
-        "qwen3", 151936,
+    "small": Shape("qwen3", 256, {**SMALL, "tie_word_embeddings": True}, steps=4),
+    "small-moe": Shape(
+        "qwen3_moe", 256,
         {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+            **SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+            "tie_word_embeddings": False,
         },
-        ("native", "transformers", "transformers-cache"),
+        steps=4,
     ),
-    "small": Shape(
+    "small-hybrid": Shape(
         "qwen3_5_text", 256,
         linear(
             4, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -87,15 +140,38 @@ SHAPES = {
 }  # fmt: skip
 
 
-def save_model(shape: Shape, path: Path, placement: Placement) -> None:
-    """Save a random model as a checkpoint."""
+def make_model(shape: Shape, placement: Placement) -> Any:
+    """A random model of transformers on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stated = {"vocab_size": shape.vocab, "max_position_embeddings": MAX_LEN, "eos_token_id": 1, "pad_token_id": None}
     config = AutoConfig.for_model(shape.model_type, **stated, **shape.sizes)
+    torch.manual_seed(5)
+    register_attention()
     with placement.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=placement.dtype)
-    model.save_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=placement.dtype, attn_implementation=TRIAL)
+    return model.eval()
+
+
+def make_target(shape: Shape, way: str, folder: Path, placement: Placement) -> Target:
+    """A target with random weights that runs in this way."""
+    model = make_model(shape, placement)
+    if way == "transformers-cache":
+        model.save_pretrained(folder)
+        del model
+        return load_target(open_target(folder), placement, way)
+    model.config.save_pretrained(folder)
+    save_file({}, folder / "model.safetensors")  # the config alone is read
+    if way != "native":
+        _, config = find_target_runtime(open_target(folder), "transformers")
+        return host_model(model, config, replace(placement, has_swaps=way == "swapped"))
+    _, config = find_target_runtime(open_target(folder), "native")
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    del model
+    weights = stack_projections(
+        stack_experts(tensors.items(), {name: tuple(item.shape) for name, item in tensors.items()})
+    )
+    return target_families()[config.model_type](config, weights, placement)
 
 
 def make_draft(target: Target, placement: Placement) -> DFlashDraft:
@@ -112,29 +188,69 @@ def make_draft(target: Target, placement: Placement) -> DFlashDraft:
     return DFlashDraft(draft, stack_projections(weights.items()), target, placement)
 
 
-def measure(shape: Shape, runtime: str, batches: Sequence[int], path: Path, placement: Placement) -> list[Row]:
-    """Rows of one runtime: how blocks are read, arm, batch, ms per step, wrong tokens, ties."""
+def measure(
+    shape: Shape,
+    name: str,
+    way: str,
+    arms: Sequence[str],
+    batches: Sequence[int],
+    placement: Placement,
+    *,
+    judges: bool,
+) -> list[Row]:
+    """Rows of one way: shape, way, captured, arm, batch, ms per step, wrong tokens, ties."""
     began = time.perf_counter()
-    target = load_target(open_target(path), placement, runtime)
-    way = "paged"
-    if isinstance(target, OwnCacheTarget):
-        way = "cropped" if target.can_crop else "at once" if target.reads_at_once else "token by token"
-    say(f"{runtime}: loaded and tried in {time.perf_counter() - began:.0f} s, {way}, {target.config.own_cache}")
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_target(shape, way, Path(folder), placement)
+    say(f"{name} {way}: made and tried in {time.perf_counter() - began:.0f} s{facts(target)}")
     draft, rows = make_draft(target, placement), []
-    for arm, num_drafts in (("plain", 0), ("dflash", BLOCK - 1)):
+    for arm in arms:
         for batch in batches:
+            num_drafts = BLOCK - 1 if arm == "dflash" else 0
             limits = Limits(
                 num_draft_tokens=num_drafts, max_model_len=MAX_LEN, max_num_requests=batch, vocab_size=shape.vocab,
                 max_batched_tokens=2048,
             )  # fmt: skip
-            config = EngineConfig(max_num_requests=batch, num_pages=80 * batch + 16, prefix_cache=False)
+            config = EngineConfig(
+                max_num_requests=batch, num_pages=80 * batch + 16, prefix_cache=False, graphs=way != "uncaptured"
+            )
             pair = LoadedPair(
                 target=target, draft=draft if num_drafts else None, placement=placement, limits=limits, config=config
             )
-            (milliseconds,) = step_ms(pair, shape, batch)  # type: ignore[arg-type]
-            rows.append([runtime, way, arm, batch, milliseconds, *judge(pair, shape)])
-            say(" ".join(map(str, rows[-1])))
+            began = time.perf_counter()
+            milliseconds = step_ms(pair, shape, batch)
+            judged = judge(pair, shape) if judges else (None, None)
+            rows.append([name, way, pair.has_graphs, arm, batch, milliseconds, *judged])
+            say(
+                f"{' '.join(map(str, rows[-1][:5]))}: {milliseconds:.2f} ms, {time.perf_counter() - began:.0f} s in all"
+            )
     return rows
+
+
+def facts(target: Target) -> str:
+    """The results of a hosted target's trial, as text."""
+    if not isinstance(target, HostedTarget):
+        return ""
+    return f", swapped {target.swaps.counts}, not captured because: {target.uncaptured}"
+
+
+def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> float:
+    """Milliseconds per step: the difference of a long and a short run over the difference of their steps.
+
+    A first run compiles kernels and captures only the graphs that the other runs need.
+    """
+    llm = LLM(pair)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, shape.vocab - 1, (64,), generator=generator).tolist() for _ in range(batch)]
+    found = []
+    for num_tokens in (shape.steps, shape.steps, 3 * shape.steps):
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+        wait(pair.placement.device)
+        steps = max(len(output.acceptance_lengths) or num_tokens for output in outputs)
+        found.append((time.perf_counter() - began, steps))
+    _, (short, few), (long, many) = found
+    return (long - short) / (many - few) * 1000
 
 
 def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
@@ -145,27 +261,43 @@ def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
     return verdict.num_wrong, verdict.num_near_ties
 
 
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with its step over the native step of the same shape, arm and batch."""
+    native = {(row[0], row[3], row[4]): float(str(row[5])) for row in rows if row[1] == "native"}
+    found: list[Row] = []
+    for row in rows:
+        base = native.get((row[0], row[3], row[4]))
+        found.append([*row[:6], None if base is None else float(str(row[5])) / base, *row[6:]])
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-4b")
-    parser.add_argument("--batches", type=counts, default="1,4")
+    parser.add_argument("--shapes", default="qwen3-4b,qwen3-30b-a3b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--ways", default="", help="ways to time (default: all of a shape)")
+    parser.add_argument("--arms", default="", help="plain, dflash (default: both, with --quick dflash)")
+    parser.add_argument("--batches", type=counts, default="1,8")
+    parser.add_argument("--quick", action="store_true", help="fewer layers with experts, fewer steps, no judged text")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
-    device, shape = open_device(given.device), SHAPES[given.shape]
+    device = open_device(given.device)
     dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
+    arms = (given.arms or ("dflash" if given.quick else "dflash,plain")).split(",")
     rows: list[Row] = []
     num_failures = 0
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        save_model(shape, Path(folder), placement)
-        for runtime in shape.runtimes:
-            gc.collect()
+    for name in given.shapes.split(","):
+        shape = SHAPES[name].quick() if given.quick else SHAPES[name]
+        for way in [way for way in shape.ways if not given.ways or way in given.ways.split(",")]:
             try:
-                rows += measure(shape, runtime, given.batches, Path(folder), placement)
+                with torch.inference_mode():
+                    rows += measure(shape, name, way, arms, given.batches, placement, judges=not given.quick)
             except Exception as error:
                 num_failures += 1
-                say(f"{runtime} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
-    print(table(("runtime", "blocks", "arm", "batch", "ms per step", "wrong", "ties"), rows))
+                say(f"{name} {way} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+            release()
+    headings = ("shape", "way", "captured", "arm", "batch", "ms per step", "ratio", "wrong", "ties")
+    print(table(headings, with_ratios(rows)))
     return 1 if num_failures else 0
 
 

@@ -74,7 +74,7 @@ def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, s
     gate_up  [E, 2 F, hidden]   gate rows, then up rows
     down     [E, hidden, F]
     chosen   [T, C] int64       different ids within a row
-    scores   [T, C]
+    scores   [T, C]             in the dtype of `hidden`, or float32
     Returns [P, T, hidden]. The output of an expert is rounded to the model's dtype before and after the score.
 
     The reference sorts rows by expert and computes two grouped products. It reads no value on the host.
@@ -84,7 +84,8 @@ def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, s
     ends = torch.searchsorted(experts, torch.arange(len(down), device=experts.device), right=True, out_int32=True)
     inner = silu_mul_ref(functional.grouped_mm(hidden[order // num_chosen], gate_up.transpose(1, 2), offs=ends))
     outputs = functional.grouped_mm(inner, down.transpose(1, 2), offs=ends)
-    placed = torch.empty_like(outputs).index_copy_(0, order, outputs * scores.flatten()[order, None])
+    scored = (outputs * scores.flatten()[order, None]).to(outputs.dtype)
+    placed = torch.empty_like(outputs).index_copy_(0, order, scored)
     return placed.view(*chosen.shape, -1).sum(dim=1)[None]
 
 
@@ -278,7 +279,8 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
     if not _is_few(hidden):
         return experts_ref(hidden, gate_up, down, chosen, scores)
     check_tensors(hidden, gate_up, down, chosen, scores)
-    check_dtypes(hidden, gate_up, down, scores)
+    check_dtypes(hidden, gate_up, down)
+    require(scores.dtype in (hidden.dtype, torch.float32), "scores", "the dtype of `hidden`, or float32")
     num_experts, width, depth = down.shape
     num_rows, num_chosen = chosen.shape
     require(hidden.shape == (num_rows, width), "hidden", "one row per row of `chosen`, as wide as `down`")

@@ -412,6 +412,8 @@ class EngineConfig:
     recurrent_rows           "exact" runs the rows of a block through recurrent layers one after another, which is
                              bitwise equal to decoding row by row. "at-once" runs them in one product, which sums in
                              another order. "auto" is exact for at most `EXACT_REQUESTS` requests at a time.
+    module_swaps             compute modules of a target of transformers with our kernels, where a comparison at start
+                             finds the same result up to rounding
     device_map               spread a target of transformers over devices: "auto", a device, or a JSON file that maps
                              modules to devices
     snapshot_memory_bytes    memory for states of recurrent layers that the prefix cache keeps; by default 8 for each
@@ -443,6 +445,7 @@ class EngineConfig:
     adaptive_width: bool = False
     target_runtime: str = "auto"
     recurrent_rows: str = "auto"
+    module_swaps: bool = True
     device_map: str | None = None
     seed: int | None = None
 

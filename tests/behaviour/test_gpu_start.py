@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
-from dflash_runtime.device import decode_graphs, memory
+from dflash_runtime.device import memory
 from dflash_runtime.llm import LLM
+from dflash_runtime.models.stream_capture import capture_stream
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.gpu import gpu_llm, require_single_worker
 from dflash_testing.pairs import bundled_prompts
@@ -263,5 +264,5 @@ def test_memory_does_not_grow_from_1000_to_10000_steps() -> None:
 
 def test_each_device_has_one_stream_for_captures() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert decode_graphs.capture_stream(device) is decode_graphs.capture_stream(device)
-    assert decode_graphs.capture_stream(device).device == device
+    assert capture_stream(device) is capture_stream(device)
+    assert capture_stream(device).device == device

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from dflash_testing.pairs import (
 )
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 
-KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
+FAST = [*((kind, True) for kind in DEFAULT), (DEFAULT[0], False)]
+KINDS = [
+    pytest.param(pair, marks=() if pair in FAST else pytest.mark.slow, id=f"{pair[0]}{'' if pair[1] else '-unswapped'}")
+    for pair in product(SERVED, (True, False))
+]
+"""Each family with and without swapped modules."""
+
 NUM_DRAFTS = 7
 NUM_TOKENS = 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -35,8 +42,10 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 48, 65)
 @pytest.fixture(scope="module", params=KINDS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a model, and the same model as a target."""
-    path = tmp_path_factory.mktemp("hosted")
-    return make_model(path, request.param), host(path)
+    path, (kind, has_swaps) = tmp_path_factory.mktemp("hosted"), request.param
+    model, target = make_model(path, kind), host(path, has_swaps=has_swaps)
+    assert bool(target.swaps.modules) == has_swaps
+    return model, target
 
 
 def prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:

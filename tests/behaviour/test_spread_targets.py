@@ -50,7 +50,7 @@ def test_a_spread_target_generates_transformers_text(kind: str, on_disk: str, tm
     )
     pair = load_pair(open_target(tmp_path), None, config)
     assert pair.target_runtime == "transformers"
-    assert any(item.is_meta for item in pair.target._decoder.parameters()) or on_disk == "head"  # type: ignore[attr-defined]
+    assert any(item.is_meta for item in pair.target.decoder.parameters()) or on_disk == "head"  # type: ignore[attr-defined]
     prompts = random_prompts((3, 17, 9), pair.target.config.vocab_size)
     wanted = [plain_text(model, prompt, 12) for prompt in prompts]
     assert [list(output.token_ids) for output in LLM(pair).generate(prompts, PARAMS)] == wanted

@@ -7,13 +7,10 @@ is always done: it reads and writes no KV, and commits nothing.
 Axis letters: R requests of a bucket.
 """
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from typing import Any
 from weakref import WeakMethod
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.models.placement import as_current
+from dflash_runtime.models.stream_capture import capture_stream, no_collection
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
@@ -184,24 +182,6 @@ class DecodeGraphs:
         with no_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             results = self._decode(rows, mode)
         return graph, rows, results
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Suspend garbage collection. During a capture it could free graphs of another engine, which breaks the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for captures on a device. torch's default capture stream is on the device that captured first."""
-    return torch.cuda.Stream(device)
 
 
 def bucket_of(num_requests: int, max_requests: int) -> int:

@@ -12,7 +12,7 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
-from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
@@ -116,7 +116,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         draft = None
     # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
-    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map))
+    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
@@ -128,7 +128,8 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     if loaded.config.own_cache is not None:
         runtime = "transformers-cache"
     if runtime != "native":
-        warnings = (*warnings, slow_warning(loaded.config))
+        can_be = can_capture(config, device, kernels)
+        warnings = (*warnings, *hosted_warnings(loaded, can_be_captured=can_be))
     if quantization is not None:
         warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
@@ -177,19 +178,33 @@ def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> 
     return digests
 
 
-def slow_warning(target: TargetConfig) -> Notice:
-    """The warning about a target that transformers runs."""
-    if target.own_cache is not None:
+def hosted_warnings(target: Target, *, can_be_captured: bool) -> list[Notice]:
+    """The warnings about a target that transformers runs. `can_be_captured` says whether native targets would be.
+
+    A second warning names what keeps the target's forward from being captured; see `HostedTarget.uncaptured`.
+    """
+    kind, reason = target.config.model_type, getattr(target, "uncaptured", None)
+    if target.config.own_cache is not None:
         text = (
-            f"the {target.model_type} target runs very slowly: transformers runs it with its own cache, one request "
-            "after another, without prefix cache and CUDA graphs; measured times do not show the pair's speed"
+            f"the {kind} target runs very slowly: transformers runs it with its own cache, one request after another, "
+            "without prefix cache and CUDA graphs; measured times do not show the pair's speed"
         )
-    else:
+        return [Notice(text, id="slow-target")]
+    if can_be_captured and reason is None:
         text = (
-            f"the {target.model_type} target runs slowly: transformers runs it over this engine's pages, without CUDA "
-            "graphs; measured times do not show the pair's speed"
+            f"transformers runs the {kind} target over this engine's pages, in CUDA graphs; its steps take longer than "
+            "those of a native family"
         )
-    return Notice(text, id="slow-target")
+        return [Notice(text, id="hosted-target")]
+    text = (
+        f"the {kind} target runs slowly: transformers runs it over this engine's pages, without CUDA graphs; measured "
+        "times do not show the pair's speed"
+    )
+    slow = Notice(text, id="slow-target")
+    if not can_be_captured or reason is None:
+        return [slow]
+    why = f"the steps of the {kind} target are not captured as CUDA graphs: {reason}"
+    return [slow, Notice(why, id=reason.id, field=reason.field)]
 
 
 def quantised_warning(quantization: Quantization, dtype: str) -> Notice:

@@ -1,24 +1,27 @@
 """Hosted targets: transformers' own modelling code over our pages, for targets without a native family.
 
-The model gets one flat batch of rows with their positions, and neither cache nor mask. Its attention calls a function
-that this module registers with transformers. The function passes a layer's queries, keys and values to our `Attend`,
-and refuses every argument that our attention does not support. After loading, a trial checks three assumptions:
+The model gets one flat batch of rows with their positions, and neither cache nor mask. Its attention calls our function
+(`hosted_attention.py`), which passes a layer's queries, keys and values to our `Attend`. After loading, a trial checks
+three assumptions:
 
 * Every layer asks for attention once, with the window in its config.
 * A row depends on other rows only through attention.
 * The head gives the model's own logits.
 
+Then experts and other modules are given our kernels where these agree (`hosted_experts.py`, `hosted_swaps.py`). At last
+the trial finds out whether the forward can be captured as a CUDA graph (`hosted_capture.py`).
+
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F feature width, V vocabulary.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,33 +30,29 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import DFlashError, UnsupportedError
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.hosted_attention import (
+    PAGES,
+    TRIAL,
+    HostedAttention,
+    OwnValues,
+    Scores,
+    calling,
+    reach_of,
+    register_attention,
+)
+from dflash_runtime.models.hosted_capture import why_not_captured
+from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
+from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-PAGES = "draft_pages"
-"""The name of our attention in transformers, without a mask function, so that transformers builds no mask.
-
-transformers would fetch a kernel for any name with "flash" in it.
-"""
-
-TRIAL = "draft_trial"
-"""The name of the same attention with a mask function, which reports the mask that each layer asks for."""
-
-HARMLESS = frozenset(
-    {"position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "output_hidden_states"}
-)
-"""Arguments of attention calls that do not change the result."""
-
-COMPUTED = frozenset({"scaling", "sliding_window", "is_causal", "softcap", "s_aux"})
-"""Arguments of attention calls that our attention applies or checks. `s_aux` are attention sinks."""
-
-WORDS = {"position_bias": "a bias on attention"}
-"""Argument that our attention does not support -> its meaning."""
+logger = logging.getLogger(__name__)
 
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config keys for a soft cap on the logits."""
@@ -66,11 +65,6 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 NO_ID = -1e4
 """The logit of a padding row of the head: small enough that it is never chosen, and finite in every dtype."""
-
-REACH = 2**20
-"""The longest text, in tokens, for which the trial compares masks with windows."""
-
-_CALL: ContextVar["HostedAttention"] = ContextVar("dflash_hosted_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,93 +90,7 @@ class ScaledHead(Linear):
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class WantedMask:
-    """The trial's stand-in for a mask: its window, or None if a row attends to all earlier rows."""
-
-    window: int | None
-
-    def __getitem__(self, rows: object) -> "WantedMask":
-        """Return the same mask: models that share K and V between layers cut it to the rows they keep, here all."""
-        return self
-
-
-@dataclass(slots=True)
-class HostedAttention:
-    """The attention of one forward: it compares each call with the config and passes it to `attend`.
-
-    reach    in the trial, the length of the text for which masks are compared with windows; otherwise None
-    layers   the layers that asked for attention, in order
-    """
-
-    config: TargetConfig
-    attend: Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
-    reach: int | None = None
-    layers: list[int] = field(default_factory=list)
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: object, settings: dict[str, Any]
-    ) -> Tensor:
-        """Query [1, H, T, D], keys and values [1, KV, T, D] -> [1, T, H, D].
-
-        Raises:
-            UnsupportedError: the call asks for something that our attention does not support.
-        """
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or not 0 <= layer < self.config.num_layers:
-            raise self._refused("layer-number", f"an attention layer numbered {layer}")
-        self.layers.append(layer)
-        self._check_shapes(layer, query, keys, values)
-        self._check_settings(module, layer, settings)
-        self._check_mask(layer, mask)
-        scaling = settings.get("scaling")
-        usual = self.config.kv_shapes[layer][1] ** -0.5
-        if scaling is not None and scaling != usual:
-            query = query * (scaling / usual)
-        query, keys, values = (heads[0].transpose(0, 1).contiguous() for heads in (query, keys, values))
-        return self.attend(layer, query, keys, values, self._read_softmax(layer, settings))[None]
-
-    def _check_shapes(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        config = self.config
-        num_kv_heads, size = config.kv_shapes[layer]
-        wanted = (config.num_heads, num_kv_heads, num_kv_heads)
-        for heads, count in zip((query, keys, values), wanted, strict=True):
-            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, size):
-                found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {size}"
-                raise self._refused("heads", f"layer {layer} has {found} as in its config")
-
-    def _check_settings(self, module: nn.Module, layer: int, settings: dict[str, Any]) -> None:
-        if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
-            raise self._refused("later-tokens", f"attention to later tokens in layer {layer}")
-        window, expected = settings.get("sliding_window"), self.config.windows[layer]
-        if "sliding_window" in settings and window != expected:
-            raise self._refused(
-                "window", f"a window of {window} in layer {layer}, expected {expected} as in its config"
-            )
-        for name, value in settings.items():
-            is_known = name in HARMLESS or name in COMPUTED
-            if not is_known and value is not None and value is not False and not (name == "dropout" and value == 0):
-                raise self._refused("setting", f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
-
-    def _read_softmax(self, layer: int, settings: dict[str, Any]) -> Softmax:
-        cap, sinks = settings.get("softcap"), settings.get("s_aux")
-        if sinks is not None and sinks.shape != (self.config.num_heads,):
-            raise self._refused("sinks", f"attention sinks of shape {list(sinks.shape)} in layer {layer}")
-        return Softmax(cap or None, sinks)
-
-    def _check_mask(self, layer: int, mask: object) -> None:
-        if self.reach is None:
-            if mask is not None:
-                raise self._refused("own-mask", f"its code makes its own mask in layer {layer}")
-            return
-        if not isinstance(mask, WantedMask):
-            raise self._refused("own-mask", f"its code makes its own mask, or leaves it out, in layer {layer}")
-        window = self.config.windows[layer]
-        if mask.window != (window if window is not None and window < self.reach else None):
-            raise self._refused("mask", f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
-
-    def _refused(self, part: str, why: str) -> UnsupportedError:
-        return not_run(self.config.model_type, why, id=f"target-attention-{part}")
+NOT_TRIED = Notice("its forward has not been tried out", id="target-not-tried")
 
 
 class TransformersTarget:
@@ -190,8 +98,6 @@ class TransformersTarget:
 
     `entry` is the device on which rows enter the model. `code_config` is the text model's config, which the code reads.
     """
-
-    follows_from_shapes: ClassVar[bool] = False
 
     def __init__(
         self, config: TargetConfig, model: "PreTrainedModel", decoder: nn.Module, placement: Placement
@@ -202,7 +108,7 @@ class TransformersTarget:
         self._device = placement.device
         self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = read_head(config, model, placement)
-        self._decoder = decoder
+        self.decoder = decoder
         first = next(model.get_input_embeddings().parameters()).device
         self.entry = placement.device if first.type == "meta" else first
         self._layers = find_layers(config, decoder)
@@ -217,7 +123,7 @@ class TransformersTarget:
         outputs: dict[int, Tensor] = {}
         hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
         try:
-            output = self._decoder(input_ids=token_ids[None].to(self.entry), **given)
+            output = self.decoder(input_ids=token_ids[None].to(self.entry), **given)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -226,11 +132,22 @@ class TransformersTarget:
 
 
 class HostedTarget(TransformersTarget):
-    """A decoder of transformers as a target; see `models.target.Target`. Attention, KV and sampling are ours."""
+    """A decoder of transformers as a target; see `models.target.Target`. Attention, KV and sampling are ours.
+
+    uncaptured   the reason why its forward cannot be captured as a CUDA graph, or None
+    swaps        the modules that our kernels compute
+    """
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         super().__init__(config, model, model.get_decoder(), placement)
         self._is_spread = placement.spread is not None
+        self.uncaptured: Notice | None = NOT_TRIED
+        self.swaps = Swaps()
+
+    @property
+    def follows_from_shapes(self) -> bool:
+        """See `models.target.Target`."""
+        return self.uncaptured is None
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
@@ -270,11 +187,53 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
     register_attention()
-    model = load_model(source, config, placement, TRIAL)
+    return host_model(load_model(source, config, placement, TRIAL), config, placement)
+
+
+def host_model(model: "PreTrainedModel", config: TargetConfig, placement: Placement) -> HostedTarget:
+    """Try out a loaded model, and give its modules our kernels. The model's attention has the name TRIAL.
+
+    Raises:
+        UnsupportedError: the model asks for something our attention does not support.
+    """
     target = HostedTarget(config, model, placement)
-    with trying_out(config):
-        _try_out(target, model, placement.device)
+    with trying_out(config), torch.inference_mode():
+        scores = _try_out(target, model, placement.device)
+    _use_kernels(target, model, placement, scores)
     return target
+
+
+def _use_kernels(
+    target: HostedTarget, model: "PreTrainedModel", placement: Placement, scores: dict[int, Scores]
+) -> None:
+    """Give experts and other modules our kernels, and find out whether the forward can be captured."""
+    config, device = target.config, placement.device
+    if placement.spread is not None:
+        target.uncaptured = Notice("its layers are on several devices", id="target-is-spread", field="--device-map")
+        return
+
+    def run(token_ids: Tensor, positions: Tensor) -> Tensor:
+        return target.run(token_ids, positions, HostedAttention(config, OwnValues()))[0]
+
+    with trying_out(config), torch.no_grad():  # new weights must not be tensors of inference mode
+        num_ours, num_experts = use_our_experts(model, placement.kernels)
+        if placement.has_swaps:
+            setting, ids = Setting(config, placement.kernels, scores), _first_ids(config, device)
+            positions = torch.tensor(POSITIONS, device=device) % config.max_position_embeddings
+            target.swaps = swap_modules(target.decoder, setting, partial(run, ids, positions))
+    with trying_out(config), torch.inference_mode():
+        target.uncaptured = why_not_captured(run, config.vocab_size, config.max_position_embeddings, device)
+    swapped = ", ".join(f"{count} of kind {kind}" for kind, count in target.swaps.counts.items()) or "none"
+    logger.info("swapped modules: %s; experts: %d of %d with our kernels", swapped, num_ours, num_experts)
+    logger.info("forwards can be captured: %s", target.uncaptured or "yes")
+
+
+POSITIONS = (40, 0, 7, 3)
+"""Positions of the rows with which swaps are compared."""
+
+
+def _first_ids(config: TargetConfig, device: torch.device) -> Tensor:
+    return torch.arange(len(POSITIONS), device=device) % config.vocab_size
 
 
 @contextmanager
@@ -285,68 +244,12 @@ def trying_out(config: TargetConfig) -> Iterator[None]:
         UnsupportedError: the model's code raised an error.
     """
     try:
-        with torch.inference_mode():
-            yield
+        yield
     except (DFlashError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of a model may raise any type
         why = f"its own code fails in the trial after loading: {first_line(error)}"
         raise not_run(config.model_type, why, id="target-code-fails") from error
-
-
-@contextmanager
-def calling(attention: HostedAttention) -> Iterator[None]:
-    """Compute the attention of this thread's forwards with `attention` inside the block."""
-    token = _CALL.set(attention)
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
-
-
-@cache
-def register_attention() -> None:
-    """Register our attention with transformers under both names."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for name in (PAGES, TRIAL):
-        AttentionInterface.register(name, _attend)
-    AttentionMaskInterface.register(TRIAL, _find_mask)
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **settings: Any
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls."""
-    return _CALL.get()(module, query, key, value, attention_mask, settings), None
-
-
-def _find_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> WantedMask:
-    """Read the window of a mask from transformers' mask function, at the last two rows of a text of REACH tokens."""
-    attention = _CALL.get()
-    assert attention.reach is not None, "masks are read only in the trial"
-    windows = {_seen(mask_function, row) for row in (attention.reach - 2, attention.reach - 1)}
-    if len(windows) != 1 or min(window or 0 for window in windows) < 0:
-        why = "its mask is not a window of earlier tokens"
-        raise not_run(attention.config.model_type, why, id="target-attention-mask")
-    return WantedMask(windows.pop())
-
-
-def _seen(mask_function: Callable[..., Tensor], row: int) -> int | None:
-    """Return how many tokens a row attends to, itself included.
-
-    None means all earlier tokens. A negative number means that the tokens are not the most recent ones.
-    """
-    zero, rows = torch.tensor(0), torch.arange(row + 2)
-    sees = torch.as_tensor(mask_function(zero, zero, torch.tensor(row), rows)).expand(len(rows))
-    count = int(sees.sum())
-    if not torch.equal(sees, (rows <= row) & (rows > row - count)):
-        return -count
-    return None if count == row + 1 else count
-
-
-def _reach(config: TargetConfig) -> int:
-    return max(2, min(config.max_position_embeddings, REACH))
 
 
 def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> ScaledHead:
@@ -394,17 +297,19 @@ def keep_output(outputs: dict[int, Tensor], layer: int, module: nn.Module, input
     outputs[layer] = rows[0]
 
 
-def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.device) -> None:
+def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.device) -> dict[int, Scores]:
     """Check the assumptions of `HostedTarget` on a loaded model, with attention that does not mix rows.
+
+    Returns how each layer turns scores into weights.
 
     Raises:
         UnsupportedError: the model breaks one.
     """
-    config = target.config
-    token_ids, in_place = torch.arange(4, device=device) % config.vocab_size, torch.arange(4, device=device)
-    attention = HostedAttention(config, _own_values, reach=_reach(config))
+    config, own_values = target.config, OwnValues()
+    token_ids, in_place = _first_ids(config, device), torch.arange(len(POSITIONS), device=device)
+    attention = HostedAttention(config, own_values, reach=reach_of(config))
     target.run(token_ids, in_place, attention)
-    with calling(HostedAttention(config, _own_values, reach=3)):  # the whole model may make masks for these four rows
+    with calling(HostedAttention(config, own_values, reach=3)):  # the whole model may make masks for these four rows
         said = model(
             input_ids=token_ids[None].to(target.entry), position_ids=in_place[None].to(target.entry), use_cache=False
         )
@@ -417,7 +322,7 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
         raise not_run(config.model_type, why, id="target-attention-not-asked")
     with quietly():
         model.set_attn_implementation(PAGES)
-    in_order = HostedAttention(config, _own_values)
+    in_order = HostedAttention(config, own_values)
     hidden, features = target.run(token_ids, in_place, in_order, (0,))
     check_features(config, features, hidden)
     check_head(config, target.head, hidden, said.logits[0])
@@ -427,6 +332,7 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     if not is_close(swapped.flip(0), rows):
         why = "its rows depend on other rows outside attention, as with a state or a cache"
         raise not_run(config.model_type, why, id="target-rows-depend")
+    return in_order.scores
 
 
 def check_features(config: TargetConfig, features: Tensor | None, hidden: Tensor) -> None:
@@ -439,12 +345,6 @@ def check_features(config: TargetConfig, features: Tensor | None, hidden: Tensor
         raise not_run(
             config.model_type, "the output of its layers is not the residual stream", id="target-layer-output"
         )
-
-
-def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-    """[T, H, D]: attention in which each row attends only to itself, with a trace of its position."""
-    num_groups = query.shape[1] // keys.shape[1]
-    return values.repeat_interleave(num_groups, dim=1) + 0.1 * (query + keys.repeat_interleave(num_groups, dim=1))
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:

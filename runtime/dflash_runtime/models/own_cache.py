@@ -85,7 +85,7 @@ class OwnCacheTarget(TransformersTarget):
         super().__init__(config, model, _find_decoder(model), placement)
         self.reads_at_once = False
         self.can_crop = False
-        known = inspect.signature(self._decoder.forward).parameters
+        known = inspect.signature(self.decoder.forward).parameters
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
 
@@ -164,7 +164,7 @@ def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placem
     """
     model = load_model(source, config, placement, "eager")  # other implementations leave out features silently
     target = OwnCacheTarget(config, model, placement)
-    with trying_out(config):
+    with trying_out(config), torch.inference_mode():
         _try_out(target, model, placement.device)
     return target
 

@@ -27,7 +27,8 @@ class Spread:
 class Placement:
     """The device, dtype and kernels of a run. Rope tables cover positions `[0, num_positions)`.
 
-    With `spread` a target's weights may be on other devices. Its KV and its outputs are on `device`.
+    With `spread` a target's weights may be on other devices. Its KV and its outputs are on `device`. With `has_swaps`
+    our kernels compute modules of a hosted target where they agree with transformers' code.
     """
 
     device: torch.device
@@ -35,6 +36,7 @@ class Placement:
     kernels: Kernels
     num_positions: int
     spread: Spread | None = None
+    has_swaps: bool = True
 
     @property
     def dtype_name(self) -> str:

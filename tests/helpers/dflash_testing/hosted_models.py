@@ -4,7 +4,7 @@ The models are in float32 on the CPU. Their weights vary enough for texts withou
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -259,12 +259,12 @@ def run_auto(path: Path) -> HostedTarget | OwnCacheTarget:
     return target
 
 
-def host(path: Path) -> HostedTarget:
-    """Load a directory's model, which transformers' code runs over our pages."""
+def host(path: Path, **placed: Any) -> HostedTarget:
+    """Load a directory's model, which transformers' code runs over our pages. `placed` changes the placement."""
     source = open_target(path)
     found, config = find_target_runtime(source, "transformers")
     assert found == "transformers"
-    return load_hosted(source, config, placement())
+    return load_hosted(source, config, replace(placement(), **placed))
 
 
 def host_own_cache(path: Path) -> OwnCacheTarget:

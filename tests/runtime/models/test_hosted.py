@@ -20,7 +20,8 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models import hosted, hosted_loading
-from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
+from dflash_runtime.models.hosted import HostedTarget, ScaledHead
+from dflash_runtime.models.hosted_attention import TRIAL, HostedAttention
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (
@@ -233,7 +234,7 @@ class TestTrial:
     def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
         target = host(tmp_path)
-        model = hosted_loading.load_model(open_target(tmp_path), target.config, placement(), hosted.TRIAL)
+        model = hosted_loading.load_model(open_target(tmp_path), target.config, placement(), TRIAL)
         model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
         with torch.inference_mode(), refuses(UnsupportedError, "target-rows-depend"):
             hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))

@@ -53,7 +53,7 @@ def test_a_dequantised_target_computes_scale_times_weight(
     model = quantise(tmp_path, kind, pack, config)
     source = open_target(tmp_path)
     pair = load_pair(source, None, EngineConfig(device="cpu", max_model_len=64))
-    loaded = dict(pair.target._decoder.named_parameters())  # type: ignore[attr-defined]
+    loaded = dict(pair.target.decoder.named_parameters())  # type: ignore[attr-defined]
     for name, wanted in model.get_decoder().named_parameters():
         assert torch.equal(loaded[name], wanted), name
     prompts = random_prompts((3, 17), pair.target.config.vocab_size)
@@ -87,7 +87,7 @@ def test_cut_blocks_are_unpacked(stored: torch.dtype, tmp_path: Path) -> None:
     kept = {name: item for name, item in plain.items() if not name.endswith("_scale_inv")}
     edit(tmp_path, **{name: item.to(stored) for name, item in kept.items()})
     target = load_target(open_target(tmp_path), placement(), "auto")
-    loaded = dict(target._decoder.named_parameters())  # type: ignore[attr-defined]
+    loaded = dict(target.decoder.named_parameters())  # type: ignore[attr-defined]
     for name, wanted in model.get_decoder().named_parameters():
         is_stored = f"model.{name}" in kept
         assert torch.equal(loaded[name], wanted.to(stored).to(FLOAT) if is_stored else wanted), name
@@ -109,7 +109,7 @@ def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: 
     model = quantise(tmp_path, "llama", pack, config)
     engine = EngineConfig(device="cuda", dtype="float32", max_model_len=64)
     pair = load_pair(open_target(tmp_path), None, engine)
-    loaded = dict(pair.target._decoder.named_parameters())  # type: ignore[attr-defined]
+    loaded = dict(pair.target.decoder.named_parameters())  # type: ignore[attr-defined]
     for name, wanted in model.get_decoder().named_parameters():
         assert torch.equal(loaded[name].cpu(), wanted), name
     (prompt,) = random_prompts((17,), pair.target.config.vocab_size)
