@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     DecoderConfig: TypeAlias = "PretrainedConfig | RecordedConfig"
 
 REFUSED_KEYS = {
-    "latent attention, with one KV vector for all heads": ("kv_lora_rank",),
+    "attention to tokens that an index chooses": ("index_topk",),
     "chunked attention": ("attention_chunk_size",),
     "linear attention, with a state that would keep rejected tokens": (
         "linear_num_value_heads", "linear_conv_kernel_dim",
@@ -70,7 +70,7 @@ COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_positi
 
 DECIDING_KEYS = (
     *dict.fromkeys(key for keys in REFUSED_KEYS.values() for key in keys), *NUM_STREAMS, "is_encoder_decoder",
-    "v_head_dim", "head_dim",
+    "v_head_dim", "head_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_layers",
 )  # fmt: skip
 """Attributes by which a decoder is refused, beside its kinds of layers and its ropes."""
 
@@ -259,8 +259,21 @@ def _kv_shapes(text: "PretrainedConfig", heads: int) -> list[tuple[int, int]]:
     is_mixed, count = getattr(text, "is_heterogeneous", False), _count(text, "num_hidden_layers", 1)
     layers: Any = text.per_layer_config if is_mixed else (text,) * count
     usual = max(1, _count(text, "hidden_size", 1) // heads)
+    latent = _latent_size(text)
+    if latent is not None:
+        return [(heads, latent)] * count
     shapes = [(_count(layer, "num_key_value_heads", heads), _count(layer, "head_dim", usual)) for layer in layers]
     return [(kv_heads if heads % kv_heads == 0 else heads, size) for kv_heads, size in shapes]
+
+
+def _latent_size(text: "DecoderConfig") -> int | None:
+    """Return the size of a head's keys after latent attention has made keys and values for every head.
+
+    The first part of a key has no positions, and rope turns the rest. None for other attention.
+    """
+    if not _count(text, "kv_lora_rank", 0):
+        return None
+    return _count(text, "qk_nope_head_dim", 0) + _count(text, "qk_rope_head_dim", 0)
 
 
 def _open_config(source: TargetSource) -> "PretrainedConfig":
@@ -335,9 +348,13 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
 
 
 def _odd_values(text: "DecoderConfig") -> Iterator[str]:
-    """Name values of another size than keys, in a model with equal layers."""
-    width = getattr(text, "v_head_dim", None)
-    if width is not None and width != getattr(text, "head_dim", None):
+    """Name values of another size than keys, in a model with equal layers. Latent attention may have smaller values."""
+    width, latent = getattr(text, "v_head_dim", None), _latent_size(text)
+    if latent is not None and _count(text, "v_head_dim", 0) > latent:
+        yield "values larger than keys (v_head_dim)"
+    elif latent is not None and _count(text, "num_layers", 0):
+        yield "several attentions in one layer (num_layers)"
+    elif latent is None and width is not None and width != getattr(text, "head_dim", None):
         yield "values of another size than keys (v_head_dim)"
 
 

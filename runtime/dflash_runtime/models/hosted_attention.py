@@ -2,7 +2,7 @@
 
 The function refuses every argument that our attention does not support.
 
-Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
+Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, E size of a head's values.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
@@ -84,7 +85,7 @@ class HostedAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: object, settings: dict[str, Any]
     ) -> Tensor:
-        """Query [1, H, T, D], keys and values [1, KV, T, D] -> [1, T, H, D].
+        """Query [1, H, T, D], keys [1, KV, T, D] and values [1, KV, T, E] -> [1, T, H, E]. E is at most D.
 
         Raises:
             UnsupportedError: the call asks for something that our attention does not support.
@@ -99,15 +100,18 @@ class HostedAttention:
         factor, softmax = self.scores[layer] = self._read_scores(layer, settings)
         if factor != 1.0:
             query = query * factor
+        size, width = keys.shape[-1], values.shape[-1]
+        values = functional.pad(values, (0, size - width))  # pages hold keys and values of one size
         query, keys, values = (heads[0].transpose(0, 1).contiguous() for heads in (query, keys, values))
-        return self.attend(layer, query, keys, values, softmax)[None]
+        return self.attend(layer, query, keys, values, softmax)[None, ..., :width]
 
     def _check_shapes(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         config = self.config
         num_kv_heads, size = config.kv_shapes[layer]
         wanted = (config.num_heads, num_kv_heads, num_kv_heads)
         for heads, count in zip((query, keys, values), wanted, strict=True):
-            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, size):
+            is_sized = heads.shape[3] == size or (heads is values and heads.shape[3] < size)
+            if heads.shape[:2] != (1, count) or not is_sized:
                 found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {size}"
                 raise self._refused("heads", f"layer {layer} has {found} as in its config")
 

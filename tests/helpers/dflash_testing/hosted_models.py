@@ -50,6 +50,22 @@ GEMMA4: Json = {
     "final_logit_softcapping": 2.0,
 }
 
+LATENT: Json = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 SERVED: Mapping[str, Json] = {
     "gemma2": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gpt_oss": {**MIXED, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -66,6 +82,8 @@ SERVED: Mapping[str, Json] = {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**MIXED, "logit_scale": 0.25},
     "cohere2_moe": {**MIXED, **EXPERTS, "logit_scale": 0.25, "first_k_dense_replace": 1},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": LATENT,
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "exaone4": MIXED,
@@ -76,6 +94,7 @@ SERVED: Mapping[str, Json] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {**LATENT, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 3.0},
     "granite_swa": {**MIXED, "attention_multiplier": 0.2, "logits_scaling": 3.0},
     "granitemoe": {"num_local_experts": 4, "logits_scaling": 3.0},
@@ -86,6 +105,7 @@ SERVED: Mapping[str, Json] = {
     "laguna": {**MIXED, **EXPERTS, "shared_expert_intermediate_size": 16},
     "mellum": {**MIXED, **EXPERTS},
     "minimax_m2": {**EXPERTS, "num_local_experts": 8},
+    "mistral4": {**LATENT, "head_dim": 16},
     "mixtral": {"num_local_experts": 4},
     "nemotron": {},
     "olmo2": {},
@@ -99,9 +119,9 @@ SERVED: Mapping[str, Json] = {
     "starcoder2": {},
     "vaultgemma": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0},
 }
-"""Model type -> the keys of its config beyond `BODY`. By default tests run the first three; slow tests run all."""
+"""Model type -> the keys of its config beyond `BODY`. By default tests run `DEFAULT`; slow tests run all."""
 
-DEFAULT = tuple(SERVED)[:3]
+DEFAULT = (*tuple(SERVED)[:3], "deepseek_v3")
 
 LINEAR: Json = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -113,21 +133,6 @@ LINEAR: Json = {
 MAMBA2: Json = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
 }  # fmt: skip
-LATENT: Json = {
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 INDEXED: Json = {**LATENT, "head_dim": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
 SHORT_CONVOLUTIONS: Json = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
 INKLING: Json = {
@@ -140,10 +145,10 @@ DEFAULT_ROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 
 OWN_CACHE: Mapping[str, Json] = {
     "qwen3_5_text": LINEAR,
     "mamba": {"state_size": 8},
-    "deepseek_v3": LATENT,
+    "deepseek_v3": {},
     "bailing_hybrid": {**LATENT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v2": {},
     "deepseek_v32": INDEXED,
     "diffllama": {},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "mamba_expand": 2},
@@ -152,7 +157,7 @@ OWN_CACHE: Mapping[str, Json] = {
     "gemma4_text": {
         **MIXED, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     },
-    "glm4_moe_lite": {**LATENT, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "glm4_moe_lite": {},
     "glm_moe_dsa": INDEXED,
     "gpt_oss": {**MIXED, **DEFAULT_ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": {
@@ -186,7 +191,7 @@ OWN_CACHE: Mapping[str, Json] = {
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
     "mimo_v2_flash": {**MIXED, "head_dim": 8, "v_head_dim": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "block_size": 8},
-    "mistral4": {**LATENT, "head_dim": 16},
+    "mistral4": {},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8,
         "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, MIXED, OWN_CACHE, Json, skip_unknown
+from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, MIXED, OWN_CACHE, SERVED, Json, skip_unknown
 
 MROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
 
@@ -21,7 +21,7 @@ WRAPPERS: Mapping[str, Json] = {
     "inkling2": OWN_CACHE["inkling2_text"],
     "inkling_mm_model": OWN_CACHE["inkling_text"],
     "internvl": {"model_type": "qwen2"},
-    "kimi_k25": OWN_CACHE["deepseek_v3"],
+    "kimi_k25": SERVED["deepseek_v3"],
     "llama4": {**OWN_CACHE["llama4_text"], "model_type": "llama4_text"},
     "llava": {"model_type": "llama"},
     "minimax_m3_vl": {},
@@ -43,9 +43,7 @@ WRAPPERS: Mapping[str, Json] = {
 }
 """Multimodal model type -> the keys of its decoder's config beyond `BODY`. By default tests run the first two."""
 
-WITH_OWN_CACHE = frozenset(
-    {"inkling2", "inkling_mm_model", "kimi_k25", "llama4", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"}
-)
+WITH_OWN_CACHE = frozenset({"inkling2", "inkling_mm_model", "llama4", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"})
 """Multimodal model types with decoders that keep transformers' own cache."""
 
 VISION: Json = {

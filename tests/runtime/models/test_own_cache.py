@@ -156,7 +156,7 @@ class TestSizes:
 
 
 class TestChoice:
-    @pytest.mark.parametrize("kind", ["olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v3"])
+    @pytest.mark.parametrize("kind", ["olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v32"])
     def test_auto_chooses_the_own_cache_if_pages_cannot_serve_the_target(self, kind: str, tmp_path: Path) -> None:
         make_model(tmp_path, kind)
         assert isinstance(load_target(open_target(tmp_path), placement(), "auto"), OwnCacheTarget)
