@@ -1,11 +1,19 @@
 """Tiling of products in FP8, and which GPUs have them. `examples/benchmarks/fp8_products.py` compares other tilings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from dflash_kernels.launch_config import MIN_DOT, ceil_div, fitting_stages, num_multiprocessors, power_of_2
+from dflash_kernels.launch_config import (
+    MIN_DOT,
+    ExpertsShape,
+    ceil_div,
+    experts_shape,
+    fitting_stages,
+    num_multiprocessors,
+    power_of_2,
+)
 from dflash_kernels.product_config import MANY_COLUMNS, MAX_PARTS
 
 TILE_DEPTH = 128
@@ -52,7 +60,7 @@ def fp8_product_shape(
     is_gated: bool = False,
 ) -> Fp8Shape:
     """Return the tiling of a product. `block_depth` columns of a weight share a scale; `itemsize` is the rows'."""
-    inner = min(max(power_of_2(block_depth), MIN_DOT), TILE_DEPTH)
+    inner = _tile_depth(block_depth)
     rows = min(max(power_of_2(num_rows), MIN_DOT), 128)
     if num_rows > 2 * MIN_DOT:
         columns = 64 if is_gated or num_rows <= 64 else 128
@@ -75,3 +83,17 @@ def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> 
             break
         num_parts *= 2
     return num_parts
+
+
+def fp8_experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, block: tuple[int, int], itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """Return the tiling of experts in FP8; see `experts_shape`. A `block` of a weight has one scale."""
+    shape, inner = experts_shape(num_rows, num_chosen, num_experts, itemsize, device), _tile_depth(block[1])
+    stage_bytes = (shape.columns + shape.rows * itemsize) * inner
+    return replace(shape, depth=inner, num_stages=fitting_stages(4, stage_bytes, shape.rows * inner, device))
+
+
+def _tile_depth(block_depth: int) -> int:
+    """Return the inner width of a tile: a step of the inner sum covers columns with one scale."""
+    return min(max(power_of_2(block_depth), MIN_DOT), TILE_DEPTH)

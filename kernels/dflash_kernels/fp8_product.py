@@ -142,7 +142,7 @@ def weight_numbers(loaded, IS_FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit
-def _pick(values, index, wanted):
+def pick(values, index, wanted):
     """Return one of the values [n], each of which stands at its index."""
     return tl.sum(tl.where(index == wanted, values, 0.0), 0)
 
@@ -201,7 +201,7 @@ def _fp8_product_kernel(
             is_weight = is_weight & (first + inner < DEPTH)[None, :]
         rows = tl.load(hidden_tile + first, mask=is_row_element, other=0.0)
         # Each weight is read once per step, so it should not displace other data in the cache.
-        loaded = tl.load(weight_tile + first, mask=is_weight, other=0, eviction_policy="evict_first")
+        loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
         if ROUNDING == "group":
             rows, row_scale = round_group(rows, dtype)
         elif ROUNDING == "static":
@@ -212,14 +212,14 @@ def _fp8_product_kernel(
         gate_part = tl.dot(weight_numbers(loaded, IS_FP8, dtype), turned, input_precision="ieee")
         if IS_GATED:
             loaded = tl.load(
-                weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0, eviction_policy="evict_first"
+                weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0.0, eviction_policy="evict_first"
             )
             up_part = tl.dot(weight_numbers(loaded, IS_FP8, dtype), turned, input_precision="ieee")
         if HAS_BLOCKS:
             if IS_EVEN:
-                gate_part *= _pick(gate_scales, tiles, tile)
+                gate_part *= pick(gate_scales, tiles, tile)
                 if IS_GATED:
-                    up_part *= _pick(up_scales, tiles, tile)
+                    up_part *= pick(up_scales, tiles, tile)
             else:
                 place = scales + column // BLOCK_N * NUM_SCALES + first // BLOCK_K
                 gate_part *= tl.load(place, mask=is_column & (first < DEPTH), other=0.0)[:, None]
