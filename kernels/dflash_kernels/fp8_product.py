@@ -207,7 +207,9 @@ def _fp8_product_kernel(
         elif ROUNDING == "static":
             rows = as_fp8(rows.to(tl.float32) * tl.div_rn(1.0, fixed), dtype)
         elif ROUNDING == "before" and HAS_BLOCKS:
-            row_scale = tl.load(row_scales + first // BLOCK_K * num_rows + row, mask=is_row & (first < DEPTH), other=0.0)
+            row_scale = tl.load(
+                row_scales + first // BLOCK_K * num_rows + row, mask=is_row & (first < DEPTH), other=0.0
+            )
         turned = tl.trans(rows)
         gate_part = tl.dot(weight_numbers(loaded, IS_FP8, dtype), turned, input_precision="ieee")
         if IS_GATED:

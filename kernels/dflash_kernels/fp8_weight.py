@@ -58,9 +58,7 @@ class Fp8Weight:
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block with one scale."""
-        height, width = (
-            _block_length(self.values.shape[axis], self.scales.shape[axis]) for axis in (-2, -1)
-        )
+        height, width = (_block_length(self.values.shape[axis], self.scales.shape[axis]) for axis in (-2, -1))
         return height, width
 
     @property
@@ -127,6 +125,21 @@ class Fp8Weight:
 
 WEIGHT, SCALES, INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
 """Ends of the names of a module's tensors after loading. Checkpoints have several names for scales."""
+
+
+def to_fp8(matrix: Tensor, block: tuple[int, int]) -> Fp8Weight:
+    """Round a matrix [N, K] to FP8 with one scale per block, the largest number / 448. The last blocks may be cut.
+
+    A block as wide as the matrix gives one scale per row, if it has one row. Blocks of zeros have the scale of
+    `LEAST_PEAK`.
+    """
+    height, width = (min(length, size) for length, size in zip(block, matrix.shape, strict=True))
+    num_rows, num_columns = ceil_div(matrix.shape[0], height), ceil_div(matrix.shape[1], width)
+    missing = (0, num_columns * width - matrix.shape[1], 0, num_rows * height - matrix.shape[0])
+    blocks = torch.nn.functional.pad(matrix.float(), missing).view(num_rows, height, num_columns, width)
+    scales = blocks.abs().amax((1, 3)).clamp(min=LEAST_PEAK) / FP8_MAX
+    values = _to_fp8(blocks / scales[:, None, :, None]).view(num_rows * height, -1)
+    return Fp8Weight(values[: matrix.shape[0], : matrix.shape[1]].contiguous(), scales)
 
 
 def join_rows(parts: Sequence[Fp8Weight]) -> Fp8Weight:

@@ -106,7 +106,8 @@ def _layers(model: object, rows: int) -> list[Product]:
     products = []
     for layer in model._decoder.layers:  # type: ignore[attr-defined]
         inputs = layer.mixer.inputs if hasattr(layer.mixer, "inputs") else layer.mixer.qkv
-        linears = (inputs, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
+        joined = [item.linear for item in inputs] if isinstance(inputs, tuple) else [inputs]
+        linears = (*joined, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
         products += [(rows, linear.weight) for linear in linears]
     return products
 

@@ -190,7 +190,9 @@ def _is_power_of_2(value: int) -> bool:
 def _read_fp8(stated: Mapping[str, Any]) -> Fp8Format | None:
     """Read the method `fp8`. A format with scales that are powers of two (`scale_fmt`) is not read."""
     block, scheme = stated.get("weight_block_size"), stated.get("activation_scheme", "dynamic")
-    is_known = stated.get("fmt") in (None, "e4m3") and stated.get("scale_fmt") is None and scheme in ("dynamic", "static")
+    is_known = (
+        stated.get("fmt") in (None, "e4m3") and stated.get("scale_fmt") is None and scheme in ("dynamic", "static")
+    )
     if not is_known or (block is not None and (not _is_block(block) or scheme == "static")):
         return None
     return Fp8Format("fp8", None if block is None else (block[0], block[1]), scheme)
@@ -209,7 +211,9 @@ def _read_scheme(group: Mapping[str, Any]) -> Fp8Format | None:
     if as_object(group.get("output_activations")) or not _is_eight_bits(weights) or weights.get("dynamic"):
         return None
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
-    if weights.get("strategy") not in ("tensor", "channel", "block") or (weights["strategy"] == "block") != _is_block(block):
+    if weights.get("strategy") not in ("tensor", "channel", "block") or (weights["strategy"] == "block") != _is_block(
+        block
+    ):
         return None
     shape = None if block is None else (block[0], block[1])
     if not inputs:
@@ -237,5 +241,9 @@ def _read_modelopt(stated: Mapping[str, Any]) -> Fp8Format | None:
     return Fp8Format("modelopt", None, "static") if stated.get("quant_algo") == "FP8" else None
 
 
-READERS: Mapping[str, Callable[[Mapping[str, Any]], Fp8Format | None]] = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt}
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Fp8Format | None]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "modelopt": _read_modelopt,
+}
 """Method -> the reader of its form."""

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dflash_kernels.fp8_weight import SCALES
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.drafts.draft import DRAFTS
@@ -50,7 +51,8 @@ class DFlashDraft:
             # The target rounds its scale to the dtype of its rows.
             self._embedding_scale *= float(torch.tensor(target.embedding_scale, dtype=self._embedding.dtype))
         self._kernels = kernels = placement.kernels
-        has_head = config.has_own_width or config.has_reduced_vocab
+        # A head in FP8 is the draft's own rounding of the target's.
+        has_head = config.has_own_width or config.has_reduced_vocab or f"lm_head{SCALES}" in weights
         self._head = Linear.read(weights, HEAD.removesuffix(".weight"), kernels) if has_head else target.head
         self._features = Linear.read(weights, "fc", kernels)
         self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)

@@ -76,7 +76,9 @@ class JoinedInputs:
         for part, matrix in parts.items():
             groups.setdefault(isinstance(matrix, Fp8Weight), {})[part] = matrix
         return tuple(
-            cls(Linear(join_matrices([*group.values()]), kernels=kernels), tuple(group), tuple(map(len, group.values())))
+            cls(
+                Linear(join_matrices([*group.values()]), kernels=kernels), tuple(group), tuple(map(len, group.values()))
+            )
             for group in groups.values()
         )
 

@@ -189,7 +189,9 @@ def target_shapes(source: TargetSource) -> Shapes:
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
     others = text_tensors(info for name, info in source.checkpoint.tensors.items() if name not in expected).keys()
-    unread = (others if config.nested_in is not None else found.keys() - expected.keys()) - scale_tensors(source.checkpoint)
+    unread = (others if config.nested_in is not None else found.keys() - expected.keys()) - scale_tensors(
+        source.checkpoint
+    )
     surplus = unapplied_tensors(unread, stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
