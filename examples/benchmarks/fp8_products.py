@@ -198,10 +198,11 @@ def sweep(
 ) -> None:  # fmt: skip
     """Try other parameters for every product in turns until the time is over, and print the fastest."""
     started = time.perf_counter()
-    waiting = [
-        (product, inputs[product.name, count], candidates(product.chosen(inputs[product.name, count]), count, is_gated=product.is_gated))
-        for count in all_rows for product in products
-    ]  # fmt: skip
+    waiting = []
+    for count in all_rows:
+        for product in products:
+            rows = inputs[product.name, count]
+            waiting.append((product, rows, candidates(product.chosen(rows), count, is_gated=product.is_gated)))
     while waiting and time.perf_counter() - started < seconds:
         product, rows, shapes = waiting.pop(0)
         shape = next(shapes, None)

@@ -13,11 +13,13 @@ rows of a step choose in a layer, and the part of the floor in which all layers 
 at once; tables come last. An arm that fails prints one line, the others continue, and the exit code is 1.
 
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
-dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), plain-fp8 and dflash-fp8 (the
-target's layers in FP8, in blocks of 128), dflash-fp8-draft (the draft in FP8 except q, k, v and the head),
-dflash-fp8-draft-all (all of the draft, with a head of its own), dflash-fp8-both (target and draft), transformers, reference (a loop
+dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop
 of drafting and verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be
 imported; it reads our weights from files).
+
+Arms with weights in FP8, in blocks of 128: plain-fp8 and dflash-fp8 (the target's layers), dflash-fp8-draft (the draft
+except q, k, v and the head), dflash-fp8-draft-all (all of the draft, with a head of its own), dflash-fp8-both (the
+target's layers and the draft except q, k, v and the head). They have no floor.
 """
 
 import argparse

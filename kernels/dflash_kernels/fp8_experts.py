@@ -10,17 +10,19 @@ from torch import Tensor
 
 from dflash_kernels.activation import gate_tiles, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.experts import _all_routes, _at_ranks, _find_rows
+from dflash_kernels.experts import all_routes, at_ranks, find_rows
 from dflash_kernels.fp8_config import fp8_experts_shape
 from dflash_kernels.fp8_product import (
-    as_fp8,
     block_scales,
+    fixed_scale,
     fp8_product_ref,
     pick,
-    round_group,
+    product_step,
     round_rows,
+    round_tile,
+    scaled_step,
+    scaled_sum,
     uses_fp8,
-    weight_numbers,
 )
 from dflash_kernels.fp8_weight import Fp8Weight, Rounded
 from dflash_kernels.launch_config import (
@@ -65,46 +67,36 @@ def _fp8_product_tile(
     inner = tl.arange(0, TILE_K)
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     dtype: tl.constexpr = weight_rows.dtype.element_ty if IS_FP8 else hidden_rows.dtype.element_ty
-    HAS_BLOCKS: tl.constexpr = NUM_SCALES > 1
-    if HAS_BLOCKS and IS_EVEN:
-        first_row = tl.min(scale_row, 0)
-        low, tiles = block_scales(scales, 0, first_row, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES)
+    first_row = tl.min(scale_row, 0)
+    low, tiles = block_scales(scales, 0, first_row, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES)
+    high = low
+    if SECOND_ROW and IS_EVEN:
         high, _ = block_scales(scales, 0, first_row + SECOND_ROW, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES)
-    if ROUNDING == "static":
-        fixed = tl.load(row_scales)
+    fixed = fixed_scale(row_scales, ROUNDING)
     for tile in range((DEPTH + TILE_K - 1) // TILE_K):
         begin = tile * TILE_K
+        group = begin // BLOCK_K
         is_element, is_weight = is_row[:, None], is_column[:, None]
         if DEPTH % TILE_K:
             is_element = is_element & (begin + inner < DEPTH)[None, :]
             is_weight = is_weight & (begin + inner < DEPTH)[None, :]
         rows = tl.load(hidden_rows[:, None] + inner[None, :] + begin, mask=is_element, other=0.0)
-        loaded = tl.load(
-            weight_rows[:, None] + inner[None, :] + begin, mask=is_weight, other=0.0, eviction_policy="evict_first"
+        rows, row_scale = round_tile(
+            rows, row_scales, group * num_scaled + scale_column, is_row, fixed, NUM_SCALES > 1, ROUNDING, dtype
         )
-        if ROUNDING == "group":
-            rows, row_scale = round_group(rows, dtype)
-        elif ROUNDING == "static":
-            rows = as_fp8(rows.to(tl.float32) * tl.div_rn(1.0, fixed), dtype)
-        elif ROUNDING == "before" and HAS_BLOCKS:
-            row_scale = tl.load(row_scales + begin // BLOCK_K * num_scaled + scale_column, mask=is_row, other=0.0)
-        found = tl.dot(weight_numbers(loaded, IS_FP8, dtype), tl.trans(rows), input_precision="ieee")
-        if HAS_BLOCKS:
-            if IS_EVEN:
-                found *= tl.where(is_second, pick(high, tiles, tile), pick(low, tiles, tile))[:, None]
-            else:
-                place = scales + scale_row * NUM_SCALES + begin // BLOCK_K
-                found *= tl.load(place, mask=is_column, other=0.0)[:, None]
+        found = product_step(weight_rows[:, None] + inner[None, :] + begin, is_weight, tl.trans(rows), IS_FP8, dtype)
+        if SECOND_ROW and IS_EVEN and NUM_SCALES > 1:
+            found = tl.where(is_second[:, None], found * pick(high, tiles, tile), found * pick(low, tiles, tile))
             if ROUNDING == "group" or ROUNDING == "before":
                 found *= row_scale[None, :]
+        else:
+            found = scaled_step(
+                found, scales, row_scale, low, tiles, tile, scale_row, group, is_column, NUM_SCALES, IS_EVEN, ROUNDING
+            )
         acc += found
-    if not HAS_BLOCKS:
-        acc *= tl.load(scales + scale_row, mask=is_column, other=0.0)[:, None]
-        if ROUNDING == "before":
-            acc *= tl.load(row_scales + scale_column, mask=is_row, other=0.0)[None, :]
-    if ROUNDING == "static":
-        acc *= fixed
-    return acc
+    return scaled_sum(
+        acc, scales, scale_row, is_column, row_scales, scale_column, is_row, fixed, NUM_SCALES, ROUNDING
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -117,7 +109,7 @@ def _fp8_gated_experts_kernel(
     TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    expert, count, rank, its_route = _find_rows(
+    expert, count, rank, its_route = find_rows(
         chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
@@ -130,7 +122,7 @@ def _fp8_gated_experts_kernel(
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
     IS_EVEN: tl.constexpr = BLOCK_N % TILE_F == 0 and WIDTH % BLOCK_N == 0
     for first in range(0, count, TILE_R):
-        route = _at_ranks(its_route, rank, first, TILE_R)
+        route = at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
         hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
         acc = _fp8_product_tile(
@@ -155,9 +147,9 @@ def _fp8_down_experts_kernel(
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
-    routes, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    routes, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
-    expert, count, rank, its_route = _find_rows(
+    expert, count, rank, its_route = find_rows(
         chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
@@ -168,9 +160,9 @@ def _fp8_down_experts_kernel(
     its_scales = scales + expert.to(tl.int64) * NUM_SCALE_ROWS * NUM_SCALES
     IS_EVEN: tl.constexpr = BLOCK_N % TILE_C == 0
     for first in range(0, count, TILE_R):
-        route = _at_ranks(its_route, rank, first, TILE_R)
+        route = at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        score = _at_ranks(its_score, rank, first, TILE_R)
+        score = at_ranks(its_score, rank, first, TILE_R)
         acc = _fp8_product_tile(
             weight_rows, its_scales, column // BLOCK_N, column < 0, hidden + route.to(tl.int64) * DEPTH, row_scales,
             route, num_rows * NUM_CHOSEN, is_column, is_row, DEPTH, BLOCK_K, NUM_SCALES, 0, IS_EVEN, ROUNDING, IS_FP8,

@@ -4,8 +4,8 @@ Activations are rounded as the format of the weight says (`fp8_weight.py`). Each
 with one scale. Its sum is multiplied by both scales and added in float32, because tensor cores sum FP8 in few bits.
 
 - For few rows, each program rounds the activations that it reads. This saves a launch.
-- GPUs without products in FP8, and the interpreter, multiply the same numbers in the dtype of the activations. They read
-  weights as bytes. The results are equal except for the order of sums.
+- GPUs without products in FP8, and the interpreter, multiply the same numbers in the dtype of the activations. They
+  read weights as bytes. The results are equal except for the order of sums.
 
 Axis letters: T rows, K inner width, N columns, P parts, F width of a gated product, G groups of K.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional
 from dflash_kernels.activation import gate_tiles, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.fp8_config import MIN_FP8_DEPTH, Fp8Shape, fp8_product_shape, has_fp8
-from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, round_rows_ref, rounded_ref
+from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, rounded_ref
 from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 
 GROUP_ELEMENTS = 2048
@@ -68,11 +68,7 @@ def nearest_fp8(numbers):
 def as_fp8(numbers, dtype: tl.constexpr):
     """Round float32 numbers to e4m3, in e4m3 or a wider dtype. Numbers above 448 become 448."""
     limited = tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)
-    if dtype == tl.float8e4nv:
-        found = limited.to(tl.float8e4nv)
-    else:
-        found = nearest_fp8(limited).to(dtype)
-    return found
+    return limited.to(tl.float8e4nv) if dtype == tl.float8e4nv else nearest_fp8(limited).to(dtype)
 
 
 @jit
@@ -136,12 +132,6 @@ def uses_fp8(weight: Fp8Weight) -> bool:
 
 
 @jit
-def weight_numbers(loaded, IS_FP8: tl.constexpr, dtype: tl.constexpr):
-    """Return a loaded tile of a weight for `tl.dot`: as it is, or its bytes as numbers in `dtype`."""
-    return loaded if IS_FP8 else from_bytes(loaded).to(dtype)
-
-
-@jit
 def pick(values, index, wanted):
     """Return one of the values [n], each of which stands at its index."""
     return tl.sum(tl.where(index == wanted, values, 0.0), 0)
@@ -158,6 +148,65 @@ def block_scales(
     return tl.load(scales + row * NUM_SCALES + column, mask=column < NUM_SCALES, other=0.0), tile
 
 
+@jit
+def fixed_scale(row_scales, ROUNDING: tl.constexpr):
+    """Return the fixed scale of activations, or 1 if they have other scales."""
+    return tl.load(row_scales) if ROUNDING == "static" or ROUNDING == "fixed" else 1.0
+
+
+@jit
+def round_tile(rows, row_scales, place, is_row, fixed, HAS_GROUPS: tl.constexpr, ROUNDING: tl.constexpr,
+               dtype: tl.constexpr):  # fmt: skip
+    """Return a tile of activations in `dtype`, and its scales [TILE_R] if each step of the sum has its own."""
+    row_scale = fixed
+    if ROUNDING == "group":
+        rows, row_scale = round_group(rows, dtype)
+    elif ROUNDING == "static":
+        rows = as_fp8(rows.to(tl.float32) * tl.div_rn(1.0, fixed), dtype)
+    elif ROUNDING == "before" and HAS_GROUPS:
+        row_scale = tl.load(row_scales + place, mask=is_row, other=0.0)
+    return rows, row_scale
+
+
+@jit
+def product_step(weight_tile, is_weight, turned, IS_FP8: tl.constexpr, dtype: tl.constexpr):
+    """Multiply a tile of a weight with turned activations [TILE_K, TILE_R]: float32 [TILE_C, TILE_R]."""
+    # Each weight is read once per step, so it should not displace other data in the cache.
+    loaded = tl.load(weight_tile, mask=is_weight, other=0.0, eviction_policy="evict_first")
+    numbers = loaded if IS_FP8 else from_bytes(loaded).to(dtype)
+    return tl.dot(numbers, turned, input_precision="ieee")
+
+
+@jit
+def scaled_step(
+    part, scales, row_scale, even_scales, tiles, tile, scale_row, group, is_column,
+    NUM_SCALES: tl.constexpr, IS_EVEN: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Multiply one step of the inner sum with its scales, if steps have scales."""
+    if NUM_SCALES > 1:
+        if IS_EVEN:
+            part *= pick(even_scales, tiles, tile)
+        else:
+            mask = is_column & (group < NUM_SCALES)
+            part *= tl.load(scales + scale_row * NUM_SCALES + group, mask=mask, other=0.0)[:, None]
+        if ROUNDING == "group" or ROUNDING == "before":
+            part *= row_scale[None, :]
+    return part
+
+
+@jit
+def scaled_sum(
+    acc, scales, scale_row, is_column, row_scales, place, is_row, fixed,
+    NUM_SCALES: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Multiply a whole sum with the scales that all of its steps share."""
+    if NUM_SCALES == 1:
+        acc *= tl.load(scales + scale_row, mask=is_column, other=0.0)[:, None]
+        if ROUNDING == "before":
+            acc *= tl.load(row_scales + place, mask=is_row, other=0.0)[None, :]
+    return acc * fixed
+
+
 @jit(do_not_specialize=["num_rows"])
 def _fp8_product_kernel(
     hidden, row_scales, weight, scales, out, num_rows, hidden_row,
@@ -171,18 +220,17 @@ def _fp8_product_kernel(
     inner = tl.arange(0, TILE_K)
     is_row, is_column = row < num_rows, column < NUM_COLUMNS
     NUM_TILES: tl.constexpr = ((DEPTH + TILE_K - 1) // TILE_K + NUM_PARTS - 1) // NUM_PARTS
-    HAS_BLOCKS: tl.constexpr = NUM_SCALES > 1
     # A tile with one scale per step picks it from registers. The scales are read before the wait: nothing writes them.
     IS_EVEN: tl.constexpr = BLOCK_N % TILE_C == 0 and (not IS_GATED or NUM_COLUMNS % BLOCK_N == 0)
-    if HAS_BLOCKS and IS_EVEN:
-        gate_scales, tiles = block_scales(
-            scales, part * NUM_TILES, first_column // BLOCK_N, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES
+    gate_scales, tiles = block_scales(
+        scales, part * NUM_TILES, first_column // BLOCK_N, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES
+    )
+    up_scales, up_column = gate_scales, column
+    if IS_GATED:
+        up_column = column + NUM_COLUMNS
+        up_scales, _ = block_scales(
+            scales, part * NUM_TILES, (first_column + NUM_COLUMNS) // BLOCK_N, PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES
         )
-        if IS_GATED:
-            up_scales, _ = block_scales(
-                scales, part * NUM_TILES, (NUM_COLUMNS + first_column) // BLOCK_N,
-                PADDED_TILES, TILE_K, BLOCK_K, NUM_SCALES,
-            )  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if HAS_PARTS:
         let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
@@ -191,62 +239,37 @@ def _fp8_product_kernel(
     dtype: tl.constexpr = weight.dtype.element_ty if IS_FP8 else hidden.dtype.element_ty
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     up = tl.zeros((TILE_C, TILE_R), tl.float32)
-    if ROUNDING == "static" or ROUNDING == "fixed":
-        fixed = tl.load(row_scales)
+    fixed = fixed_scale(row_scales, ROUNDING)
     for tile in range(NUM_TILES):
         first = (part * NUM_TILES + tile) * TILE_K
+        group = first // BLOCK_K
         is_row_element, is_weight = is_row[:, None], is_column[:, None]
         if NUM_TILES * NUM_PARTS * TILE_K != DEPTH:
             is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
             is_weight = is_weight & (first + inner < DEPTH)[None, :]
         rows = tl.load(hidden_tile + first, mask=is_row_element, other=0.0)
-        # Each weight is read once per step, so it should not displace other data in the cache.
-        loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
-        if ROUNDING == "group":
-            rows, row_scale = round_group(rows, dtype)
-        elif ROUNDING == "static":
-            rows = as_fp8(rows.to(tl.float32) * tl.div_rn(1.0, fixed), dtype)
-        elif ROUNDING == "before" and HAS_BLOCKS:
-            row_scale = tl.load(
-                row_scales + first // BLOCK_K * num_rows + row, mask=is_row & (first < DEPTH), other=0.0
-            )
+        rows, row_scale = round_tile(
+            rows, row_scales, group * num_rows + row, is_row & (first < DEPTH), fixed, NUM_SCALES > 1, ROUNDING, dtype
+        )
         turned = tl.trans(rows)
-        gate_part = tl.dot(weight_numbers(loaded, IS_FP8, dtype), turned, input_precision="ieee")
+        acc += scaled_step(
+            product_step(weight_tile + first, is_weight, turned, IS_FP8, dtype),
+            scales, row_scale, gate_scales, tiles, tile, column // BLOCK_N, group, is_column,
+            NUM_SCALES, IS_EVEN, ROUNDING,
+        )  # fmt: skip
         if IS_GATED:
-            loaded = tl.load(
-                weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0.0, eviction_policy="evict_first"
-            )
-            up_part = tl.dot(weight_numbers(loaded, IS_FP8, dtype), turned, input_precision="ieee")
-        if HAS_BLOCKS:
-            if IS_EVEN:
-                gate_part *= pick(gate_scales, tiles, tile)
-                if IS_GATED:
-                    up_part *= pick(up_scales, tiles, tile)
-            else:
-                place = scales + column // BLOCK_N * NUM_SCALES + first // BLOCK_K
-                gate_part *= tl.load(place, mask=is_column & (first < DEPTH), other=0.0)[:, None]
-                if IS_GATED:
-                    place = scales + (column + NUM_COLUMNS) // BLOCK_N * NUM_SCALES + first // BLOCK_K
-                    up_part *= tl.load(place, mask=is_column & (first < DEPTH), other=0.0)[:, None]
-            if ROUNDING == "group" or ROUNDING == "before":
-                gate_part *= row_scale[None, :]
-                if IS_GATED:
-                    up_part *= row_scale[None, :]
-        acc += gate_part
-        if IS_GATED:
-            up += up_part
-    if not HAS_BLOCKS:
-        acc *= tl.load(scales + column // BLOCK_N, mask=is_column, other=0.0)[:, None]
-        if IS_GATED:
-            up *= tl.load(scales + (column + NUM_COLUMNS) // BLOCK_N, mask=is_column, other=0.0)[:, None]
-        if ROUNDING == "before":
-            row_scale = tl.load(row_scales + row, mask=is_row, other=0.0)
-            acc *= row_scale[None, :]
-            up *= row_scale[None, :]
-    if ROUNDING == "static" or ROUNDING == "fixed":
-        acc *= fixed
-        up *= fixed
+            up += scaled_step(
+                product_step(weight_tile + first + NUM_COLUMNS * DEPTH, is_weight, turned, IS_FP8, dtype),
+                scales, row_scale, up_scales, tiles, tile, up_column // BLOCK_N, group, is_column,
+                NUM_SCALES, IS_EVEN, ROUNDING,
+            )  # fmt: skip
+    acc = scaled_sum(
+        acc, scales, column // BLOCK_N, is_column, row_scales, row, is_row, fixed, NUM_SCALES, ROUNDING
+    )  # fmt: skip
     if IS_GATED:
+        up = scaled_sum(
+            up, scales, up_column // BLOCK_N, is_column, row_scales, row, is_row, fixed, NUM_SCALES, ROUNDING
+        )  # fmt: skip
         acc = gate_tiles(acc.to(out.dtype.element_ty), up.to(out.dtype.element_ty)).to(tl.float32)
     place = (part.to(tl.int64) * num_rows + row[None, :]) * NUM_COLUMNS + column[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])

@@ -1,7 +1,7 @@
 """A weight in FP8 (e4m3) with scales, and the rounding of activations that multiply it. PyTorch only.
 
-Axis letters: T rows, E experts, N columns of a product (rows of the weight), K inner width, n and k scales along N and K,
-G groups of K.
+Axis letters: T rows, E experts, N columns of a product (rows of the weight), K inner width, n and k scales along N and
+K, G groups of K.
 """
 
 from collections.abc import Mapping, Sequence
@@ -204,7 +204,8 @@ def round_rows_ref(hidden: Tensor, weight: Fp8Weight) -> Rounded:
     count = ceil_div(depth, length)
     padded = torch.nn.functional.pad(wide, (0, count * length - depth)).view(num_rows, count, length)
     peaks = padded.abs().amax(-1).clamp(min=LEAST_PEAK)
-    rows = _to_fp8(padded * (FP8_MAX / peaks)[..., None]).view(num_rows, -1)[:, :depth]
+    factors = torch.full_like(peaks, FP8_MAX) / peaks  # torch divides a number by a tensor with two roundings
+    rows = _to_fp8(padded * factors[..., None]).view(num_rows, -1)[:, :depth]
     return Rounded(rows, (peaks / FP8_MAX).T)
 
 
@@ -219,5 +220,7 @@ def rounded_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
         return hidden.to(wide)
     rounded, depth = round_rows_ref(hidden, weight), hidden.shape[1]
     scales = rounded.scales.to(wide).T
+    if scales.numel() == 1:
+        return rounded.rows.to(wide) * scales
     length = weight.block[1] if weight.has_groups else depth
     return rounded.rows.to(wide) * scales.repeat_interleave(length, dim=1)[:, :depth]

@@ -9,8 +9,8 @@ import torch
 
 from timing.draft_kinds import KindCell
 from timing.engine_arms import RECURRENT_ROWS, Cell
-from timing.fp8_arms import FP8_ARMS
 from timing.floors import Rates, StepFloor, least_ms
+from timing.fp8_arms import FP8_ARMS
 from timing.pairs import BLOCK, SHAPES, Shape
 from timing.report import Recorder, Row, say
 

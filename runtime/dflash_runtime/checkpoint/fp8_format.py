@@ -1,9 +1,10 @@
 """How a checkpoint stores matrices in FP8 that this runtime multiplies as they are. Needs no torch.
 
-The formats are DeepSeek's and Qwen's `fp8`, the forms of compressed-tensors with eight-bit floats, and Model-Optimizer's
-FP8. The dtype of a tensor decides which matrices are in FP8: layers that the config ignores are stored as plain weights.
-Sources: transformers 5.23 quantizers/quantizer_finegrained_fp8.py, compressed-tensors 0.12 quantization/quant_scheme.py,
-vLLM 0.33.0 model_executor/layers/quantization/{fp8,modelopt}.py.
+The formats are DeepSeek's and Qwen's `fp8`, the forms of compressed-tensors with eight-bit floats, and
+Model-Optimizer's FP8. The dtype of a tensor decides which matrices are in FP8: layers that the config ignores are
+stored as plain weights.
+Sources: transformers 5.23 quantizers/quantizer_finegrained_fp8.py, compressed-tensors 0.12
+quantization/quant_scheme.py, vLLM 0.33.0 model_executor/layers/quantization/{fp8,modelopt}.py.
 """
 
 import re

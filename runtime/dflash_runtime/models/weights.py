@@ -4,8 +4,8 @@ A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`. A mode
 that each needs one product. Stacking happens while tensors are loaded, and needs extra memory for one layer's parts
 only. A layer's experts become two tensors; see `expert_stacks.py`.
 
-Matrices in FP8 stay in FP8. After loading, a module `X` has the tensors `X.weight`, `X.weight_scale` and, if activations
-are not rounded by scales of their own, `X.input_scale` (`Fp8Weight`).
+Matrices in FP8 stay in FP8. After loading, a module `X` has the tensors `X.weight` and `X.weight_scale`. It also has
+`X.input_scale` unless each row of activations has scales of its own (`Fp8Weight`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
