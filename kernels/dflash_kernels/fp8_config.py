@@ -61,7 +61,8 @@ def fp8_product_shape(
 ) -> Fp8Shape:
     """Return the tiling of a product. `block_depth` columns of a weight share a scale; `itemsize` is the rows'."""
     inner = _tile_depth(block_depth)
-    rows = min(max(power_of_2(num_rows), MIN_DOT), 128)
+    # A gated tile of 128 rows would need more registers than there are.
+    rows = min(max(power_of_2(num_rows), MIN_DOT), 64 if is_gated else 128)
     if num_rows > 2 * MIN_DOT:
         columns = 64 if is_gated or num_rows <= 64 else 128
         num_warps = 8 if rows == 128 else 4
