@@ -121,9 +121,9 @@ convolutions must be plain.
 
 | `quant_method` | scales of weights | activations |
 |---|---|---|
-| `fp8` with `weight_block_size` | per block; a power of two of rows and columns, the last block may be cut | rounded with a scale per row and block of columns |
+| `fp8` with `weight_block_size` | per block, powers of two; the last may be cut | a scale per row and block of columns |
 | `fp8` | per matrix or row (`weight_scale_inv` or `weight_scale`) | a scale per row, or the stored `input_scale` |
-| `compressed-tensors`, 8-bit floats | `tensor`, `channel` or `block`; all groups alike | `token`, `group`, static `tensor`, or not rounded if the config has no `input_activations` |
+| `compressed-tensors`, 8-bit floats | `tensor`, `channel`, `block` | `token`, `group`, static `tensor`, or not rounded |
 | `modelopt` with `quant_algo` FP8 | per matrix | the stored `input_scale` |
 
 - Activations are rounded as the format says, as in vLLM and SGLang. A target thus computes what an inference server
@@ -132,8 +132,10 @@ convolutions must be plain.
   the largest one, as in vLLM.
 - GPUs before compute capability 8.9 multiply the same numbers in 16 bits.
 - Scales for a KV cache in FP8 are left out: KV has the dtype of the run.
-- Missing or misshapen scales are refused with exit code 3. Other formats (scales that are powers of two, e5m2, parts of
-  a joined projection in different formats) run through transformers, [dequantised](hosted-targets.md#quantised-weights).
+- Missing or misshapen scales are refused with exit code 3.
+- Other formats run through transformers, [dequantised](hosted-targets.md#quantised-weights): scales that are powers of
+  two, e5m2, groups of layers with different schemes, and a joined projection of which only some parts are in FP8.
+- compressed-tensors without `input_activations` does not round activations.
 
 `tests/runtime/models/test_fp8_targets.py` compares every form and every native family in float64 with transformers'
 classes and rounded activations.

@@ -63,7 +63,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[Product]:
     """The matrix products of one decode step, in order."""
     draft, taps, pair = random.draft_weights, len(random.shape.taps), random.pair
-    head = pair.target.head.weight
+    head = pair.target.head.plain
     if not is_drafting:
         return [*_layers(pair.target, batch), (batch, head)]
     rows = batch * BLOCK

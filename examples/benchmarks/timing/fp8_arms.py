@@ -36,11 +36,10 @@ def fp8_pairs(random: RandomPair, arms: Sequence[str]) -> dict[str, LoadedPair]:
         in_target, in_draft = FP8_ARMS[arm]
         if in_target is not None and "target" not in made:
             weights = in_fp8(random.target_weights, in_target)
-            made["target"] = family_of(random.shape)(pair.target.config, weights, pair.placement)  # type: ignore[arg-type]
+            made["target"] = family_of(random.shape)(pair.target.config, weights, pair.placement)
         drafted = random.draft_weights
         if in_draft is WHOLE_DRAFT:
-            assert isinstance(pair.target.head.weight, Tensor)
-            drafted = {**drafted, HEAD: pair.target.head.weight}
+            drafted = {**drafted, HEAD: pair.target.head.plain}
         changed = replace(pair, target=made.get("target", pair.target) if in_target is not None else pair.target)
         drafted = drafted if in_draft is None else in_fp8(drafted, in_draft)
         found[arm] = replace(changed, draft_weights=drafted).with_draft(pair.draft.config)

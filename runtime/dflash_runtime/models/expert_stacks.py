@@ -12,6 +12,7 @@ Axis letters: E experts, S experts that hold the shared one, F inner width.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from dflash_runtime.errors import UnsupportedError
 
 Shape = tuple[int, ...]
 Matrix = Tensor | Fp8Weight
+M = TypeVar("M", Tensor, Matrix)
 
 _TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d+)\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
 """Owner, number of a single expert, whether the expert is shared, part."""
@@ -61,7 +63,7 @@ def with_fused_experts(expected: Shapes, stored: Iterable[str]) -> dict[str, Sha
     return found
 
 
-def stack_experts(tensors: Iterable[tuple[str, Matrix]], shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
+def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[tuple[str, M]]:
     """Yield stacked experts, and other tensors unchanged. `shapes` has all tensors that will come, in any order.
 
     Each tensor is copied into its stack at once: memory may not hold all experts twice.
@@ -82,7 +84,7 @@ def stack_experts(tensors: Iterable[tuple[str, Matrix]], shapes: Shapes) -> Iter
             stacks[stacked] = _Fp8Stack(layer) if isinstance(matrix, Fp8Weight) else _Stack(layer)
         stacks[stacked].put(matrix, part, "shared" if is_shared else None if expert is None else int(expert))
     for name, stack in stacks.items():
-        yield name, stack.joined
+        yield name, cast(Any, stack.joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,12 @@ class Linear:
             return self.kernels.fp8_gated_product(hidden, self.weight)
         return self.kernels.gated_product(hidden, self.weight)
 
+    @property
+    def plain(self) -> Tensor:
+        """The weight of a projection that is never in FP8."""
+        assert isinstance(self.weight, Tensor), "a weight in the dtype of the run"
+        return self.weight
+
     def rows(self, begin: int, end: int) -> "Linear":
         """Return the part that makes columns [begin, end) of the product."""
         bias = None if self.bias is None else self.bias[begin:end]

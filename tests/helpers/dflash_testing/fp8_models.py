@@ -44,7 +44,7 @@ def pack_named_blocks(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     """A config of compressed-tensors with one scheme."""
     eight = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": {**eight, "dynamic": False, **weights}}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {**eight, "dynamic": False, **weights}}
     group["input_activations"] = None if inputs is None else {**eight, **inputs}
     return {**COMPRESSED, "config_groups": {"group_0": group}}
 
@@ -111,7 +111,7 @@ class RoundedModel:
         def rounded_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(self._round(hidden) if self._is_packed(weight) else hidden, weight, bias)
 
-        functional.linear = rounded_linear
+        functional.linear = rounded_linear  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -94,7 +94,7 @@ def test_matrices_stay_in_fp8_in_memory(kind: str, tmp_path: Path) -> None:
 def test_texts_are_the_same_in_every_mode(kind: str, engine: dict[str, Any], tmp_path: Path) -> None:
     """Plain, with right and with wrong drafts, alone and together, in float64."""
     RoundedModel(tmp_path, kind, FORMS["blocks"], **FAMILIES[kind])
-    common = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "num_pages": 400}
+    common: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "num_pages": 400}
     alone = load_pair(open_target(tmp_path), None, EngineConfig(**{**common, "max_num_requests": 1}))
     vocab = alone.target.config.vocab_size
     prompts = random_prompts((1, 15, 16, 17, 33), vocab)

@@ -182,8 +182,7 @@ def test_results_say_that_weights_were_dequantised(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [7, 8]}\n')
     command = ("generate", "-t", tmp_path, "-k", 0, "-p", prompts, "-n", 4, "--device", "cpu", "--json")
-    command = (*command, "--target-runtime", "transformers")
-    outcome = support.invoke(*command)
+    outcome = support.invoke(*command, "--target-runtime", "transformers")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["measured"]["target_quantization"] == "fp8, dequantised"
     warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ") and "fp8" in line]
