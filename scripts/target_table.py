@@ -121,9 +121,9 @@ convolutions must be plain.
 
 | `quant_method` | scales of weights | activations |
 |---|---|---|
-| `fp8` with `weight_block_size` | per block, powers of two; the last may be cut | a scale per row and block of columns |
+| `fp8` with `weight_block_size` | per block, powers of two; the last may be cut | a scale per block of a row |
 | `fp8` | per matrix or row (`weight_scale_inv` or `weight_scale`) | a scale per row, or the stored `input_scale` |
-| `compressed-tensors`, 8-bit floats | `tensor`, `channel`, `block` | `token`, `group`, static `tensor`, or not rounded |
+| `compressed-tensors`, 8-bit floats | `tensor`, `channel`, `block` | `token`, `group`, static `tensor`, or none |
 | `modelopt` with `quant_algo` FP8 | per matrix | the stored `input_scale` |
 
 - Activations are rounded as the format says, as in vLLM and SGLang. A target thus computes what an inference server
