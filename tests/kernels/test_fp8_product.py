@@ -141,7 +141,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         round_rows(normal(2, 256, dtype=DTYPE), weight(64, 256, (1, 4096), NONE))
 
 
-def experts(count: int, width: int, inner: int, block: tuple[int, int], rounding: str) -> list[Fp8Weight]:
+def experts(count: int, width: int, inner: int, block: tuple[int, int], rounding: str) -> tuple[Fp8Weight, Fp8Weight]:
     """Stacks of gate and up, and of down."""
     stacks = []
     for height, depth in ((2 * inner, width), (width, inner)):
@@ -149,7 +149,7 @@ def experts(count: int, width: int, inner: int, block: tuple[int, int], rounding
         values = torch.stack([(item.values.view(torch.uint8)).roll(index, 0) for index, item in enumerate(each)])
         scales = torch.stack([item.scales * (1 + index) for index, item in enumerate(each)])
         stacks.append(Fp8Weight(values.view(FP8), scales, each[0].input_scale))
-    return stacks
+    return stacks[0], stacks[1]
 
 
 EXPERTS = [

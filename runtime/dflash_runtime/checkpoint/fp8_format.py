@@ -219,7 +219,7 @@ def _read_scheme(group: Mapping[str, Any]) -> Fp8Format | None:
     shape = None if block is None else (block[0], block[1])
     if not inputs:
         return Fp8Format("compressed-tensors", shape, "none")
-    wanted = {None: ("token", "tensor")}.get(shape, ("group",))
+    wanted = ["token", "tensor"] if shape is None else ["group"]
     if not _is_eight_bits(inputs) or inputs.get("strategy") not in wanted:
         return None
     if shape is not None and (inputs.get("group_size") != shape[1] or not inputs.get("dynamic")):

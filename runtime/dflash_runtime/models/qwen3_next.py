@@ -31,7 +31,7 @@ def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, 
     assert config.recurrence is not None
     if f"{name}.{JOINED[0]}" in weights:
         qkvz, ba = (find_matrix(weights, f"{name}.{part.removesuffix('.weight')}") for part in JOINED)
-        orders = split_inputs(*(torch.arange(len(part))[:, None] for part in (qkvz, ba)), config.recurrence)
+        orders = split_inputs(torch.arange(len(qkvz))[:, None], torch.arange(len(ba))[:, None], config.recurrence)
         for part, order in orders.items():
             matrix = qkvz if part in (SPLIT[0], SPLIT[1]) else ba
             weights = {**weights, **named_tensors(f"{name}.{part}", take_rows(matrix, order[:, 0]))}

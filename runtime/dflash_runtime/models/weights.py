@@ -35,10 +35,7 @@ def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
 
 def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
     """Return the bytes of tensors after loading into a native model, in which matrices in FP8 stay as they are."""
-    kept, others = [], []
-    for info in infos:
-        (kept if info.dtype == E4M3 else others).append(info)
-    return sum(info.num_bytes for info in kept) + loaded_bytes(others, dtype)
+    return sum(info.num_bytes if info.dtype == E4M3 else loaded_bytes([info], dtype) for info in infos)
 
 
 def load_weights(
