@@ -22,6 +22,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
@@ -52,16 +53,19 @@ TRIED = {
 }
 """Target runtime -> how it is tested."""
 
-QUANTIZED = "test_hosted_quantization.py"
-"""The test of quantised weights."""
+QUANTIZED, IN_FP8 = "test_hosted_quantization.py", "test_fp8_targets.py"
+"""The tests of quantised weights, and of weights in FP8 that native code multiplies."""
 
 EIGHT_BITS = {
     "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (128, 128)),
     "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
+}
+CUT_BLOCKS = {
     "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("F8_E4M3", (576, 6144)),
     "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv": ("F32", (5, 48)),
 }
-"""Tensor headers of a target with fp8 weights, in blocks of 128: a whole block, and the cut ones of GLM-5.1."""
+"""Tensor headers of a target with fp8 weights, in blocks of 128: a whole block, and GLM-5.1's cut ones, which only
+latent attention has."""
 
 HEAD = """# Targets
 
@@ -109,6 +113,35 @@ else from the top level.
 A type without a test runs if it passes the trial of [hosted targets](hosted-targets.md). On GPUs, Qwen3 was run at real
 sizes, dense and with experts; also Qwen3.5 at the size of 4B, and the models of the tests marked `gpu`.
 
+## FP8
+
+Native families multiply matrices in FP8 (e4m3) as they are. Weights stay FP8 in memory. The dtype of each tensor
+decides: modules that the config ignores are plain tensors in the file, and stay plain. The embedding, routers and
+convolutions must be plain.
+
+| `quant_method` | scales of weights | activations |
+|---|---|---|
+| `fp8` with `weight_block_size` | per block, powers of two; the last may be cut | a scale per block of a row |
+| `fp8` | per matrix or row (`weight_scale_inv` or `weight_scale`) | a scale per row, or the stored `input_scale` |
+| `compressed-tensors`, 8-bit floats | `tensor`, `channel`, `block` | `token`, `group`, static `tensor`, or none |
+| `modelopt` with `quant_algo` FP8 | per matrix | the stored `input_scale` |
+
+- Activations are rounded as the format says, as in vLLM and SGLang. A target thus computes what an inference server
+  computes, but for the order of sums.
+- Joined projections (q, k, v; gate and up) keep the scales of their parts. Stored scales of their activations become
+  the largest one, as in vLLM.
+- GPUs before compute capability 8.9 multiply the same numbers in 16 bits.
+- Scales for a KV cache in FP8 are left out: KV has the dtype of the run.
+- Missing or misshapen scales are refused with exit code 3.
+- Other formats run through transformers, [dequantised](hosted-targets.md#quantised-weights): scales that are powers of
+  two, e5m2, groups of layers with different schemes, and a joined projection of which only some parts are in FP8.
+- compressed-tensors without `input_activations` does not round activations.
+
+`tests/runtime/models/test_fp8_targets.py` compares every form and every native family in float64 with transformers'
+classes and rounded activations.
+
+## Configs
+
 | config | pairs | model_type | layers | experts | quantised | run here | tested by |
 |---|---|---|---|---|---|---|---|
 """
@@ -129,7 +162,8 @@ def answer_and_test(source: TargetSource) -> tuple[str, str]:
     is_recurrent = answer.runtime == "native" and kind in HYBRID.kinds
     test = f"`{HYBRID.test}`, {whole}" if is_recurrent else which_test(TRIED[answer.runtime], whole, kind)
     quantization = answer.quantization
-    return answer.words, test if quantization is None else f"{test}; `{QUANTIZED}`, {quantization.method}"
+    packed = IN_FP8 if answer.is_fast else QUANTIZED
+    return answer.words, test if quantization is None else f"{test}; `{packed}`, {quantization.method}"
 
 
 def which_test(tried: Tried, whole: str, text: str) -> str:
@@ -151,9 +185,10 @@ def row(path: Path) -> str:
     """The row of a config. Headers are empty, except for one fp8 tensor if the config states fp8."""
     config = json.loads(path.read_text(encoding="utf-8"))
     is_fp8 = config.get("quantization_config", {}).get("quant_method") == "fp8"
+    is_latent = decoder_config(config, path)[0].get("kv_lora_rank") is not None
     with TemporaryDirectory() as home:
         target = Path(home) / "target"
-        write_headers(target, config, EIGHT_BITS if is_fp8 else {})
+        write_headers(target, config, (EIGHT_BITS | (CUT_BLOCKS if is_latent else {})) if is_fp8 else {})
         source = open_target(target)
         runs, test = answer_and_test(source)
     facts = source.facts

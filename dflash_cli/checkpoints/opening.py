@@ -11,6 +11,7 @@ from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
@@ -87,7 +88,8 @@ class DraftCheckpoint:
             UnsupportedError: the weights are quantised, a style flag asks for other norms or another rope, or the
                 layout of a block is not known.
         """
-        refuse_packed(self.checkpoint.path, self.quantization)
+        if self.quantization is not None and refuse_unless_fp8(self.checkpoint) is None:
+            refuse_packed(self.checkpoint.path, self.quantization)
         self.refuse_unknown_layout()
         for key, value in STYLE_FLAGS.items():
             if any(item.value == value for item in self.stated.statements(key)):
@@ -163,7 +165,8 @@ def read_draft(stored: Checkpoint, detection: Detection, *, overrides: Overrides
     if overrides.layout is not None:
         parsed = _override_layout(parsed, overrides.layout, detection.format)
     quantization = find_quantization(stored)
-    checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else parsed.config)
+    is_fp8 = quantization is not None and read_fp8_format(stored) is not None
+    checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else parsed.config, is_renamed=is_fp8)
     return DraftCheckpoint(checkpoint, detection, parsed, quantization)
 
 

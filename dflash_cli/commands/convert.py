@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.conversion.spec import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_words
@@ -86,6 +86,17 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         bool,
         Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
     ] = False
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Option(
+            help="fp8 rounds fc, o and the feed-forward of each layer to 8-bit floats with a scale per 128 x 128 "
+            "numbers. q, k, v and the head stay as they are, as vLLM and SGLang need. Default: no rounding."
+        ),
+    ] = None  # fmt: skip
+    quantize_all: Annotated[
+        bool,
+        Option(help="Also round q, k, v and the head. The head is the target's. Only dflash runs such a draft."),
+    ] = False
     normalise_taps: Annotated[
         bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")
     ] = False
@@ -100,6 +111,9 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     def check(self) -> None:
         super().check()
         get_writable(self.to)
+        if self.quantize_all and self.quantize is None:
+            text = "--quantize-all: expected --quantize fp8 beside it"
+            raise UsageError(text, id="quantize-all-alone", field="--quantize-all")
 
 
 def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> ConversionSpec:
@@ -110,6 +124,7 @@ def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> Conversio
     """
     asked = {"--causality": request.causality is not None, "--normalise-taps": request.normalise_taps}
     asked["--verify logits"] = request.verify == "logits"
+    asked["--quantize"] = request.quantize is not None
     for option, is_asked in asked.items():
         if is_asked:
             text = f"{option}: only names change in a draft of another kind than DFlash"
@@ -140,6 +155,8 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
         verifier=request.target_name,
         allow_lossy=request.allow_lossy,
         normalise_taps=request.normalise_taps,
+        quantize=request.quantize,
+        quantizes_all=request.quantize_all,
         max_shard_bytes=request.max_shard_size,
         argv=("dflash", *sys.argv[1:]),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.conversion.changes import Change, key_changes, lost_keys
+from dflash_cli.conversion.fp8_tensors import in_fp8, quantization_config
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
 from dflash_cli.conversion.result_plan import ResultPlan
@@ -74,11 +75,17 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     if spec.normalise_taps and not taps_ascend(config):
         config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=spec.allow_lossy)
     tensors, map_warnings = with_inverse(draft, tensors, result, keeps_stored=spec.is_repair)
+    carried = kept_keys(draft, spec, result)
+    if spec.quantize is not None:
+        _refuse_unquantisable(result)
+        carried["quantization_config"] = quantization_config(has_all=spec.quantizes_all)
     if draft.quantization is None:
         config, type_warnings = with_stored_type(config, tensors)
         config_warnings = [*config_warnings, *type_warnings]
     with naming_file(draft.checkpoint.config_path):
-        config, config_json, reader_warnings = _state(config, kept_keys(draft, spec, result), result)
+        config, config_json, reader_warnings = _state(config, carried, result)
+    if spec.quantize is not None:
+        tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)
     reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
@@ -94,6 +101,13 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),
     )
+
+
+def _refuse_unquantisable(result: Format) -> None:
+    """Refuse a dialect without a key for quantization."""
+    if not result.allows_packed:
+        text = f"--quantize: {result.title} lacks keys for quantised weights"
+        raise UnsupportedError(text, id="dialect-not-quantised", field="--to", found=result.name, hint="--to native")
 
 
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[Notice]]:

@@ -20,6 +20,8 @@ class ConversionSpec:
     allow_lossy         leave out parts that the dialect cannot state
     is_repair           write only what the source determines: a doubt about its training stays in the result
     normalise_taps      sort the tapped layers and list each once
+    quantize            the number format of matrices in the result; None keeps the source's
+    quantizes_all       round q, k, v and the head too
     max_shard_bytes     most bytes of weights per file. None keeps the source's files
     argv                the command, for the manifest
     """
@@ -31,5 +33,7 @@ class ConversionSpec:
     allow_lossy: bool = False
     is_repair: bool = False
     normalise_taps: bool = False
+    quantize: Literal["fp8"] | None = None
+    quantizes_all: bool = False
     max_shard_bytes: int | None = None
     argv: tuple[str, ...] = ()

@@ -6,9 +6,11 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
 from dflash_cli.conversion.changes import Change
+from dflash_cli.conversion.fp8_tensors import BLOCK, SCALE_END
 from dflash_cli.conversion.side_files import ALLOW_HINT
 from dflash_cli.formats.dialect import Format, word_of, writable_formats
 from dflash_runtime.checkpoint.files import SINGLE_FILE
+from dflash_runtime.checkpoint.fp8_format import E4M3
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import LossyConversion, UnsupportedError
@@ -64,6 +66,9 @@ def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[Writ
 def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
     """The change of each copied tensor."""
     for tensor in kept:
+        if isinstance(tensor, MadeTensor) and (tensor.dtype == E4M3 or tensor.name.endswith(SCALE_END)):
+            yield _rounded_change(draft, tensor)
+            continue
         if isinstance(tensor, MadeTensor) and tensor.name == TARGET_TO_DRAFT:
             source = tensor.name if tensor.name in draft.checkpoint.tensors else None
             yield Change(source, tensor.name, "derived", f"follows from {DRAFT_TO_TARGET}")
@@ -78,6 +83,17 @@ def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Ite
             yield Change(stored.stored, tensor.name, "split", f"rows {begin} to {end - 1} of a fused projection")
         else:
             yield Change(stored.stored, tensor.name, "kept" if stored.stored == tensor.name else "renamed")
+
+
+def _rounded_change(draft: DraftCheckpoint, tensor: MadeTensor) -> Change:
+    """The change of a matrix in FP8, or of its scales."""
+    source = tensor.name.removesuffix(SCALE_END)
+    why = (
+        "its numbers in FP8" if tensor.dtype == E4M3 else f"the scales of {source}, one per block of {BLOCK} x {BLOCK}"
+    )
+    if source not in draft.checkpoint.tensors:
+        return Change(None, tensor.name, "derived", f"{why}; made from the target's head")
+    return Change(draft.checkpoint.stored_rows(source).stored, tensor.name, "derived", why)
 
 
 def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dict[str, tuple[WrittenTensor, ...]]:

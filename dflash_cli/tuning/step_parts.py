@@ -20,6 +20,7 @@ from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, computed_key
 from dflash_runtime.drafts.draft import Drawn, Draws, WalkingDraft
+from dflash_runtime.models.weights import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class _SilentTarget:
 
 
 class _SilentHead:
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Matrix) -> None:
         self.weight, self.bias = weight, None
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwi
             for batch in batches:
                 read = read_bytes(shape, weights, batch * (BLOCK if arm == "dflash" else 1))
                 if arm == "dflash":  # the draft uses the target's head
-                    read += sum(tensor.nbytes for tensor in (*draft_weights.values(), target.head.weight))
+                    read += sum(tensor.nbytes for tensor in (*draft_weights.values(), target.head.plain))
                 pair = LoadedPair(
                     target=target, draft=draft if arm == "dflash" else None, placement=placement,
                     limits=Limits(

@@ -3,6 +3,7 @@
     python3 examples/benchmarks/step_time.py [--shape qwen3-8b] [--batches 1,8,32] [--out steps.jsonl]
     python3 examples/benchmarks/step_time.py --acceptance 6.5,4.24 --arms ceilings,plain,dflash,adaptive
     python3 examples/benchmarks/step_time.py --acceptance 4 --arms drafts --blocks 8,16
+    python3 examples/benchmarks/step_time.py --batches 1 --arms plain,plain-fp8,dflash,dflash-fp8,dflash-fp8-draft
 
 A time is wall time per step of the real loop after prefill: scheduling, launches and commits included. Random weights
 accept almost nothing, so a step commits about one token. `--acceptance` draws the number of accepted draft tokens
@@ -15,6 +16,10 @@ Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every
 dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop
 of drafting and verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be
 imported; it reads our weights from files).
+
+Arms with weights in FP8, in blocks of 128: plain-fp8 and dflash-fp8 (the target's layers), dflash-fp8-draft (the draft
+except q, k, v and the head), dflash-fp8-draft-all (all of the draft, with a head of its own), dflash-fp8-both (the
+target's layers and the draft except q, k, v and the head). They have no floor.
 """
 
 import argparse
@@ -25,6 +30,7 @@ from pathlib import Path
 from timing.ceilings import measure_rates
 from timing.draft_kinds import KINDS
 from timing.engine_arms import RECURRENT_ROWS
+from timing.fp8_arms import FP8_ARMS
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
 from timing.pairs import SHAPES, counts, open_device, run_dtype
@@ -71,12 +77,21 @@ DRAFT_COLUMNS = {
 RATIOS = ("ratio", "least_ratio", "most_ratio")
 
 DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
-KNOWN_ARMS = (*DEFAULT_ARMS, "drafts", *RECURRENT_ROWS, "transformers", "reference", "vllm-plain", "vllm-dflash")
+KNOWN_ARMS = (
+    *DEFAULT_ARMS,
+    "drafts",
+    *RECURRENT_ROWS,
+    *FP8_ARMS,
+    "transformers",
+    "reference",
+    "vllm-plain",
+    "vllm-dflash",
+)
 
 
 def run(plan: Plan) -> None:
     """Run all arms: ours first, then the device is freed for the others."""
-    if any(arm in ("ceilings", "prefill", "drafts", *RECURRENT_ROWS, *OURS) for arm in plan.arms):
+    if any(arm in ("ceilings", "prefill", "drafts", *RECURRENT_ROWS, *OURS, *FP8_ARMS) for arm in plan.arms):
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))

@@ -132,21 +132,21 @@ def _choose_kernel(
 
 
 @jit
-def _all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
+def all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
     """Return the index of each route, [TILE_T, TILE_P], and a mask of the existing routes."""
     row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
     return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
 
 
 @jit
-def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr,
+def find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr,
                 TILE_P: tl.constexpr):  # fmt: skip
     """Return a program's expert, the number of rows that chose it, and each row's rank among them and its route.
 
     Rows that did not choose the expert have the rank -1. With one program per route, only the program of an expert's
     first route has rows.
     """
-    route, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    route, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     ids = tl.load(chosen + route, mask=is_route, other=-1).to(tl.int32)
     expert = index
     if IS_BY_ROUTE:
@@ -162,7 +162,7 @@ def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: t
 
 
 @jit
-def _at_ranks(values, rank, first, TILE_R: tl.constexpr):
+def at_ranks(values, rank, first, TILE_R: tl.constexpr):
     """Return the values [TILE_R] of the rows with the ranks from `first` on. Ranks without a row give 0."""
     is_at = rank[None, :] == (first + tl.arange(0, TILE_R))[:, None]
     return tl.sum(tl.where(is_at, values[None, :], 0), 1)
@@ -199,7 +199,7 @@ def _gated_experts_kernel(
     TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    expert, count, rank, its_route = _find_rows(
+    expert, count, rank, its_route = find_rows(
         chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
@@ -210,7 +210,7 @@ def _gated_experts_kernel(
     weight_rows = weight + (expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column) * DEPTH
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
     for first in range(0, count, TILE_R):
-        route = _at_ranks(its_route, rank, first, TILE_R)
+        route = at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
         hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, 2 * TILE_F, TILE_R, TILE_K)
@@ -230,9 +230,9 @@ def _down_experts_kernel(
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
     # Load the scores together with the routes, so that both wait for memory at the same time.
-    routes, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    routes, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
-    expert, count, rank, its_route = _find_rows(
+    expert, count, rank, its_route = find_rows(
         chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
@@ -241,9 +241,9 @@ def _down_experts_kernel(
     is_column = column < WIDTH
     weight_rows = weight + (expert.to(tl.int64) * WIDTH + column) * DEPTH
     for first in range(0, count, TILE_R):
-        route = _at_ranks(its_route, rank, first, TILE_R)
+        route = at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        score = _at_ranks(its_score, rank, first, TILE_R)
+        score = at_ranks(its_score, rank, first, TILE_R)
         hidden_rows = hidden + route.to(tl.int64) * DEPTH
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
         scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)

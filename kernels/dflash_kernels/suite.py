@@ -17,6 +17,16 @@ from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
+from dflash_kernels.fp8_product import (
+    fp8_gated_product,
+    fp8_gated_product_ref,
+    fp8_product,
+    fp8_product_parts,
+    fp8_product_parts_ref,
+    fp8_product_ref,
+)
+from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
@@ -74,6 +84,10 @@ class Kernels:
     gated_product: Callable[[Tensor, Tensor], Tensor]
     choose_experts: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    fp8_product: Callable[[Tensor, Fp8Weight], Tensor]
+    fp8_product_parts: Callable[[Tensor, Fp8Weight], Tensor]
+    fp8_gated_product: Callable[[Tensor, Fp8Weight], Tensor]
+    fp8_experts: Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
@@ -110,6 +124,10 @@ REFERENCE = Kernels(
     gated_product=gated_product_ref,
     choose_experts=choose_experts_ref,
     experts=experts_ref,
+    fp8_product=fp8_product_ref,
+    fp8_product_parts=fp8_product_parts_ref,
+    fp8_gated_product=fp8_gated_product_ref,
+    fp8_experts=fp8_experts_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
@@ -146,6 +164,10 @@ _TRITON = Kernels(
     gated_product=gated_product,
     choose_experts=choose_experts,
     experts=experts,
+    fp8_product=fp8_product,
+    fp8_product_parts=fp8_product_parts,
+    fp8_gated_product=fp8_gated_product,
+    fp8_experts=fp8_experts,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     ragged_attention=ragged_attention,

@@ -140,7 +140,7 @@ def plain_logits(
 ) -> Tensor:
     """Compute logits [N - 1, V] of a block after a context, layer by layer from the definition."""
     embedding = weights["embed_tokens.weight"] if config.feature_size != config.hidden_size else target.embedding
-    head = weights.get("lm_head.weight", target.head.weight)
+    head = weights.get("lm_head.weight", target.head.plain)
     context = norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], config)
     cos, sin = rope_of(config, CONTEXT + len(block))
     rows = embedding[block] * config.input_embedding_scale

@@ -75,7 +75,7 @@ def test_the_draft_borrows_the_targets_head_and_embedding() -> None:
     """vllm#46435: a head that was not shared gave an acceptance of exactly 1."""
     target, draft = bundled_target_model(torch.float32), bundled_draft_model()
     assert isinstance(draft, DFlashDraft)
-    assert draft._head.weight.data_ptr() == target.head.weight.data_ptr()
+    assert draft._head.plain.data_ptr() == target.head.plain.data_ptr()
     assert draft._embedding.data_ptr() == target.embedding.data_ptr()
 
 
@@ -84,7 +84,7 @@ def test_a_drafts_own_head_is_not_overwritten() -> None:
     draft = bundled_draft_model("tiny:reduced")
     assert isinstance(draft, DFlashDraft)
     stored = bundled_draft("tiny:reduced").checkpoint.load(HEAD).float()
-    assert torch.equal(draft._head.weight, stored)
+    assert torch.equal(draft._head.plain, stored)
 
 
 @pytest.mark.parametrize("name", ["mask_embedding.pt", "mask_embedding.safetensors"])

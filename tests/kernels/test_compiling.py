@@ -15,6 +15,7 @@ import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import silu_mul
+from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import triton_kernels
@@ -43,6 +44,16 @@ def calls():
         weight = torch.empty(columns[name], 4096, dtype=torch.bfloat16)
         getattr(kernels, name)(normal(rows, 4096), weight)
     kernels.gated_product(normal(8192, 4096), weight)
+    for rows in some(1, 64, 128):
+        for block in some(128, 1):
+            def fp8(*shape):
+                scales = torch.empty(*shape[:-2], shape[-2] // block, -(-shape[-1] // 128) if block > 1 else 1)
+                return Fp8Weight(torch.empty(*shape, dtype=FP8), scales)
+            kernels.fp8_product_parts(normal(rows, 4096), fp8(6144, 4096))
+            kernels.fp8_gated_product(normal(rows, 4096), fp8(24576, 4096))
+            routed = torch.zeros(rows, 8, dtype=torch.int64), normal(rows, 8)
+            kernels.fp8_experts(normal(rows, 2048), fp8(128, 1536, 2048), fp8(128, 2048, 768), *routed)
+    kernels.fp8_product(normal(64, 4096), fp8(6144, 4096))
     weights = [torch.empty(128, *shape, dtype=torch.bfloat16) for shape in ((2 * 768, 2048), (2048, 768))]
     for rows in some(1, 32, 128, 256):
         routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)

@@ -10,6 +10,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
+from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
@@ -63,6 +64,8 @@ def inputs(seed: int) -> Inputs:
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
+        "wide": normal(R * N, 256, dtype=BFLOAT, seed=seed),
+        "fp8 values": normal(E, 256, 256, seed=seed).to(FP8), "fp8 scales": normal(E, 2, 2, seed=seed).abs() / 16,
         "channels": normal(R * N, 2 * D + H * D, dtype=BFLOAT, seed=seed), "gates": normal(2, R * N, H, dtype=BFLOAT),
         "taps": normal(4, 2 * D + H * D, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
         "ring": normal(R, N + 3, 2 * D + H * D, dtype=BFLOAT, seed=seed),
@@ -204,6 +207,18 @@ def keep_passed(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return kept.states.to(BFLOAT), kept.latest
 
 
+def fp8_weight(at: Inputs) -> Fp8Weight:
+    return Fp8Weight(at["fp8 values"][0], at["fp8 scales"][0])
+
+
+def chosen_fp8_experts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """Stacks of equal matrices [256, 128] and [128, 256]. The reference reads the chosen experts on the host."""
+    gate_up = Fp8Weight(at["fp8 values"][:, :, :128].contiguous(), at["fp8 scales"][:, :, :1].contiguous())
+    down = Fp8Weight(at["fp8 values"][:, :128, :128].contiguous(), at["fp8 scales"][:, :1, :1].contiguous())
+    rows = at["wide"][:, :128].contiguous()
+    return (kernels.fp8_experts(rows, gate_up, down, at["experts"], at["scores"]).sum(0),)
+
+
 def convolve_recent(kernels: Kernels, at: Inputs, *, has_blocks: bool) -> tuple[Tensor, ...]:
     ring = at["ring"].clone()
     firsts, counts, starts, texts, _ = at["chunks"]
@@ -225,9 +240,14 @@ CALLS: dict[str, Call] = {
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
+    "fp8_product": lambda k, at: (k.fp8_product(at["wide"], fp8_weight(at)),),
+    "fp8_product rounded before": lambda k, at: (k.fp8_product(at["wide"].repeat(3, 1), fp8_weight(at)),),
+    "fp8_product_parts": lambda k, at: (k.fp8_product_parts(at["wide"], fp8_weight(at)).sum(0).to(BFLOAT),),
+    "fp8_gated_product": lambda k, at: (k.fp8_gated_product(at["wide"], fp8_weight(at)),),
     "choose_experts": lambda k, at: k.choose_experts(at["routed"], at["router"], C, True),
     "experts": lambda k, at: (chosen_experts(k, at, R * N),),
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
+    "fp8_experts": chosen_fp8_experts,
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),

@@ -63,7 +63,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[Product]:
     """The matrix products of one decode step, in order."""
     draft, taps, pair = random.draft_weights, len(random.shape.taps), random.pair
-    head = pair.target.head.weight
+    head = pair.target.head.plain
     if not is_drafting:
         return [*_layers(pair.target, batch), (batch, head)]
     rows = batch * BLOCK
@@ -106,7 +106,8 @@ def _layers(model: object, rows: int) -> list[Product]:
     products = []
     for layer in model._decoder.layers:  # type: ignore[attr-defined]
         inputs = layer.mixer.inputs if hasattr(layer.mixer, "inputs") else layer.mixer.qkv
-        linears = (inputs, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
+        joined = [item.linear for item in inputs] if isinstance(inputs, tuple) else [inputs]
+        linears = (*joined, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
         products += [(rows, linear.weight) for linear in linears]
     return products
 

@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def is_drafting(self) -> bool:
-        return self.arm != "plain"
+        return not self.arm.startswith("plain")
 
     @property
     def warm_steps(self) -> int:
@@ -118,8 +118,9 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
 
 def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settings: Any) -> LoadedPair:
     """The pair of an arm, with `settings` in its engine config."""
-    pair = random.pair if arm != "plain" else random.pair.without_draft()
-    if acceptance is not None and arm != "plain":
+    pair, is_drafting = random.variants.get(arm, random.pair), not arm.startswith("plain")
+    pair = pair if is_drafting else pair.without_draft()
+    if acceptance is not None and is_drafting:
         pair = force_acceptance(pair, acceptance)
     config = replace(pair.config, **settings, adaptive_width=arm == "adaptive")
     limits = replace(
@@ -175,12 +176,12 @@ def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, see
 
 
 def prefill_ms(
-    random: RandomPair, lengths: Sequence[int], *, is_drafting: bool, repeats: int = 3, has_profile: bool = False
+    random: RandomPair, lengths: Sequence[int], arm: str, *, repeats: int = 3, has_profile: bool = False
 ) -> tuple[list[float], StepAccount | None]:
     """Milliseconds of each repeat from adding prompts until all have their first token, in the default engine."""
     pages = sum(-(-(length + 8 * BLOCK) // PAGE_SIZE) for length in lengths) + 1
     pair = engine_pair(
-        random, "dflash" if is_drafting else "plain", None, max_num_requests=len(lengths), num_pages=pages,
+        random, arm, None, max_num_requests=len(lengths), num_pages=pages,
         prefix_cache=False, max_model_len=max(lengths) + 8 * BLOCK,
     )  # fmt: skip
     llm, seeds = LLM(pair), count()

@@ -10,6 +10,7 @@ from timing.ceilings import chain_ms, step_products
 from timing.draft_kinds import KindCell, add_kinds, measure_kinds, ratios
 from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
 from timing.floors import Rates, Work, least_ms, stated_rates
+from timing.fp8_arms import FP8_ARMS, fp8_pairs
 from timing.pairs import BLOCK, RandomPair, build_pair
 from timing.plan import Plan, add_prefill, title
 from timing.report import Row, say
@@ -19,6 +20,7 @@ def run_ours(plan: Plan) -> None:
     random = build_pair(plan.shape, plan.max_model_len, plan.device)
     if "ceilings" in plan.arms:
         plan.recorder.guard({"arm": "ceilings"}, partial(measure_ceilings, plan, random))
+    random.variants.update(fp8_pairs(random, plan.arms))
     why_not = why_not_adaptive(plan.device)
     if "adaptive" in plan.arms and why_not:
         say(f"adaptive: skipped, {why_not}")
@@ -80,7 +82,8 @@ def measure_ceilings(plan: Plan, random: RandomPair) -> None:
 def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
     """Record one row of decode steps."""
     times = measure_steps(random, cell, has_profile=plan.is_cuda and cell.has_graphs)
-    floor_ms = _floor_ms(plan, cell, times, plan.rates) if cell.arm != "adaptive" else None
+    has_floor = cell.arm != "adaptive" and cell.arm not in FP8_ARMS
+    floor_ms = _floor_ms(plan, cell, times, plan.rates) if has_floor else None
     account = times.account
     rows = cell.batch * (BLOCK if cell.is_drafting else 1)
     experts = plan.shape.experts if cell.arm != "adaptive" else None
@@ -111,7 +114,7 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
 def measure_prefills(plan: Plan, random: RandomPair) -> None:
     """Record prefills of each set of prompts, without and with a draft."""
     for lengths in plan.prefills:
-        for arm in ("plain", "dflash"):
+        for arm in ("plain", "dflash", *(arm for arm in FP8_ARMS if arm in plan.arms)):
             what = {"arm": f"prefill {arm}", "prompts": len(lengths), "tokens": lengths[0]}
             plan.recorder.guard(what, partial(measure_prefill, plan, random, arm, lengths))
 
@@ -119,7 +122,7 @@ def measure_prefills(plan: Plan, random: RandomPair) -> None:
 def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
     """Record one row of prefills."""
     has_profile = plan.is_cuda and plan.shows_kernels
-    times, account = prefill_ms(random, lengths, is_drafting=arm == "dflash", has_profile=has_profile)
+    times, account = prefill_ms(random, lengths, arm, has_profile=has_profile)
     add_prefill(plan, arm, lengths, times)
     if account is not None:
         _show_kernels(account)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -178,12 +178,13 @@ MODEL_TYPES: Mapping[type[DecoderTarget], str] = {
 
 @dataclass(frozen=True)
 class RandomPair:
-    """A pair, and its weights under the names that models read."""
+    """A pair, and its weights under the names that models read. `variants` has pairs of further arms."""
 
     shape: Shape
     pair: LoadedPair
     target_weights: Mapping[str, Tensor]
     draft_weights: Mapping[str, Tensor]
+    variants: dict[str, LoadedPair] = field(default_factory=dict)
 
 
 def open_device(name: str) -> torch.device:

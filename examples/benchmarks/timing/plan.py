@@ -10,6 +10,7 @@ import torch
 from timing.draft_kinds import KindCell
 from timing.engine_arms import RECURRENT_ROWS, Cell
 from timing.floors import Rates, StepFloor, least_ms
+from timing.fp8_arms import FP8_ARMS
 from timing.pairs import BLOCK, SHAPES, Shape
 from timing.report import Recorder, Row, say
 
@@ -55,8 +56,8 @@ class Plan:
         """Cells of our own decode steps. Arms vary fastest, so that compared arms run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
         for context, batch in product(self.contexts, self.batches):
-            for arm in (item for item in self.arms if item in (*OURS, *RECURRENT_ROWS)):
-                acceptances = self.acceptances if arm != "plain" else [None]
+            for arm in (item for item in self.arms if item in (*OURS, *RECURRENT_ROWS, *FP8_ARMS)):
+                acceptances = self.acceptances if not arm.startswith("plain") else [None]
                 # Widths adapt only if steps are graphs.
                 for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
                     yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)

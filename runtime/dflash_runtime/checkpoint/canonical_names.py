@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
+from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
 from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
@@ -23,17 +23,20 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 
 
 class CanonicalCheckpoint(Checkpoint):
-    """A view on `stored`. For quantised weights, which keep their own names and shapes, `config` is None.
+    """A view on `stored`. For quantised weights, which keep their own shapes, `config` is None.
+
+    They keep their own names too, except weights in a format of `fp8_format.py`, with `is_renamed`.
 
     Raises, when `tensors` is first read:
         CheckpointError, TensorMismatch: see `layout.find_stored_rows`.
     """
 
-    def __init__(self, stored: Checkpoint, config: DraftConfig | None) -> None:
+    def __init__(self, stored: Checkpoint, config: DraftConfig | None, *, is_renamed: bool = False) -> None:
         self.stored = stored
         self.path = stored.path
         self.config = stored.config
         self._config = config
+        self._is_renamed = is_renamed
         self._metadata = {}
         self._tensors = None
         self._stored_rows: dict[str, StoredRows] = {}
@@ -44,12 +47,15 @@ class CanonicalCheckpoint(Checkpoint):
         if self._tensors is None:
             stored = self.stored.tensors
             if self._config is None:
-                self._stored_rows = {name: StoredRows(name) for name in stored}
+                self._stored_rows = {self._name_of(name): StoredRows(name) for name in stored}
             else:
                 shapes = {name: info.shape for name, info in stored.items()}
                 self._stored_rows = find_stored_rows(self._config, shapes, path=self.path)
             self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._stored_rows.items()}
         return self._tensors
+
+    def _name_of(self, stored: str) -> str:
+        return canonical_name(stored) if self._is_renamed else stored
 
     @property
     def metadata(self) -> dict[str, str]:

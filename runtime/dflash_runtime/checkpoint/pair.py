@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8
 from dflash_runtime.checkpoint.hf_config import read_target_config
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 from dflash_runtime.errors import PairMismatch
@@ -21,7 +21,7 @@ class DraftSource:
 
     def check_runnable(self) -> None:
         """See `DraftLike`."""
-        refuse_packed(self.checkpoint.path, find_quantization(self.checkpoint))
+        refuse_packed_unless_fp8(self.checkpoint)
 
 
 class DraftLike(Protocol):

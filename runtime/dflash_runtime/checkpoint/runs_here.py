@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import (
     A_FAMILY,
@@ -25,7 +25,7 @@ from dflash_runtime.checkpoint.hosted_config import (
 )
 from dflash_runtime.checkpoint.hybrid_config import HYBRIDS, read_hybrid_config
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
+from dflash_runtime.checkpoint.target_quantization import Quantization, native_quantization, read_quantization
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -56,7 +56,7 @@ class RunsHere:
     """The answer for one target.
 
     runtime        the code that runs it; None if it is refused
-    quantization   how its packed weights are read; None for plain weights
+    quantization   how its weights are quantised; None for plain weights
     refusal        why nothing here runs it; None if something does
     """
 
@@ -119,7 +119,7 @@ def how_it_runs(
         if wanted in ("auto", "native"):
             try:
                 (refuse_native or partial(_refuse_native, has_headers=has_headers))(source)
-                return RunsHere("native")
+                return RunsHere("native", native_quantization(source.checkpoint))
             except UnsupportedError as error:
                 if wanted == "native":
                     error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
@@ -179,7 +179,7 @@ def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
         read_hybrid_config(source.checkpoint.config, source.checkpoint.config_path)
     elif not families[kind]:
         _ = source.config
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint, has_headers=has_headers))
+    refuse_packed_unless_fp8(source.checkpoint, has_headers=has_headers)
 
 
 def _fits_pages(text: "DecoderConfig", path: Path) -> bool:

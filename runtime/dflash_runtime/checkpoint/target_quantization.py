@@ -7,13 +7,11 @@ from typing import Any
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format, stated_quantization
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.target_facts import MLX, decoder_config
+from dflash_runtime.checkpoint.target_facts import MLX
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
-
-CONFIG_KEY = "quantization_config"
-"""The only key that transformers reads. With another key it would load quantised weights as if they were plain."""
 
 SCALES = ("_scale_inv", "_scale")
 """Suffixes that turn a weight's name into its scale's. `X.scale` and `X.qscale_weight` also belong to `X.weight`."""
@@ -56,6 +54,12 @@ FETCHES = "gptqmodel"
 """This package fetches a kernel from the hub if the package `kernels` is installed. Source: its gemm_hf_kernel.py."""
 
 
+def native_quantization(checkpoint: Checkpoint) -> Quantization | None:
+    """Return the quantization of a target that native code runs, or None if its weights are plain."""
+    found = read_fp8_format(checkpoint)
+    return None if found is None else Quantization(found.method, (), False, 8)
+
+
 def read_quantization(source: TargetSource, *, has_headers: bool = True) -> Quantization | None:
     """Return a target's quantization from its config and headers, or None if its weights are plain.
 
@@ -90,11 +94,6 @@ def read_quantization(source: TargetSource, *, has_headers: bool = True) -> Quan
     if method == "fp8" and has_headers:
         _check_scales(checkpoint, stated)
     return Quantization(method, packages, is_unpacked, _num_bits(checkpoint, method, stated))
-
-
-def stated_quantization(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    text, _ = decoder_config(checkpoint.config, checkpoint.config_path)
-    return as_object(checkpoint.config.get(CONFIG_KEY)) or as_object(text.get(CONFIG_KEY)) or {}
 
 
 def _producer(stated: Mapping[str, Any]) -> str:

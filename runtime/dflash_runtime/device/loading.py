@@ -9,7 +9,7 @@ import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime
-from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
+from dflash_runtime.checkpoint.target_quantization import Quantization, native_quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
 from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig
@@ -27,7 +27,7 @@ from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
-from dflash_runtime.models.weights import Weights, loaded_bytes
+from dflash_runtime.models.weights import Weights, native_bytes
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits
 
@@ -121,7 +121,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
     placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
-    quantization = read_quantization(target) if runtime != "native" else None
+    quantization = read_quantization(target) if runtime != "native" else native_quantization(target.checkpoint)
     digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
@@ -130,7 +130,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     if runtime != "native":
         can_be = can_capture(config, device, kernels)
         warnings = (*warnings, *hosted_warnings(loaded, can_be_captured=can_be))
-    if quantization is not None:
+    if quantization is not None and runtime != "native":
         warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
         logger.warning(text)
@@ -165,7 +165,7 @@ def _weight_bytes(
     """
     size = target_bytes(target, dtype, runtime)
     owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
-    return WeightBytes(size, loaded_bytes(owned, dtype), passing=size if runtime != "native" else 0)
+    return WeightBytes(size, native_bytes(owned, dtype), passing=size if runtime != "native" else 0)
 
 
 def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> dict[str, WeightDigest]:

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dflash_kernels.fp8_weight import SCALES
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.drafts.draft import DRAFTS
@@ -22,7 +23,7 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TargetEnds
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Weights, join_matrices
 
 
 @DRAFTS.register("dflash")
@@ -50,9 +51,10 @@ class DFlashDraft:
             # The target rounds its scale to the dtype of its rows.
             self._embedding_scale *= float(torch.tensor(target.embedding_scale, dtype=self._embedding.dtype))
         self._kernels = kernels = placement.kernels
-        has_head = config.has_own_width or config.has_reduced_vocab
-        self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head
-        self._features = Linear(weights["fc.weight"], kernels=kernels)
+        # A head in FP8 is the draft's own rounding of the target's.
+        has_head = config.has_own_width or config.has_reduced_vocab or f"lm_head{SCALES}" in weights
+        self._head = Linear.read(weights, HEAD.removesuffix(".weight"), kernels) if has_head else target.head
+        self._features = Linear.read(weights, "fc", kernels)
         self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
         self._decoder = self._read_layers(weights, replace(config, rope=_without_partial(config.rope)), placement)
         self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
@@ -116,7 +118,7 @@ def _scale(rows: Tensor, factor: float) -> Tensor:
 def _stack_context(projections: list[Linear]) -> Linear:
     """Return one projection to the K and V of every layer, [L * 2 * KV * D, hidden]: all layers read the same rows."""
     biases = [projection.bias for projection in projections if projection.bias is not None]
-    weight = torch.cat([projection.weight for projection in projections])
+    weight = join_matrices([projection.weight for projection in projections])
     return Linear(weight, torch.cat(biases) if biases else None, projections[0].kernels)
 
 

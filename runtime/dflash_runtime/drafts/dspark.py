@@ -65,7 +65,7 @@ class MarkovHead:
 
     def add_bias(self, logits: Tensor, factors: Tensor, scale: float) -> None:
         """Add the bias of factors [R, E] to logits [R, V'] in place, and round once."""
-        logits.addmm_(factors, self.after.weight.t(), alpha=scale)
+        logits.addmm_(factors, self.after.plain.t(), alpha=scale)
 
 
 @DRAFTS.register("dspark")
@@ -140,11 +140,9 @@ class DSparkDraft(DFlashDraft):
         scale, top_k = self.config.logit_scale, self._top_k(logits)
         if top_k is None or top_k > MOST_TOP_TOKENS:
             logits = self._limit(logits)
-            return self._kernels.markov_walk(
-                logits, markov.before, markov.after.weight, anchors, scale, self.target_ids
-            )
+            return self._kernels.markov_walk(logits, markov.before, markov.after.plain, anchors, scale, self.target_ids)
         best, values = (item.view(*logits.shape[:2], -1) for item in self._top_tokens(logits, top_k))
-        codebooks = Codebooks(markov.before, markov.after.weight, scale, self.target_ids)
+        codebooks = Codebooks(markov.before, markov.after.plain, scale, self.target_ids)
         return self._kernels.candidate_walk(values, best, None, codebooks, anchors).token_ids
 
     def _top_k(self, logits: Tensor) -> int | None:

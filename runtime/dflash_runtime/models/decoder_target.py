@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Weights, find_matrix
 
 PREFIX = "model."
 
@@ -32,7 +32,7 @@ class DecoderTarget:
         self.config = config
         prefix = self.prefix(config)
         self.embedding = weights[f"{prefix}embed_tokens.weight"]
-        head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        head = self.embedding if config.tie_word_embeddings else find_matrix(weights, "lm_head")
         self.head = Linear(head, kernels=placement.kernels)
         self._decoder = DecoderStack(weights, prefix, config, placement, type(self).read_layer)
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_rule import Gates
+from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import RecurrenceConfig
 from dflash_runtime.models.layers import Attend, Linear
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Matrix, Weights, find_matrix, join_matrices
 
 INPUTS = ("qkv", "b", "a", "z")
 """The projections of a layer's input: channels, beta, decay, gate of the norm."""
@@ -23,9 +24,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A recurrent `Mixer`. One product makes its channels, the gate of its norm, and the inputs of beta and decay."""
+    """A recurrent `Mixer`.
 
-    inputs: Linear  # [C + 2 * H + H * V, hidden]
+    One product makes its channels, the gate of its norm, and the inputs of beta and decay. Projections in FP8 have a
+    product of their own, beside the projections in the dtype of the run.
+    """
+
+    inputs: tuple["JoinedInputs", ...]
     taps: Tensor  # [S, C]
     log_rate: Tensor  # [H] float32
     bias: Tensor  # [H] float32
@@ -38,20 +43,48 @@ class DeltaNet:
     @classmethod
     def read(cls, weights: Weights, name: str, config: RecurrenceConfig, eps: float, kernels: Kernels) -> "DeltaNet":
         """Read the layer's tensors, and join its projections."""
-        parts = [weights[f"{name}.in_proj_{part}.weight"] for part in INPUTS]
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        inputs = JoinedInputs.read(weights, name, kernels)
+        wide = torch.promote_types(weights[f"{name}.conv1d.weight"].dtype, torch.float32)
         taps = weights[f"{name}.conv1d.weight"][:, 0].T.contiguous()
         log_rate, bias = (weights[f"{name}.{part}"].to(wide) for part in ("A_log", "dt_bias"))
-        inputs, output = Linear(torch.cat(parts), kernels=kernels), Linear.read(weights, f"{name}.out_proj", kernels)
+        output = Linear.read(weights, f"{name}.out_proj", kernels)
         return cls(inputs, taps, log_rate, bias, weights[f"{name}.norm.weight"], output, eps, config, kernels)
 
     def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * V]. The layer has no rope."""
-        heads = self.config.num_value_heads
-        widths = (self.config.num_channels, heads, heads, self.config.values_width)
-        rows, beta, decay, gate = self.inputs(hidden).split(widths, dim=-1)
-        mixed = attend.recall(layer, rows, self.taps, Gates(decay, beta, self.log_rate, self.bias))
-        return self.kernels.gated_norm(mixed, gate, self.norm, self.eps)
+        found: dict[str, Tensor] = {}
+        for joined in self.inputs:
+            found |= joined(hidden)
+        gates = Gates(found["a"], found["b"], self.log_rate, self.bias)
+        mixed = attend.recall(layer, found["qkv"], self.taps, gates)
+        return self.kernels.gated_norm(mixed, found["z"], self.norm, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedInputs:
+    """Projections of a layer's input in one product, [sum of widths, hidden]."""
+
+    linear: Linear
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    @classmethod
+    def read(cls, weights: Weights, name: str, kernels: Kernels) -> tuple["JoinedInputs", ...]:
+        """Read all projections of a layer: joined, or those in FP8 and the others apart."""
+        parts = {part: find_matrix(weights, f"{name}.in_proj_{part}") for part in INPUTS}
+        groups: dict[bool, dict[str, Matrix]] = {}
+        for part, matrix in parts.items():
+            groups.setdefault(isinstance(matrix, Fp8Weight), {})[part] = matrix
+        return tuple(
+            cls(
+                Linear(join_matrices([*group.values()]), kernels=kernels), tuple(group), tuple(map(len, group.values()))
+            )
+            for group in groups.values()
+        )
+
+    def __call__(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Normalised rows [T, hidden] -> name of each projection -> rows [T, width]."""
+        return dict(zip(self.names, self.linear(hidden).split(self.widths, dim=-1), strict=True))
 
 
 def delta_shapes(config: RecurrenceConfig, hidden_size: int) -> dict[str, Shape]:

@@ -4,20 +4,28 @@ A checkpoint has a tensor for each part of each expert, or one fused tensor for 
 `experts.down_proj`. A shared expert becomes further experts at the end of the stack, each as wide as the others. Zeros
 fill up the last one. They change no result, because silu(0) * 0 is 0.
 
+Experts in FP8 become two stacks of matrices and two stacks of their scales, which are joined in the same way.
+
 Axis letters: E experts, S experts that hold the shared one, F inner width.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.config import ExpertsConfig
+from dflash_runtime.errors import UnsupportedError
 
 Shape = tuple[int, ...]
+Matrix = Tensor | Fp8Weight
+M = TypeVar("M", Tensor, Matrix)
 
 _TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d+)\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
 """Owner, number of a single expert, whether the expert is shared, part."""
@@ -55,32 +63,28 @@ def with_fused_experts(expected: Shapes, stored: Iterable[str]) -> dict[str, Sha
     return found
 
 
-def stack_experts(tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[tuple[str, M]]:
     """Yield stacked experts, and other tensors unchanged. `shapes` has all tensors that will come, in any order.
 
     Each tensor is copied into its stack at once: memory may not hold all experts twice.
     """
     layers = _layers(shapes)
-    stacks: dict[str, Tensor] = {}
-    for name, tensor in tensors:
+    stacks: dict[str, _Stack | _Fp8Stack] = {}
+    for name, matrix in tensors:
         match = _TENSOR.fullmatch(name)
         if match is None or match[1] not in layers:
-            yield name, tensor
+            yield name, matrix
             continue
         owner, expert, is_shared, part = match.groups()
         layer, stacked = layers[owner], f"{owner}.experts.{'down' if part == 'down' else 'gate_up'}_proj.weight"
-        if tensor.dim() == 3 and not layer.num_shared:
-            yield stacked, tensor
+        if len(matrix.shape) == 3 and not layer.num_shared:
+            yield stacked, matrix
             continue
         if stacked not in stacks:
-            stacks[stacked] = tensor.new_empty(layer.stack_shape(part))
-        whose = stacks[stacked][layer.num_experts :] if is_shared else stacks[stacked][: layer.num_experts]
-        whose = whose if expert is None else whose[int(expert)]
-        rows = (
-            whose if part in ("gate_up", "down") else whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
-        )
-        rows.copy_(layer.cut(tensor, part) if is_shared else tensor)
-    yield from stacks.items()
+            stacks[stacked] = _Fp8Stack(layer) if isinstance(matrix, Fp8Weight) else _Stack(layer)
+        stacks[stacked].put(matrix, part, "shared" if is_shared else None if expert is None else int(expert))
+    for name, stack in stacks.items():
+        yield name, cast(Any, stack.joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,76 @@ class _Layer:
         if is_down:
             return filled.view(self.hidden, self.num_shared, self.inner).transpose(0, 1)
         return filled.view(self.num_shared, self.inner, self.hidden)
+
+
+class _Stack:
+    """The stack of one part of a layer's experts, filled matrix by matrix."""
+
+    def __init__(self, layer: "_Layer") -> None:
+        self._layer = layer
+        self._stack: Tensor | None = None
+
+    @property
+    def joined(self) -> Matrix:
+        assert self._stack is not None
+        return self._stack
+
+    def put(self, matrix: Matrix, part: str, expert: "int | str | None") -> None:
+        """Copy a part of one expert, of the shared one, or of all."""
+        assert isinstance(matrix, Tensor)
+        layer = self._layer
+        if self._stack is None:
+            self._stack = matrix.new_empty(layer.stack_shape(part))
+        is_shared = expert == "shared"
+        whose = self._stack[layer.num_experts :] if is_shared else self._stack[: layer.num_experts]
+        whose = whose[expert] if isinstance(expert, int) else whose
+        if part in ("gate", "up"):
+            whose = whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
+        whose.copy_(layer.cut(matrix, part) if is_shared else matrix)
+
+
+class _Fp8Stack:
+    """The stacks of the numbers and of the scales of one part of a layer's experts."""
+
+    def __init__(self, layer: "_Layer") -> None:
+        self._layer = layer
+        self._values, self._scales = _Stack(layer), _Stack(layer)
+        self._input_scale: Tensor | None = None
+
+    @property
+    def joined(self) -> Matrix:
+        values, scales = self._values.joined, self._scales.joined
+        assert isinstance(values, Tensor)
+        assert isinstance(scales, Tensor)
+        return Fp8Weight(values.view(FP8), scales, self._input_scale)
+
+    def put(self, matrix: Matrix, part: str, expert: "int | str | None") -> None:
+        """Copy a part of one expert, of the shared one, or of all. Fixed scales of inputs become the largest one.
+
+        Raises:
+            UnsupportedError: the shared expert would be cut inside a block with one scale.
+        """
+        assert isinstance(matrix, Fp8Weight)
+        layer, fixed = self._layer, matrix.input_scale
+        if layer.inner % matrix.block[0] and part != "down":
+            matrix = matrix.with_row_scales()
+        height, width = matrix.block
+        scales = matrix.scales
+        if part == "down":
+            self._scales._layer = replace(layer, inner=-(-layer.inner // width), hidden=scales.shape[-2])
+            if expert == "shared" and scales.shape[-1] == 1 < layer.num_shared:
+                scales = scales.expand(-1, layer.num_shared).contiguous()
+            if expert == "shared" and layer.num_shared > 1 and matrix.has_groups and layer.inner % width:
+                raise UnsupportedError(
+                    "a shared expert in FP8 whose blocks do not end with the experts that it is cut into",
+                    id="fp8-shared-expert-cut",
+                )
+        else:
+            self._scales._layer = replace(layer, inner=layer.inner // height, hidden=scales.shape[-1])
+        self._values.put(matrix.values.view(torch.uint8), part, expert)
+        self._scales.put(scales, part, expert)
+        both = [item for item in (fixed, self._input_scale) if item is not None]
+        self._input_scale = torch.stack(both).amax(0) if both and both[0].numel() else next(iter(both), None)
 
 
 def _layers(shapes: Shapes) -> dict[str, _Layer]:

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.fp8_experts import fp8_experts_ref
+from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import ExpertsConfig
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Matrix, Weights, find_matrix
 
 ALIGNMENT = 16
 """Torch's grouped product requires rows of a multiple of this many bytes."""
@@ -30,8 +32,8 @@ class Experts:
     """
 
     router: Tensor  # [E, hidden], or [E + 1, hidden]
-    gate_up: Tensor  # [E + S, 2 F, hidden], the gate's rows first
-    down: Tensor  # [E + S, hidden, F]
+    gate_up: Matrix  # [E + S, 2 F, hidden], the gate's rows first
+    down: Matrix  # [E + S, hidden, F]; in FP8 if `gate_up` is
     num_chosen: int
     has_normalised_scores: bool
     kernels: Kernels = REFERENCE
@@ -42,7 +44,7 @@ class Experts:
         router = weights[f"{name}.gate.weight"]
         if config.num_shared:
             router = torch.cat((router, weights[f"{name}.shared_expert_gate.weight"]))
-        gate_up, down = (weights[f"{name}.experts.{part}_proj.weight"] for part in ("gate_up", "down"))
+        gate_up, down = (find_matrix(weights, f"{name}.experts.{part}_proj") for part in ("gate_up", "down"))
         scores = (config.num_chosen, config.has_normalised_scores)
         return cls(router, gate_up, down, *scores, kernels, config.num_shared)
 
@@ -55,7 +57,9 @@ class Experts:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether torch has a grouped product for these weights."""
+        """Whether one call computes all experts: a kernel for FP8, or torch's grouped product for these weights."""
+        if isinstance(self.down, Fp8Weight) or isinstance(self.gate_up, Fp8Weight):
+            return self.kernels.name == "triton"
         widths = (self.gate_up.shape[-1], self.down.shape[-1])
         is_aligned = all(width * self.down.element_size() % ALIGNMENT == 0 for width in widths)
         return self.down.is_cuda and self.down.dtype == torch.bfloat16 and is_aligned
@@ -63,6 +67,8 @@ class Experts:
     @property
     def follows_from_shapes(self) -> bool:
         """See `models.target.Target`."""
+        if isinstance(self.down, Fp8Weight):
+            return self.is_grouped
         return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,6 +79,10 @@ class Experts:
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Run one expert after another, [T, hidden]. The host reads which experts are chosen."""
+        if isinstance(self.gate_up, Fp8Weight) and isinstance(self.down, Fp8Weight):
+            return fp8_experts_ref(hidden, self.gate_up, self.down, chosen, scores)[0]
+        assert isinstance(self.gate_up, Tensor)
+        assert isinstance(self.down, Tensor)
         total = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
             rows, columns = (chosen == expert).nonzero(as_tuple=True)
@@ -85,4 +95,8 @@ class Experts:
 
         For many rows this uses torch's products. `follows_from_shapes` says whether they read values on the host.
         """
+        if isinstance(self.gate_up, Fp8Weight) and isinstance(self.down, Fp8Weight):
+            return self.kernels.fp8_experts(hidden, self.gate_up, self.down, chosen, scores)
+        assert isinstance(self.gate_up, Tensor)
+        assert isinstance(self.down, Tensor)
         return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.fp8_format import CONFIG_KEY
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import in_one_line
 from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.target_quantization import CONFIG_KEY, Quantization, read_quantization
+from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
 from dflash_runtime.models.hosted_quantization import (

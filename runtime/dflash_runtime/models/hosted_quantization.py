@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.fp8_format import stated_quantization
 from dflash_runtime.checkpoint.target_quantization import (
     Quantization,
     has_cut_blocks,
     is_scale,
     scaled_weights,
-    stated_quantization,
 )
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.models.weights import loaded_bytes

@@ -1,4 +1,4 @@
-"""The parts of a decoder that targets and drafts share. Weights are plain tensors, without gradients.
+"""The parts of a decoder that targets and drafts share. Weights have no gradients.
 
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, P pages.
 """
@@ -14,6 +14,7 @@ from torch.nn import functional
 from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
+from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
@@ -22,7 +23,7 @@ from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Matrix, Weights, find_matrix, rows_between
 
 
 class Attend(Protocol):
@@ -75,28 +76,48 @@ class PagedKV(Protocol):
 class Linear:
     """`x @ weight.T + bias`, rows [T, K] -> [T, N]."""
 
-    weight: Tensor
+    weight: Matrix
     bias: Tensor | None = None
     kernels: Kernels = REFERENCE
 
     @classmethod
     def read(cls, weights: Weights, name: str, kernels: Kernels) -> "Linear":
-        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"), kernels)
+        return cls(find_matrix(weights, name), weights.get(f"{name}.bias"), kernels)
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.weight, Fp8Weight):
+            found = self.kernels.fp8_product(hidden, self.weight)
+            return found if self.bias is None else found + self.bias
         if self.bias is not None:
             return functional.linear(hidden, self.weight, self.bias)
         return self.kernels.product(hidden, self.weight)
 
     def parts(self, hidden: Tensor) -> Tensor:
         """[T, K] -> parts of the product, [P, T, N], that the reader sums."""
-        return self(hidden)[None] if self.bias is not None else self.kernels.product_parts(hidden, self.weight)
+        if self.bias is not None:
+            return self(hidden)[None]
+        if isinstance(self.weight, Fp8Weight):
+            return self.kernels.fp8_product_parts(hidden, self.weight)
+        return self.kernels.product_parts(hidden, self.weight)
 
     def gated(self, hidden: Tensor) -> Tensor:
         """silu(gate) * up of a product with both weights, [T, K] -> [T, N / 2]."""
         if self.bias is not None:
             return silu_mul_ref(self(hidden))
+        if isinstance(self.weight, Fp8Weight):
+            return self.kernels.fp8_gated_product(hidden, self.weight)
         return self.kernels.gated_product(hidden, self.weight)
+
+    @property
+    def plain(self) -> Tensor:
+        """The weight of a projection that is never in FP8."""
+        assert isinstance(self.weight, Tensor), "a weight in the dtype of the run"
+        return self.weight
+
+    def rows(self, begin: int, end: int) -> "Linear":
+        """Return the part that makes columns [begin, end) of the product."""
+        bias = None if self.bias is None else self.bias[begin:end]
+        return Linear(rows_between(self.weight, begin, end), bias, self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +201,7 @@ class Attention:
     @property
     def key_value(self) -> Linear:
         """The rows of the projection that make keys and values, [2 * KV * D, hidden]."""
-        begin = self.num_heads * self.head_dim
-        return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:], self.kernels)
+        return self.qkv.rows(self.num_heads * self.head_dim, len(self.qkv.weight))
 
 
 def _head_norms(weights: Weights, name: str, counts: tuple[int, int]) -> Tensor | None:

@@ -23,7 +23,7 @@ from dflash_runtime.models.delta_net import DeltaNet, delta_shapes
 from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Matrix, Weights, find_matrix, named_tensors, rows_between, take_rows
 
 OFFSET_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 """Norms whose weight is an offset from one. The norm inside a recurrent layer is an ordinary one."""
@@ -63,11 +63,11 @@ def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, 
         recurrent = DeltaNet.read(weights, f"{name}.linear_attn", config.recurrence, config.rms_norm_eps, kernels)
         return DecoderLayer.around(recurrent, weights, name, config, kernels)
     own = f"{name}.self_attn"
-    changed = {**weights, **_split_queries(weights[f"{own}.qkv_proj.weight"], own, config)}
+    changed = {**weights, **_split_queries(find_matrix(weights, f"{own}.qkv_proj"), own, config)}
     changed |= {
         f"{own}.{part}_norm.weight": weights[f"{own}.{part}_norm.weight"][rotated_first(config)] for part in "qk"
     }
-    inputs = Linear(changed[f"{own}.inputs.weight"], kernels=kernels)
+    inputs = Linear.read(changed, f"{own}.inputs", kernels)
     mixer = GatedAttention(Attention.read(changed, own, config, kernels), inputs)
     return DecoderLayer.around(mixer, weights, name, config, kernels)
 
@@ -125,12 +125,13 @@ def rotated_first(config: TargetConfig) -> Tensor:
     return torch.cat((turned, rest), dim=1).flatten()
 
 
-def _split_queries(stacked: Tensor, name: str, config: TargetConfig) -> dict[str, Tensor]:
+def _split_queries(stacked: Matrix, name: str, config: TargetConfig) -> dict[str, Tensor]:
     """Split the joined projection into queries, keys and values in the order of `rotated_first`, and gates."""
-    size, order = config.head_dim, rotated_first(config).to(stacked.device)
-    heads = stacked.view(-1, size, stacked.shape[1])
-    queries, gates = heads[: 2 * config.num_heads].view(config.num_heads, 2, size, -1).unbind(1)
+    size, order = config.head_dim, rotated_first(config)
+    heads = torch.arange(len(stacked)).view(-1, size)
+    queries, gates = heads[: 2 * config.num_heads].view(config.num_heads, 2, size).unbind(1)
     keys, values = heads[2 * config.num_heads :].split(config.num_kv_heads)
-    inputs = torch.cat((queries[:, order], keys[:, order], values, gates)).flatten(0, 1)
+    inputs = take_rows(stacked, torch.cat((queries[:, order], keys[:, order], values, gates)).flatten())
     num_gates = config.num_heads * size
-    return {f"{name}.qkv_proj.weight": inputs[:-num_gates], f"{name}.inputs.weight": inputs}
+    joined = rows_between(inputs, 0, len(inputs) - num_gates)
+    return named_tensors(f"{name}.qkv_proj.weight", joined) | named_tensors(f"{name}.inputs.weight", inputs)

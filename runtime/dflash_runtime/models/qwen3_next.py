@@ -18,7 +18,7 @@ from dflash_runtime.models.expert_stacks import experts_shapes
 from dflash_runtime.models.layers import DecoderLayer, LayerReader
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Weights, find_matrix, named_tensors, take_rows
 
 SPLIT = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
 JOINED = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))
@@ -30,9 +30,11 @@ def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, 
     assert isinstance(config, TargetConfig)
     assert config.recurrence is not None
     if f"{name}.{JOINED[0]}" in weights:
-        qkvz, ba = (weights[f"{name}.{part}"] for part in JOINED)
-        parts = split_inputs(qkvz, ba, config.recurrence)
-        weights = {**weights, **{f"{name}.{part}": tensor for part, tensor in parts.items()}}
+        qkvz, ba = (find_matrix(weights, f"{name}.{part.removesuffix('.weight')}") for part in JOINED)
+        orders = split_inputs(torch.arange(len(qkvz))[:, None], torch.arange(len(ba))[:, None], config.recurrence)
+        for part, order in orders.items():
+            matrix = qkvz if part in (SPLIT[0], SPLIT[1]) else ba
+            weights = {**weights, **named_tensors(f"{name}.{part}", take_rows(matrix, order[:, 0]))}
     return qwen3_5.read_layer(weights, name, config, kernels)
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, scale_tensors
 from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -30,7 +30,7 @@ from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.text_part import text_tensors
-from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
+from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
 from dflash_runtime.registry import Registry
 
 
@@ -120,7 +120,7 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
-    """Return the config of a target with plain weights that a family of this package runs."""
+    """Return the config of a target that a family of this package runs."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
         raise without_native_family(source, frozenset(known))
@@ -129,7 +129,7 @@ def _native_config(source: TargetSource) -> TargetConfig:
     config: TargetConfig = (
         source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
     )
-    refuse_packed(checkpoint.path, find_quantization(checkpoint))
+    refuse_packed_unless_fp8(checkpoint)
     return config
 
 
@@ -171,14 +171,15 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
             if quantization is None
             else quantised_bytes(quantization, tensors, dtype)
         )
-    return loaded_bytes((tensors[name] for name in target_shapes(source)), dtype)
+    return native_bytes((tensors[name] for name in target_shapes(source)), dtype)
 
 
 def target_shapes(source: TargetSource) -> Shapes:
     """Return every tensor that a native target loads, with its shape, from the headers.
 
     Raises:
-        UnsupportedError: a model type without a native family, quantised weights, or tensors that are not applied.
+        UnsupportedError: a model type without a native family, another quantization than FP8, or tensors that are not
+            applied.
         TensorMismatch: lists all missing and misshapen tensors.
     """
     config, path = _native_config(source), source.checkpoint.path
@@ -187,8 +188,10 @@ def target_shapes(source: TargetSource) -> Shapes:
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
-    others = text_tensors(info for name, info in source.checkpoint.tensors.items() if name not in expected)
-    unread = others if config.nested_in is not None else found.keys() - expected.keys()
+    others = text_tensors(info for name, info in source.checkpoint.tensors.items() if name not in expected).keys()
+    unread = (others if config.nested_in is not None else found.keys() - expected.keys()) - scale_tensors(
+        source.checkpoint
+    )
     surplus = unapplied_tensors(unread, stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""

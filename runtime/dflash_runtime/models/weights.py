@@ -3,19 +3,27 @@
 A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`. A model gets `qkv_proj` and `gate_up_proj`, so
 that each needs one product. Stacking happens while tensors are loaded, and needs extra memory for one layer's parts
 only. A layer's experts become two tensors; see `expert_stacks.py`.
+
+Matrices in FP8 stay in FP8. After loading, a module `X` has the tensors `X.weight` and `X.weight_scale`. It also has
+`X.input_scale` unless each row of activations has scales of its own (`Fp8Weight`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.fp8_weight import WEIGHT, Fp8Weight, join_rows
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.fp8_format import E4M3, Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 
 Weights = Mapping[str, Tensor]
+
+Matrix = Tensor | Fp8Weight
+"""A weight of a product."""
 
 _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
 
@@ -25,35 +33,66 @@ def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
     return sum(info.num_elements * dtype.itemsize if info.is_floating else info.num_bytes for info in infos)
 
 
+def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
+    """Return the bytes of tensors after loading into a native model, in which matrices in FP8 stay as they are."""
+    return sum(info.num_bytes if info.dtype == E4M3 else loaded_bytes([info], dtype) for info in infos)
+
+
 def load_weights(
     checkpoint: Checkpoint, names: Iterable[str], placement: Placement, as_stored: str | None = None
 ) -> Weights:
     """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
     The device converts, which costs the host neither time nor memory. Tensors with the prefix `as_stored` keep their
-    dtype.
+    dtype, and matrices in FP8 keep theirs and get their scales.
     """
     wanted = list(names)
-    tensors = (
-        (name, tensor.to(placement.dtype) if tensor.is_floating_point() and not _begins(name, as_stored) else tensor)
-        for name, tensor in checkpoint.load_many(wanted, str(placement.device))
-    )
+    scaled, form = fp8_matrices(checkpoint, wanted), read_fp8_format(checkpoint)
+    scales = _load_scales(checkpoint, scaled.values(), placement)
+
+    def loaded() -> Iterator[tuple[str, Matrix]]:
+        for name, tensor in checkpoint.load_many(wanted, str(placement.device)):
+            if form is not None and name in scaled:
+                yield name, _fp8_weight(tensor, scaled[name], scales, form)
+            elif tensor.is_floating_point() and not _begins(name, as_stored):
+                yield name, tensor.to(placement.dtype)
+            else:
+                yield name, tensor
+
     shapes = {name: checkpoint.tensors[name].shape for name in wanted}
-    return stack_projections(stack_experts(tensors, shapes))
+    return stack_projections(stack_experts(loaded(), shapes))
+
+
+def _load_scales(checkpoint: Checkpoint, names: Iterable[Fp8Names], placement: Placement) -> dict[str, Tensor]:
+    """Read scales onto the device in float32."""
+    listed = [name for item in names for name in (item.scales, item.input_scale) if name is not None]
+    return {name: tensor.float() for name, tensor in checkpoint.load_many(listed, str(placement.device))}
+
+
+def _fp8_weight(values: Tensor, names: Fp8Names, scales: Mapping[str, Tensor], form: Fp8Format) -> Fp8Weight:
+    """Return a matrix in FP8, or a stack of them. One scale per matrix becomes one per row."""
+    found, *stack = scales[names.scales], *values.shape[:-2]
+    if form.block is None:
+        height = values.shape[-2]
+        found = found.reshape(*stack, -1, 1).expand(*stack, height, 1).contiguous()
+    fixed = None if form.activations == "dynamic" else found.new_zeros(0)
+    if names.input_scale is not None:
+        fixed = scales[names.input_scale].amax().view(1)
+    return Fp8Weight(values, found, fixed)
 
 
 def _begins(name: str, prefix: str | None) -> bool:
     return prefix is not None and name.startswith(prefix)
 
 
-def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:
+def stack_projections(tensors: Iterable[tuple[str, Matrix]]) -> Weights:
     """Names and tensors in any order -> weights in which the parts of each stack in `FUSED` are one tensor.
 
     `qkv_proj` has the rows of queries, then keys, then values; `gate_up_proj` has the rows of gate, then up. The parts
     of an incomplete stack keep their own names.
     """
-    weights: dict[str, Tensor] = {}
-    waiting: dict[str, dict[str, tuple[str, Tensor]]] = {}  # stacked name -> part -> its own name and tensor
+    weights: dict[str, Matrix] = {}
+    waiting: dict[str, dict[str, tuple[str, Matrix]]] = {}  # stacked name -> part -> its own name and matrix
     for name, tensor in tensors:
         part = next((part for part in _STACK_OF if part in name), None)
         if part is None:
@@ -64,7 +103,36 @@ def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:
         waiting.setdefault(stacked, {})[part] = (name, tensor)
         if len(waiting[stacked]) == len(FUSED[stack]):
             parts = waiting.pop(stacked)
-            weights[stacked] = torch.cat([parts[item][1] for item in FUSED[stack]])
+            weights[stacked] = join_matrices([parts[item][1] for item in FUSED[stack]])
     for parts in waiting.values():
         weights.update(parts.values())
-    return weights
+    return {key: tensor for name, matrix in weights.items() for key, tensor in named_tensors(name, matrix).items()}
+
+
+def named_tensors(name: str, matrix: Matrix) -> dict[str, Tensor]:
+    """Return the tensors of a matrix by name. `name` is the name of the weight, such as `X.weight`."""
+    return matrix.tensors(name.removesuffix(WEIGHT)) if isinstance(matrix, Fp8Weight) else {name: matrix}
+
+
+def find_matrix(weights: Weights, name: str) -> Matrix:
+    """Return the weight of the module `name`."""
+    return Fp8Weight.find(weights, name) or weights[f"{name}{WEIGHT}"]
+
+
+def join_matrices(parts: Sequence[Matrix]) -> Matrix:
+    """Return one matrix with the rows of all parts, which are all in FP8 or all plain."""
+    fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+    if fp8:
+        assert len(fp8) == len(parts), "joined parts are all in FP8, or none"
+        return join_rows(fp8)
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+
+def take_rows(matrix: Matrix, order: Tensor) -> Matrix:
+    """Return rows of a matrix in another order [M] int64."""
+    return matrix.take(order) if isinstance(matrix, Fp8Weight) else matrix[order.to(matrix.device)]
+
+
+def rows_between(matrix: Matrix, begin: int, end: int) -> Matrix:
+    """Return rows [begin, end) of a matrix."""
+    return matrix.rows(begin, end) if isinstance(matrix, Fp8Weight) else matrix[begin:end]

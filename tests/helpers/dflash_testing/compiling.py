@@ -24,7 +24,7 @@ from dflash_kernels.launch_config import TensorDescriptor
 CAPABILITY = 90
 NAMES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.bool: "*i1",
+    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.uint8: "*u8",
 }  # fmt: skip
 """Triton's names of pointer types."""
 
@@ -98,6 +98,7 @@ def intercept(launches: Launches) -> None:
         "early": lambda device: early,
         "num_multiprocessors": lambda device: 132,
         "has_tile_loads": lambda device: True,
+        "has_fp8": lambda device: True,
         "shared_memory": lambda device: SHARED_BYTES,
     }  # fmt: skip
     for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels."):

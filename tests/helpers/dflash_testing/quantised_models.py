@@ -1,6 +1,7 @@
 """Small random models with quantised weights, packed by this module, and the same models with plain weights."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,21 @@ from dflash_testing.hosted_models import make_model
 BLOCK = 16
 
 
-def quantise(path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]], config: Any) -> Any:
+def quantise(
+    path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]], config: Any,
+    kept: str = r".*mlp\.gate\.weight", **changes: Any,
+) -> Any:  # fmt: skip
     """Save a random model with the matrices of its layers packed, and return the model with the dequantised matrices.
 
-    `pack` returns a matrix after dequantisation, and the tensors that store it, by the ends of their names.
+    `pack` returns a matrix after dequantisation, and the tensors that store it, by the ends of their names. Matrices
+    whose names match `kept` stay plain. `changes` are keys of the model's config.
     """
     from transformers import AutoModelForCausalLM
 
-    make_model(path, kind)
+    make_model(path, kind, **changes)
     stored = load_file(path / "model.safetensors")
     plain = dict(stored)
-    for name in list(_matrices(stored)):
+    for name in [name for name in _matrices(stored) if not re.fullmatch(kept, name)]:
         plain[name], tensors = pack(stored.pop(name))
         stored |= {name.removesuffix("weight") + end: tensor for end, tensor in tensors.items()}
     save_file(plain, path / "model.safetensors", {"format": "pt"})
@@ -105,6 +110,5 @@ GROUPED = {
 
 
 def _matrices(stored: dict[str, Tensor]) -> Iterable[str]:
-    """Return the names of the matrices that exporters quantise: all but the router of experts."""
-    layers = (name for name, tensor in stored.items() if ".layers." in name and tensor.dim() == 2)
-    return (name for name in layers if not name.endswith("mlp.gate.weight"))
+    """Return the names of the matrices of layers."""
+    return (name for name, tensor in stored.items() if ".layers." in name and tensor.dim() == 2)

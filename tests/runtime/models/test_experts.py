@@ -20,6 +20,7 @@ from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models import layers
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.experts import Experts
+from dflash_runtime.models.weights import Matrix
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_target
 from dflash_testing.tensors import assert_rows_close
@@ -58,6 +59,11 @@ def make(is_normalised: bool, num_chosen: int = 3) -> tuple[Qwen3MoeSparseMoeBlo
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def plain(matrix: Matrix) -> Tensor:
+    assert isinstance(matrix, Tensor)
+    return matrix
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -150,7 +156,7 @@ def test_a_layer_passes_its_kernels_to_its_experts() -> None:
     experts = make(True)[1]
     names = ("gate", "experts.gate_up_proj", "experts.down_proj")
     factors = (experts.router, experts.gate_up, experts.down)
-    weights = {f"mlp.{name}.weight": factor for name, factor in zip(names, factors, strict=True)}
+    weights = {f"mlp.{name}.weight": plain(factor) for name, factor in zip(names, factors, strict=True)}
     chosen = ExpertsConfig(
         num_experts=NUM_EXPERTS, num_chosen=3, intermediate_size=INNER, has_normalised_scores=True, layers=(0,)
     )
@@ -229,7 +235,7 @@ def test_grouped_products_never_synchronise_with_the_host(count: int, name: Kern
     """A captured graph in bfloat16, replayed on other rows, computes the experts of these rows."""
     experts = make_shared(INNER)[1] if num_shared else make(True)[1]
     router, gate_up, down = (
-        tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
+        plain(tensor).to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
     )
     experts = replace(experts, router=router, gate_up=gate_up, down=down, kernels=pick_kernels(name, "cuda"))
     hidden, other = (rows(size, torch.bfloat16).cuda()[-count:] for size in (count, count + 1))

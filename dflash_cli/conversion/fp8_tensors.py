@@ -1,0 +1,131 @@
+"""Round matrices of a draft to FP8 (e4m3), in the form of compressed-tensors that engines load.
+
+Each block of 128 x 128 numbers has one scale, its largest number / 448. Readers round activations with a scale per row
+and 128 columns. By default q, k, v and the head stay as they are: vLLM 0.33 multiplies k and v of the context outside
+its quantised layers and stops, and SGLang 0.5.23 reads q, k and v without scales.
+Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py (`_build_context_kv_buffers`; vllm-project/vllm#51581), SGLang
+0.5.23 models/dflash.py.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
+from dflash_runtime.checkpoint.fp8_format import E4M3
+from dflash_runtime.checkpoint.layout import HEAD
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dflash_kernels.fp8_weight import Fp8Weight
+
+BLOCK = 128
+CHUNK_ROWS = 4 * BLOCK
+"""Rows that are rounded at once, so that memory does not grow with the matrix."""
+
+SCALE_END = "_scale"
+
+ROUNDED = re.compile(r"fc\.weight|layers\.\d+\.(self_attn\.o|mlp\.(gate|up|down))_proj\.weight")
+ATTENTION_INPUTS = re.compile(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight")
+
+KEPT = (r"re:.*self_attn\.(q|k|v|qkv)_proj$", r"re:.*lm_head$", r"re:.*embed_tokens$")
+"""Modules that are not quantised. Patterns, because vLLM counts a draft's layers from the target's on."""
+
+FLOATS = ("BF16", "F16", "F32")
+FAMILIES = ("dflash",)
+"""Draft families whose layers the runtime multiplies in FP8."""
+
+
+def quantization_config(*, has_all: bool) -> dict[str, Any]:
+    """Return the `quantization_config` of a draft with matrices in FP8."""
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False},
+        "input_activations": {**eight, "strategy": "group", "group_size": BLOCK, "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "ignore": [KEPT[-1]] if has_all else [*KEPT], "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def in_fp8(
+    draft: DraftCheckpoint, tensors: Sequence[WrittenTensor], target: TargetSource | None, *, has_all: bool
+) -> list[WrittenTensor]:
+    """Return the tensors of a result, with its matrices in FP8 and their scales.
+
+    With `has_all`, q, k, v and the head are in FP8 too. The head is the target's, if the draft has none.
+
+    Raises:
+        UnsupportedError: the draft is quantised already, or is of another family.
+        UsageError: the head is the target's, and no target is given.
+    """
+    if draft.quantization is not None:
+        text = f"quantised weights ({draft.quantization}), which are not rounded again"
+        raise UnsupportedError(text, id="already-quantised", path=draft.checkpoint.path, found=draft.quantization)
+    if draft.config.family not in FAMILIES:
+        text = f"--quantize writes drafts of the family {', '.join(FAMILIES)}, and this is {draft.config.family}"
+        raise UnsupportedError(text, id="family-not-quantised", field="family", found=draft.config.family)
+    found: list[WrittenTensor] = []
+    for tensor in tensors:
+        is_rounded = ROUNDED.fullmatch(tensor.name) or (
+            has_all and (ATTENTION_INPUTS.fullmatch(tensor.name) or tensor.name == HEAD)
+        )
+        found += _rounded(draft, tensor, tensor.name) if is_rounded else [tensor]
+    if has_all and not any(tensor.name == HEAD for tensor in tensors):
+        found += _head_of(target)
+    return found
+
+
+def _rounded(draft: DraftCheckpoint, tensor: WrittenTensor, name: str) -> list[WrittenTensor]:
+    """Return a matrix of the draft in FP8, and its scales."""
+    if tensor.dtype not in FLOATS or isinstance(tensor, MadeTensor):
+        text = f"{name} is {tensor.dtype} and cannot be rounded to FP8"
+        hint = "convert without --normalise-taps first" if isinstance(tensor, MadeTensor) else None
+        raise UnsupportedError(text, id="tensor-not-rounded", field=name, found=tensor.dtype, hint=hint)
+    return _made(name, tensor, lambda: draft.checkpoint.load(name))
+
+
+def _head_of(target: TargetSource | None) -> list[WrittenTensor]:
+    if target is None:
+        text = "--quantize-all: the head is the target's, and no target is given"
+        raise UsageError(text, id="head-needs-target", field="--quantize-all", hint="pass --target TARGET")
+    stored = target.checkpoint.tensors
+    name = HEAD if HEAD in stored else next(item for item in stored if item.endswith("embed_tokens.weight"))
+    return _made(HEAD, stored[name], lambda: target.checkpoint.load(name))
+
+
+def _made(name: str, tensor: WrittenTensor, load: Any) -> list[WrittenTensor]:
+    height, width = tensor.shape
+    grid = (-(-height // BLOCK), -(-width // BLOCK))
+
+    def values() -> Iterator[bytes]:
+        for made in _chunks(load()):
+            yield _bytes(made.values)
+
+    def scales() -> Iterator[bytes]:
+        for made in _chunks(load()):
+            yield _bytes(made.scales)
+
+    return [
+        MadeTensor(name, E4M3, (height, width), tensor.file, values),
+        MadeTensor(name + SCALE_END, "F32", grid, tensor.file, scales),
+    ]
+
+
+def _chunks(matrix: "Tensor") -> "Iterator[Fp8Weight]":
+    from dflash_kernels.fp8_weight import to_fp8
+
+    for rows in matrix.split(CHUNK_ROWS):
+        yield to_fp8(rows, (BLOCK, BLOCK))
+
+
+def _bytes(tensor: "Tensor") -> bytes:
+    import torch
+
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

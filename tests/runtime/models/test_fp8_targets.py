@@ -1,0 +1,216 @@
+"""Targets in FP8 run natively in every form, and compute what transformers computes with rounded activations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.fp8_weight import FP8 as E4M3
+from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.text_pages import read_features
+from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.fp8_models import FORMS, RoundedModel
+from dflash_testing.hosted_models import LINEAR
+from dflash_testing.pairs import ScriptedDraft, always_right, placement, random_draft, random_llm, random_prompts
+from dflash_testing.refusals import refuses
+
+WIDE = torch.float64
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},  # with biases
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {},
+}
+SAMPLED = [("llama", form) for form in FORMS] + [(kind, "blocks") for kind in FAMILIES if kind != "llama"]
+SAMPLED += [("qwen3_moe", "compressed rows"), ("qwen3_5_moe_text", "static"), ("qwen3_next", "compressed rows")]
+ALL = [(kind, form) for kind in FAMILIES for form in FORMS]
+CASES = [case if case in SAMPLED else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
+LAYERS = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_a_target_computes_what_its_format_says(kind: str, form: str, tmp_path: Path) -> None:
+    """Every layer's output in float64, but for a few numbers: transformers' norms compute in float32, and a number
+    between two numbers of e4m3 may then be rounded to the other one. Without rounded activations, or with another scale
+    for them, outputs differ by the error of the format.
+    """
+    oracle = RoundedModel(tmp_path, kind, FORMS[form], **FAMILIES[kind])
+    source = open_target(tmp_path)
+    assert find_target_runtime(source, "auto")[0] == "native"
+    target = load_target(source, placement(WIDE))
+    text = random_prompts((20,), target.config.vocab_size)[0]
+    found = read_features(target, placement(WIDE), 16, text, LAYERS[:-1])
+    assert_close_to_format(torch.stack(found.chunk(3, dim=-1)), oracle, text)
+
+
+def assert_close_to_format(found: torch.Tensor, oracle: RoundedModel, text: list[int]) -> None:
+    """Require that outputs of layers [L, T, hidden] are within 5% of the error of the format."""
+    wanted, unrounded = oracle(text)[: len(found)], oracle(text, rounds=False)[: len(found)]
+    if not oracle.form.rounds:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        return
+    error = (found - wanted).norm(dim=(1, 2)) / (unrounded - wanted).norm(dim=(1, 2))
+    assert bool((error < 0.05).all()), error
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_moe_text"])
+def test_matrices_stay_in_fp8_in_memory(kind: str, tmp_path: Path) -> None:
+    RoundedModel(tmp_path, kind, FORMS["blocks"], **FAMILIES[kind])
+    source = open_target(tmp_path)
+    target = load_target(source, placement())
+    stored = load_file(tmp_path / "model.safetensors")
+    sizes = [item.numel() * (1 if item.dtype == E4M3 else 4) for name, item in stored.items() if "scale" not in name]
+    assert target_bytes(source, torch.float32, "native") == sum(sizes)
+    layer = target._decoder.layers[-1]  # type: ignore[attr-defined]
+    linears = [layer.mixer.output, *([layer.mlp.gate_up, layer.mlp.down] if kind == "llama" else [])]
+    assert {item.weight.values.dtype for item in linears} == {E4M3}
+    if kind != "llama":
+        assert {layer.mlp.gate_up.values.dtype, layer.mlp.down.values.dtype} == {E4M3}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"scheduling": "async", "max_num_requests": 5},
+        {"scheduling": "sync", "max_num_requests": 2, "max_batched_tokens": 16},
+        {"scheduling": "async", "max_num_requests": 5, "max_batched_tokens": 17, "prefix_cache": False},
+    ],
+    ids=["together", "in chunks", "without prefix cache"],
+)
+def test_texts_are_the_same_in_every_mode(kind: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    """Plain, with right and with wrong drafts, alone and together, in float64."""
+    RoundedModel(tmp_path, kind, FORMS["blocks"], **FAMILIES[kind])
+    common: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "num_pages": 400}
+    alone = load_pair(open_target(tmp_path), None, EngineConfig(**{**common, "max_num_requests": 1}))
+    vocab = alone.target.config.vocab_size
+    prompts = random_prompts((1, 15, 16, 17, 33), vocab)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    wanted = [LLM(alone).generate([prompt], params)[0].token_ids for prompt in prompts]
+    pair = load_pair(open_target(tmp_path), None, EngineConfig(**{**common, **engine}))
+    assert [output.token_ids for output in LLM(pair).generate(prompts, params)] == wanted
+
+
+def test_speculative_text_equals_plain_text(tmp_path: Path) -> None:
+    """A draft that proposes the text, so that whole blocks are verified and accepted."""
+    RoundedModel(tmp_path, "qwen3", FORMS["blocks"])
+    target = load_target(open_target(tmp_path), placement(WIDE))
+    (prompt,) = random_prompts((17,), target.config.vocab_size)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    plain = random_llm(target, None, 0).generate([prompt], params)[0]
+    draft: ScriptedDraft = always_right(random_draft(target, WIDE), [*prompt, *plain.token_ids])
+    drafted = random_llm(target, draft, 3).generate([prompt], params)[0]
+    assert drafted.token_ids == plain.token_ids
+    assert max(step.num_accepted for step in drafted.drafts) == 3
+
+
+def test_results_name_the_quantization_and_no_warning_says_slow(tmp_path: Path) -> None:
+    RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
+    pair = load_pair(open_target(tmp_path), None, EngineConfig(device="cpu", max_model_len=64))
+    assert (pair.target_runtime, pair.target_quantization) == ("native", "compressed-tensors")
+    assert not pair.warnings
+    assert how_it_runs(open_target(tmp_path)).words == "natively; weights compressed-tensors"
+
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Put tensors into a checkpoint. None removes a tensor."""
+    tensors = load_file(path / "model.safetensors") | changes
+    save_file({name: item for name, item in tensors.items() if item is not None}, path / "model.safetensors")
+
+
+def state(path: Path, **changes: Any) -> None:
+    """Change keys of the quantization config."""
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(settings))
+
+
+class TestRefusals:
+    """One clear error, before anything is loaded."""
+
+    @pytest.mark.parametrize("form", ["blocks", "compressed rows", "static"])
+    def test_a_missing_scale(self, form: str, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS[form])
+        end = "weight_scale_inv" if form == "blocks" else "weight_scale"
+        edit(tmp_path, **{f"{LAYER}.{end}": None})
+        with refuses(CheckpointError, "scale-missing", path=tmp_path, field=f"{LAYER}.weight") as refused:
+            find_target_runtime(open_target(tmp_path), "auto")
+        assert refused.value.exit_code == 3
+        assert how_it_runs(open_target(tmp_path)).runtime is None
+
+    def test_a_missing_scale_of_activations(self, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["static"])
+        edit(tmp_path, **{f"{LAYER}.input_scale": None})
+        with refuses(CheckpointError, "scale-missing", field=f"{LAYER}.weight"):
+            find_target_runtime(open_target(tmp_path), "auto")
+
+    def test_scales_of_other_blocks(self, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        state(tmp_path, weight_block_size=[32, 16])
+        with refuses(CheckpointError, "scale-blocks-differ") as refused:
+            find_target_runtime(open_target(tmp_path), "auto")
+        assert "(32, 16)" in refused.value.message
+
+    @pytest.mark.parametrize(
+        ("changed", "id"),
+        [
+            ({"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}, "fp8-parts-differ"),
+            ({"model.embed_tokens.weight": torch.ones(97, 32).to(E4M3)}, "fp8-not-multiplied"),
+        ],
+    )
+    def test_weights_that_native_code_does_not_multiply(
+        self, changed: dict[str, torch.Tensor], id: str, tmp_path: Path
+    ) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
+        edit(tmp_path, **changed)
+        with refuses(UnsupportedError, id):
+            load_target(open_target(tmp_path), placement(), "native")
+
+    def test_a_config_of_fp8_over_plain_weights(self, tmp_path: Path) -> None:
+        oracle = RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        config = (tmp_path / "config.json").read_text()
+        oracle.model.float().save_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text(config)
+        with refuses(UnsupportedError, "quantization-without-weights"):
+            load_target(open_target(tmp_path), placement(), "native")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"scale_fmt": "ue8m0"}, {"fmt": "e5m2"}, {"weight_block_size": [24, 16]},
+            {"activation_scheme": "static"}, {"weight_block_size": "all"},
+        ],
+    )  # fmt: skip
+    def test_other_formats_do_not_run_natively(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        state(tmp_path, **changes)
+        with pytest.raises(DFlashError) as refused:
+            load_target(open_target(tmp_path), placement(), "native")
+        assert refused.value.id == "quantised-weights"
+
+
+def test_scales_of_a_kv_cache_are_left_out(tmp_path: Path) -> None:
+    """KV keeps the dtype of the run, so its scales change nothing."""
+    oracle = RoundedModel(tmp_path, "llama", FORMS["compressed static"])
+    edit(
+        tmp_path, **{f"model.layers.{layer}.self_attn.{part}_scale": torch.ones(1) for layer in LAYERS for part in "kv"}
+    )
+    target = load_target(open_target(tmp_path), placement(WIDE))
+    text = random_prompts((9,), target.config.vocab_size)[0]
+    assert_close_to_format(read_features(target, placement(WIDE), 16, text, [0])[None], oracle, text)
