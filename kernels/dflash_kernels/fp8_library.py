@@ -45,10 +45,10 @@ def library_multiplies(hidden: Tensor, weight: Fp8Weight) -> bool:
 
 def library_product(rounded: Rounded, weight: Fp8Weight) -> Tensor:
     """Return the product of rounded rows [T, K] with a weight [N, K], in bfloat16: [T, N]."""
-    kinds = functional.ScalingType  # type: ignore[attr-defined]
+    kinds = functional.ScalingType
     by_row = (kinds.RowWise, kinds.RowWise)
     of_rows, of_weight = (kinds.BlockWise1x128, kinds.BlockWise128x128) if weight.has_groups else by_row
-    found: Tensor = functional.scaled_mm(  # type: ignore[attr-defined]
+    found: Tensor = functional.scaled_mm(
         rounded.rows, weight.values.t(), rounded.scales.t(), of_rows, weight.scales.t(), of_weight,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
