@@ -14,7 +14,7 @@ from dflash_kernels.launch_config import (
     num_multiprocessors,
     power_of_2,
 )
-from dflash_kernels.product_config import MANY_COLUMNS, MAX_PARTS
+from dflash_kernels.product_config import MAX_PARTS
 
 TILE_DEPTH = 128
 """Inner width of a tile, unless blocks of scales are narrower. Tensor cores sum FP8 in few bits, and no further."""
@@ -64,14 +64,13 @@ def fp8_product_shape(
     # A gated tile of 128 rows would need more registers than there are.
     rows = min(max(power_of_2(num_rows), MIN_DOT), 64 if is_gated else 128)
     if num_rows > 2 * MIN_DOT:
-        columns = 64 if is_gated or num_rows <= 64 else 128
-        num_warps = 8 if rows == 128 else 4
+        columns, num_warps = 64, 8 if rows == 128 else 4
     else:
-        columns, num_warps = 128 if num_columns >= MANY_COLUMNS else 64, 4
+        columns, num_warps = 64 if is_gated else 128, 4
     num_tiles = ceil_div(num_columns, columns) * ceil_div(num_rows, rows)
     num_parts = _num_parts(num_tiles, depth, inner, device) if has_parts else 1
     stage_bytes = (columns * (2 if is_gated else 1) + rows * itemsize) * inner
-    num_stages = fitting_stages(4 if is_gated or rows > 32 else 6, stage_bytes, rows * inner, device)
+    num_stages = fitting_stages(4, stage_bytes, rows * inner, device)
     in_place = num_rows <= ROUNDED_IN_PLACE
     return Fp8Shape(rows, columns, inner, num_parts, num_stages, num_warps, rounds_in_place=in_place)
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import gate_tiles, silu_mul_ref
+from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.fp8_config import MIN_FP8_DEPTH, Fp8Shape, fp8_product_shape, has_fp8
+from dflash_kernels.fp8_library import library_multiplies, library_product
 from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, rounded_ref
 from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 
@@ -276,17 +277,23 @@ def _fp8_product_kernel(
 
 
 def fp8_product(hidden: Tensor, weight: Fp8Weight) -> Tensor:
-    """Compute `fp8_product_ref`."""
+    """Compute `fp8_product_ref`, by a library if it is faster."""
+    if uses_fp8(weight) and library_multiplies(hidden, weight):
+        return library_product(round_rows(hidden, weight), weight)
     return launch_product(hidden, weight, _shape_of(hidden, weight))[0]
 
 
 def fp8_product_parts(hidden: Tensor, weight: Fp8Weight) -> Tensor:
-    """Compute `fp8_product_parts_ref`, with enough parts to fill the device."""
+    """Compute `fp8_product_parts_ref`, with enough parts to fill the device, or in one part by a library."""
+    if uses_fp8(weight) and library_multiplies(hidden, weight):
+        return fp8_product(hidden, weight)[None]
     return launch_product(hidden, weight, _shape_of(hidden, weight, has_parts=True), has_parts=True)
 
 
 def fp8_gated_product(hidden: Tensor, weight: Fp8Weight) -> Tensor:
-    """Compute `fp8_gated_product_ref`."""
+    """Compute `fp8_gated_product_ref`, in two launches if a library is faster."""
+    if uses_fp8(weight) and library_multiplies(hidden, weight):
+        return silu_mul(fp8_product(hidden, weight))
     return launch_product(hidden, weight, _shape_of(hidden, weight, is_gated=True), is_gated=True)[0]
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from dflash_kernels import fp8_product as module
 from dflash_kernels.fp8_config import Fp8Shape, has_fp8
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
+from dflash_kernels.fp8_library import library_multiplies, library_product
 from dflash_kernels.fp8_product import (
     fp8_gated_product,
     fp8_gated_product_ref,
@@ -206,7 +207,7 @@ def test_a_gpu_multiplies_in_fp8_without_dequantised_weights() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 16, 64, 128, 512, 2048])
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 50, 64, 100, 128, 512, 2048])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1 << 20)], ids=["blocks", "rows"])
 def test_at_the_size_of_a_model(num_rows: int, block: tuple[int, int]) -> None:
     """The shapes of Qwen3-8B."""
@@ -215,3 +216,16 @@ def test_at_the_size_of_a_model(num_rows: int, block: tuple[int, int]) -> None:
         assert_rows_close(fp8_product_parts(hidden, form).sum(0).to(DTYPE), exact(hidden, form), DTYPE)
         wanted = fp8_gated_product_ref(hidden.float(), form).double()
         assert_rows_close(fp8_gated_product(hidden, form), wanted, DTYPE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(128, 128), (1, 1 << 20)], ids=["blocks", "rows"])
+def test_a_library_multiplies_many_rows_on_hopper(block: tuple[int, int]) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a GPU of the Hopper kind")
+    hidden, form = normal(64, 4096, dtype=DTYPE), weight(6144, 4096, block)
+    assert library_multiplies(hidden, form)
+    assert not library_multiplies(hidden[:32], form)
+    found = library_product(module.round_rows(hidden, form), form)
+    kernel = module.launch_product(hidden, form, module._shape_of(hidden, form))[0]
+    assert_rows_close(found, kernel.double(), DTYPE)
