@@ -1,13 +1,47 @@
-"""SwiGLU gate of a feed-forward layer.
+"""Gates of feed-forward layers: SwiGLU, the tanh form of GeGLU, and the clamped SwiGLU of gpt-oss.
 
 Axis letters: T rows, F inner width.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_dtypes, check_tensors, jit, require, tl
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The function that joins gate and up. `alpha` and `limit` belong to the clamped kind.
+
+    silu     silu(gate) * up
+    gelu     gelu(gate) * up, with the tanh form of gelu
+    clamped  (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`, and up from -limit to limit
+    """
+
+    kind: Literal["silu", "gelu", "clamped"]
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU, GELU = Gate("silu"), Gate("gelu")
+
+
+def gate_ref(gate_up: Tensor, gate: Gate) -> Tensor:
+    """Return the gated product, [..., 2 F] -> [..., F], with the gate's columns first.
+
+    Every operation rounds to the model's dtype. Sources: transformers models/gemma4, models/gpt_oss.
+    """
+    if gate.kind == "silu":
+        return silu_mul_ref(gate_up)
+    first, up = gate_up.chunk(2, dim=-1)
+    if gate.kind == "gelu":
+        return functional.gelu(first, approximate="tanh") * up
+    first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return (up + 1) * (first * torch.sigmoid(first * gate.alpha))
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
@@ -27,6 +61,36 @@ def gate_tiles(gate, up):
     exp_neg = tl.exp(-tl.abs(wide))  # exp(-|x|) never overflows
     gated = (wide * tl.where(wide < 0, exp_neg, 1.0) / (1.0 + exp_neg)).to(gate.dtype)
     return (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@jit
+def _rounded(values, dtype: tl.constexpr):
+    return values.to(dtype).to(tl.float32)
+
+
+@jit
+def joined_tiles(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the gated product of two tiles in the model's dtype, with the roundings of `gate_ref`."""
+    dtype = gate.dtype
+    wide, wide_up = gate.to(tl.float32), up.to(tl.float32)
+    if KIND == "silu":
+        joined = gate_tiles(gate, up)
+    elif KIND == "gelu":
+        inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
+        exp_neg = tl.exp(-2 * tl.abs(inner))  # tanh(|x|) = (1 - exp(-2|x|)) / (1 + exp(-2|x|))
+        tanh = (1 - exp_neg) / (1 + exp_neg)
+        joined = (_rounded(0.5 * wide * (1 + tl.where(inner < 0, -tanh, tanh)), dtype) * wide_up).to(dtype)
+    else:
+        limited = tl.minimum(wide, LIMIT)
+        more = _rounded(tl.minimum(tl.maximum(wide_up, -LIMIT), LIMIT) + 1, dtype)
+        share = _rounded(tl.sigmoid(_rounded(limited * ALPHA, dtype)), dtype)
+        joined = (more * _rounded(limited * share, dtype)).to(dtype)
+    return joined
+
+
+def gate_options(gate: Gate) -> dict[str, object]:
+    """Return the options of launches that call `joined_tiles`."""
+    return {"KIND": gate.kind, "ALPHA": gate.alpha, "LIMIT": gate.limit}
 
 
 @jit

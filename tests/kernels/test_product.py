@@ -1,6 +1,7 @@
 """Products of few rows, whole, in parts and gated: close to float64. A library computes most products of many rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def launched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[ProductShape]:
     seen: list[ProductShape] = []
     launch = module._launch
 
-    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ProductShape, **options: bool) -> torch.Tensor:
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ProductShape, **options: Any) -> torch.Tensor:
         seen.append(shape)
         return launch(hidden, weight, shape, **options)
 
