@@ -272,11 +272,25 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """A gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with both factors limited before."""
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise InvalidConfig(f"swiglu_{name}", getattr(self, name), "a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: in `layers`, a router chooses `num_chosen` experts per row instead of one feed-forward.
 
     Scores are the router's probabilities. With `has_normalised_scores` the scores of the chosen experts sum to one.
     With `shared_size` every row also has a feed-forward of this inner width, multiplied by a gate.
+    `clamp` replaces the activation of experts; None: they have the activation of the config.
     """
 
     num_experts: int
@@ -285,6 +299,7 @@ class ExpertsConfig:
     has_normalised_scores: bool
     layers: tuple[int, ...]
     shared_size: int | None = None
+    clamp: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         _require_count("num_experts", self.num_experts)
@@ -349,6 +364,7 @@ class OwnCache:
 class TargetConfig(TargetFacts):
     """A decoder target that can run: with full and sliding layers, or with its own cache.
 
+    has_sinks         every layer has an attention sink for each head
     rotary_dim        how many dimensions of each head rope rotates, the first ones; None for all
     recurrence        the layers with a recurrent state instead of KV; None if every layer attends
     other_kv_shapes   number of KV heads and head size of each layer that differs from the config
@@ -368,6 +384,7 @@ class TargetConfig(TargetFacts):
     attention_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    has_sinks: bool = False
     rotary_dim: int | None = None
     recurrence: RecurrenceConfig | None = None
     other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)

@@ -75,6 +75,22 @@ EXPERTS: Json = {
     "moe_intermediate_size": 16,
     "head_dim": 8,
 }
+GPT_OSS: Json = {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 FAMILIES: dict[str, Json] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -97,7 +113,12 @@ FAMILIES: dict[str, Json] = {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
     },
-}
+    "gpt_oss": {**GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss, limited": {
+        **GPT_OSS, "layer_types": ["full_attention", *["sliding_attention"] * 3], "swiglu_limit": 0.4, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}  # fmt: skip
 """Name -> the keys of its config other than the sizes."""
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65)

@@ -1,7 +1,7 @@
 """A feed-forward of many experts. A router chooses a few of them for each row.
 
 Axis letters: T rows, E experts, C chosen of them, S shared experts, F inner width. Source: huggingface/transformers
-models/qwen3_moe/modeling_qwen3_moe.py, integrations/moe.py.
+models/qwen3_moe/modeling_qwen3_moe.py, models/gpt_oss/modeling_gpt_oss.py, integrations/moe.py.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.activation import SILU, Gate, gate_ref
+from dflash_kernels.experts import Weight
+from dflash_kernels.mxfp4 import Packed, unpack
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights
@@ -24,27 +26,42 @@ ONE_LAUNCH = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The sum over the chosen experts of down(silu(gate(x)) * up(x)), weighted by the router's scores.
+    """The sum over the chosen experts of down(gate(x) * up(x)), weighted by the router's scores.
 
-    With shared experts, the last row of `router` is their common gate, and they are the last of the stacked experts.
+    Packed weights stay packed. With shared experts, the last row of `router` is their common gate, and they are the last of the stacked experts.
     """
 
     router: Tensor  # [E, hidden], or [E + 1, hidden]
-    gate_up: Tensor  # [E + S, 2 F, hidden], the gate's rows first
-    down: Tensor  # [E + S, hidden, F]
+    gate_up: Weight  # [E + S, 2 F, hidden], the gate's rows first
+    down: Weight  # [E + S, hidden, F]
     num_chosen: int
     has_normalised_scores: bool
     kernels: Kernels = REFERENCE
     num_shared: int = 0
+    gate: Gate = SILU
+    router_bias: Tensor | None = None  # [E]
+    biases: tuple[Tensor, Tensor] | None = None  # of `gate_up` [E, 2 F] and of `down` [E, hidden]
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: ExpertsConfig, kernels: Kernels) -> "Experts":
         router = weights[f"{name}.gate.weight"]
         if config.num_shared:
             router = torch.cat((router, weights[f"{name}.shared_expert_gate.weight"]))
-        gate_up, down = (weights[f"{name}.experts.{part}_proj.weight"] for part in ("gate_up", "down"))
-        scores = (config.num_chosen, config.has_normalised_scores)
-        return cls(router, gate_up, down, *scores, kernels, config.num_shared)
+        names = [f"{name}.experts.{part}_proj" for part in ("gate_up", "down")]
+        gate_up, down = (_read_weight(weights, each) for each in names)
+        first, second = (weights.get(f"{each}.bias") for each in names)
+        return cls(
+            router,
+            gate_up,
+            down,
+            config.num_chosen,
+            config.has_normalised_scores,
+            kernels,
+            config.num_shared,
+            gate=SILU if config.clamp is None else Gate("clamped", config.clamp.alpha, config.clamp.limit),
+            router_bias=weights.get(f"{name}.gate.bias"),
+            biases=None if first is None or second is None else (first, second),
+        )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
@@ -57,18 +74,18 @@ class Experts:
     def is_grouped(self) -> bool:
         """Whether torch has a grouped product for these weights."""
         widths = (self.gate_up.shape[-1], self.down.shape[-1])
-        is_aligned = all(width * self.down.element_size() % ALIGNMENT == 0 for width in widths)
-        return self.down.is_cuda and self.down.dtype == torch.bfloat16 and is_aligned
+        is_aligned = all(width * self.router.element_size() % ALIGNMENT == 0 for width in widths)
+        return self.router.is_cuda and self.router.dtype == torch.bfloat16 and is_aligned
 
     @property
     def follows_from_shapes(self) -> bool:
         """See `models.target.Target`."""
-        return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
+        return self.is_grouped and torch.cuda.get_device_capability(self.router.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, most likely first and shared last, and their scores, both [T, C + S]."""
         return self.kernels.choose_experts(
-            hidden, self.router, self.num_chosen, self.has_normalised_scores, self.num_shared
+            hidden, self.router, self.num_chosen, self.has_normalised_scores, self.num_shared, self.router_bias
         )
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
@@ -76,8 +93,11 @@ class Experts:
         total = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
             rows, columns = (chosen == expert).nonzero(as_tuple=True)
-            inner = silu_mul_ref(functional.linear(hidden[rows], self.gate_up[expert]))
-            total.index_add_(0, rows, functional.linear(inner, self.down[expert]) * scores[rows, columns, None])
+            first, second = (_plain(weight[expert], hidden.dtype) for weight in (self.gate_up, self.down))
+            added = (None, None) if self.biases is None else tuple(bias[expert] for bias in self.biases)
+            inner = gate_ref(functional.linear(hidden[rows], first, added[0]), self.gate)
+            output = functional.linear(inner, second, added[1])
+            total.index_add_(0, rows, output * scores[rows, columns, None])
         return total
 
     def grouped(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
@@ -85,4 +105,15 @@ class Experts:
 
         For many rows this uses torch's products. `follows_from_shapes` says whether they read values on the host.
         """
-        return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores)
+        return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores, self.gate, self.biases)
+
+
+def _read_weight(weights: Weights, name: str) -> Weight:
+    """Return the stacked weight of a layer's experts, packed if it has blocks."""
+    if f"{name}_blocks" in weights:
+        return Packed(weights[f"{name}_blocks"], weights[f"{name}_scales"])
+    return weights[f"{name}.weight"]
+
+
+def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return unpack(weight, dtype) if isinstance(weight, Packed) else weight

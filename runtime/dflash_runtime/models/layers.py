@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
@@ -84,19 +84,17 @@ class Linear:
         return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"), kernels)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self.bias is not None:
-            return functional.linear(hidden, self.weight, self.bias)
-        return self.kernels.product(hidden, self.weight)
+        return self.kernels.product(hidden, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> Tensor:
         """[T, K] -> parts of the product, [P, T, N], that the reader sums."""
-        return self(hidden)[None] if self.bias is not None else self.kernels.product_parts(hidden, self.weight)
+        return self.kernels.product_parts(hidden, self.weight, self.bias)
 
-    def gated(self, hidden: Tensor) -> Tensor:
-        """silu(gate) * up of a product with both weights, [T, K] -> [T, N / 2]."""
+    def gated(self, hidden: Tensor, gate: Gate = SILU) -> Tensor:
+        """The gate of a product with both weights, [T, K] -> [T, N / 2]."""
         if self.bias is not None:
-            return silu_mul_ref(self(hidden))
-        return self.kernels.gated_product(hidden, self.weight)
+            return gate_ref(self(hidden), gate)
+        return self.kernels.gated_product(hidden, self.weight, gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +115,24 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Gated feed-forward: down(silu(gate(x)) * up(x)), with gate and up in one product."""
+    """Gated feed-forward: down(gate(x) * up(x)), with gate and up in one product."""
 
     gate_up: Linear
     down: Linear
+    gate: Gate = SILU
 
     @classmethod
-    def read(cls, weights: Weights, name: str, kernels: Kernels) -> "MLP":
-        return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")))
+    def read(cls, weights: Weights, name: str, kernels: Kernels, gate: Gate = SILU) -> "MLP":
+        return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")), gate)
+
+    @property
+    def follows_from_shapes(self) -> bool:
+        """See `models.target.Target`."""
+        return True
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
-        return self.down.parts(self.gate_up.gated(hidden))
+        return self.down.parts(self.gate_up.gated(hidden, self.gate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,7 @@ class DecoderLayer:
         cls, mixer: Mixer, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels
     ) -> "DecoderLayer":
         """Read the feed-forward and its norm of a layer with this mixer."""
-        mlp = _read_mlp(weights, f"{name}.mlp", config, kernels)
+        mlp = read_mlp(weights, f"{name}.mlp", config, kernels)
         norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
         return cls(mixer, mlp, norm)
 
@@ -257,21 +261,25 @@ class DecoderLayer:
 
 LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
 
+GATES = {"silu": SILU, "gelu_pytorch_tanh": GELU}
+"""`hidden_act` of a config -> the gate of feed-forwards."""
 
-def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
+
+def read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
     """Read a layer's feed-forward, or its experts if it has a router.
 
     Raises:
-        UnsupportedError: another activation than silu.
+        UnsupportedError: another activation than silu and the tanh form of gelu.
     """
-    if config.hidden_act != "silu":
+    if config.hidden_act not in GATES:
+        known = " or ".join(GATES)
         raise UnsupportedError(
-            id="activation-not-run", field="hidden_act", found=config.hidden_act, expected="silu in this runtime"
+            id="activation-not-run", field="hidden_act", found=config.hidden_act, expected=f"{known} in this runtime"
         )
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is not None and f"{name}.gate.weight" in weights:
         return Experts.read(weights, name, experts, kernels)
-    return MLP.read(weights, name, kernels)
+    return MLP.read(weights, name, kernels, GATES[config.hidden_act])
 
 
 class DecoderStack:
@@ -295,7 +303,7 @@ class DecoderStack:
     @property
     def follows_from_shapes(self) -> bool:
         """Whether no layer reads a tensor's value on the host. Only experts may do so."""
-        return all(not isinstance(layer.mlp, Experts) or layer.mlp.follows_from_shapes for layer in self.layers)
+        return all(layer.mlp.follows_from_shapes for layer in self.layers)
 
     def __call__(
         self,

@@ -5,7 +5,7 @@ that each needs one product. Stacking happens while tensors are loaded, and need
 only. A layer's experts become two tensors; see `expert_stacks.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 
 Weights = Mapping[str, Tensor]
+Arrange = Callable[[str, Tensor], Tensor]
+"""Returns a tensor, by its name, in the layout that a model reads."""
 
 _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
 
@@ -26,18 +28,24 @@ def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
 
 
 def load_weights(
-    checkpoint: Checkpoint, names: Iterable[str], placement: Placement, as_stored: str | None = None
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    placement: Placement,
+    as_stored: str | None = None,
+    arrange: Arrange | None = None,
 ) -> Weights:
     """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
     The device converts, which costs the host neither time nor memory. Tensors with the prefix `as_stored` keep their
-    dtype.
+    dtype. With `arrange` each tensor is arranged before the next one is read: memory may not hold all of them twice.
     """
     wanted = list(names)
     tensors = (
         (name, tensor.to(placement.dtype) if tensor.is_floating_point() and not _begins(name, as_stored) else tensor)
         for name, tensor in checkpoint.load_many(wanted, str(placement.device))
     )
+    if arrange is not None:
+        tensors = ((name, arrange(name, tensor)) for name, tensor in tensors)
     shapes = {name: checkpoint.tensors[name].shape for name in wanted}
     return stack_projections(stack_experts(tensors, shapes))
 
