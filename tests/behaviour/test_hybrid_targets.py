@@ -25,7 +25,7 @@ from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.plain_loop import plain_loop
+from dflash_testing.plain_loop import WholeText, plain_loop
 from dflash_testing.refusals import refuses
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
@@ -244,22 +244,6 @@ def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
     wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
     found = read_features(hybrid.target, placement(), 16, text, list(layers))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-class WholeText:
-    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens."""
-
-    def __init__(self, model: Any, config: TargetConfig) -> None:
-        self.config, self.embedding_scale = config, 1.0
-        self.embedding = model.get_input_embeddings().weight.detach()
-        self.head = Linear(model.get_output_embeddings().weight.detach())
-        self._model = model
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
-        return out.last_hidden_state[0], torch.cat([out.hidden_states[tap + 1][0] for tap in taps], dim=-1)
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)

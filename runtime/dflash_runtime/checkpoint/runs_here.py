@@ -136,7 +136,7 @@ def how_it_runs(
         if wanted in ("auto", "native"):
             try:
                 (refuse_native or partial(_refuse_native, has_headers=has_headers))(source)
-                return RunsHere("native", _kept_packed(source))
+                return RunsHere("native", kept_packed(source))
             except UnsupportedError as error:
                 if wanted == "native":
                     error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
@@ -205,11 +205,11 @@ def refuse_quantised(source: TargetSource, *, has_headers: bool = True) -> None:
     Raises:
         UnsupportedError: the weights are quantised.
     """
-    if _kept_packed(source) is None:
+    if kept_packed(source) is None:
         refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint, has_headers=has_headers))
 
 
-def _kept_packed(source: TargetSource) -> Quantization | None:
+def kept_packed(source: TargetSource) -> Quantization | None:
     """Return the quantization of weights that a native family multiplies as they are."""
     kept = KEPT_PACKED.get(source.facts.model_type)
     method = stated_quantization(source.checkpoint).get("quant_method")

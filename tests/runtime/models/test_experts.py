@@ -156,7 +156,7 @@ def test_a_layer_passes_its_kernels_to_its_experts() -> None:
     )
     config = replace(random_target().config, experts=chosen)
     kernels = replace(REFERENCE, name="others")
-    mlp = layers._read_mlp(weights, "mlp", config, kernels)
+    mlp = layers.read_mlp(weights, "mlp", config, kernels)
     assert isinstance(mlp, Experts)
     assert mlp.kernels is kernels
 
