@@ -42,7 +42,6 @@ from dflash_kernels.mxfp4 import PACKED_DEPTH, Packed, packed_product_tile, unpa
 from dflash_kernels.product import product_parts
 from dflash_kernels.rope_norm import sum_parts
 
-
 Weight = Tensor | Packed
 
 

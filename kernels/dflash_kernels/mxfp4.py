@@ -1,11 +1,11 @@
 """Weights in MXFP4: numbers of four bits with one power of two for every 32 adjacent numbers, unpacked in products.
 
-A number is `e2m1`: a sign, two bits of exponent, one bit of mantissa. A scale is `e8m0`: the exponent of a power of two,
-plus 127. Both convert to bfloat16 without rounding. Source: Open Compute Project, "OCP Microscaling Formats (MX)
+A number is `e2m1`: a sign, two bits of exponent, one bit of mantissa. A scale is `e8m0`: the exponent of a power of
+two, plus 127. Both convert to bfloat16 without rounding. Source: Open Compute Project, "OCP Microscaling Formats (MX)
 Specification", 2023.
 
-Files have adjacent numbers in one byte, low bits first. In memory the low bits of byte i are number i, and its high bits
-are number i + K / 2. Therefore both halves of a loaded tile multiply adjacent columns of the other factor.
+Files have adjacent numbers in one byte, low bits first. In memory the low bits of byte i are number i, and its high
+bits are number i + K / 2. Therefore both halves of a loaded tile multiply adjacent columns of the other factor.
 
 Axis letters: N rows of a weight, K inner width, R rows of the other factor.
 """
@@ -108,7 +108,7 @@ def unpack_tile(numbers, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(
             UNPACK, "=r,=r,=r,=r,r", [numbers], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    else:  # noqa: RET505 - the compiler would also compile what follows
+    else:
         return _value_of(numbers & 15).to(dtype), _value_of(numbers >> 4).to(dtype)
 
 

@@ -1,23 +1,21 @@
 """Native targets with recurrent layers generate transformers' text, however many tokens of a block are rejected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.config import RopeConfig
 from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.cache_state import TextState
-from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan

@@ -64,7 +64,8 @@ def inputs(seed: int) -> Inputs:
         "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
         "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
         "wide": normal(R * N, 64, dtype=BFLOAT, seed=seed), "bias": normal(E, 64, dtype=BFLOAT, seed=seed),
-        "packed_gate_up": draw(0, 256, E, 2 * 64, 32).to(torch.uint8), "packed_down": draw(0, 256, E, 64, 32).to(torch.uint8),
+        "packed_gate_up": draw(0, 256, E, 2 * 64, 32).to(torch.uint8),
+        "packed_down": draw(0, 256, E, 64, 32).to(torch.uint8),
         "scales_gate_up": draw(122, 126, E, 2, 2 * 64).to(torch.uint8),
         "scales_down": draw(122, 126, E, 2, 64).to(torch.uint8),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.

@@ -28,7 +28,8 @@ ONE_LAUNCH = (9, 10)
 class Experts:
     """The sum over the chosen experts of down(gate(x) * up(x)), weighted by the router's scores.
 
-    Packed weights stay packed. With shared experts, the last row of `router` is their common gate, and they are the last of the stacked experts.
+    Packed weights stay packed. With shared experts, the last row of `router` is their common gate, and they are the
+    last of the stacked experts.
     """
 
     router: Tensor  # [E, hidden], or [E + 1, hidden]

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.block_attention import PLAIN, Softmax

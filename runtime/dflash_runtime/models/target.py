@@ -82,7 +82,8 @@ class TargetFamily(Protocol):
     """A class of targets: lists the tensors of a target, and builds a target from them.
 
     A family may have `read_config(config, path)`, which returns the `TargetConfig` of a config.json with keys that
-    `hf_config.read_target_config` refuses as parts of another decoder. It may have `arrange`, which `load_weights` calls.
+    `hf_config.read_target_config` refuses as parts of another decoder. It may have `arrange`, which `load_weights`
+    calls.
     """
 
     def expected_shapes(self, config: TargetConfig) -> Shapes:

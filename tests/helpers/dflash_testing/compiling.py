@@ -23,8 +23,8 @@ from dflash_kernels.launch_config import TensorDescriptor
 
 CAPABILITY = 90
 NAMES = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
-    torch.bool: "*i1",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.bool: "*i1", torch.uint8: "*u8",
 }  # fmt: skip
 """Triton's names of pointer types."""
 
