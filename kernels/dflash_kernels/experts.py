@@ -52,12 +52,14 @@ def choose_experts_ref(
     has_normalised_scores: bool,
     num_shared: int = 0,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest experts of each row, then the shared experts, and their scores.
 
     hidden  [T, hidden]
     router  [E, hidden], or [E + 1, hidden] with shared experts, whose score is the sigmoid of the last row's logit
     bias    one number per row of `router`, or None
+    factors one number per expert, which multiplies the expert's score, or None
     Returns ids [T, C + S] int64, likeliest first and then E, E + 1, ..., and scores [T, C + S] in the dtype of
     `hidden`. Logits are rounded to this dtype. Scores are their float32 softmax over all experts, or over the chosen
     experts if normalised. Among equal logits, the kernel prefers the lowest id. torch.topk does not promise an order.
@@ -67,6 +69,8 @@ def choose_experts_ref(
     scores, chosen = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
     if has_normalised_scores:
         scores = scores / scores.sum(dim=-1, keepdim=True)
+    if factors is not None:
+        scores = scores * factors[chosen]
     scores = scores.to(logits.dtype)
     if not num_shared:
         return chosen, scores
@@ -128,10 +132,10 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) ->
 
 @jit(do_not_specialize=["num_rows", "part_stride"])
 def _choose_kernel(
-    logits, bias, chosen, scores, num_rows, part_stride,
+    logits, bias, factors, chosen, scores, num_rows, part_stride,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_SHARED: tl.constexpr, IS_NORMALISED: tl.constexpr,
     NUM_PARTS: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
@@ -160,6 +164,8 @@ def _choose_kernel(
     score = best.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
         score = tl.div_rn(score, tl.broadcast_to(tl.sum(score, 1)[:, None], (TILE_R, TILE_C)))
+    if HAS_FACTORS:
+        score *= tl.load(factors + ids, mask=place[None, :] < NUM_CHOSEN, other=0.0).to(tl.float32)
     if NUM_SHARED:
         offset = row[:, None] * NUM_LOGITS + NUM_EXPERTS
         gate = sum_parts(logits, offset, is_row, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
@@ -363,24 +369,26 @@ def choose_experts(
     has_normalised_scores: bool,
     num_shared: int = 0,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `choose_experts_ref`: the router's product in parts, then one launch that adds them up and chooses."""
-    biases = () if bias is None else (bias,)
-    check_tensors(hidden, router, *biases)
-    check_dtypes(hidden, router, *biases)
+    per_expert = [item for item in (bias, factors) if item is not None]
+    check_tensors(hidden, router, *per_expert)
+    check_dtypes(hidden, router, *per_expert)
     num_rows, num_experts = len(hidden), _num_routed(router, num_shared)
     num_routes = num_chosen + num_shared
     require(0 < num_chosen <= num_experts, "num_chosen", "from 1 to the number of experts")
-    require(bias is None or (bias.shape == (len(router),) and not num_shared), "bias", "one number per expert")
+    is_fitting = all(item.shape == (len(router),) and not num_shared for item in per_expert)
+    require(is_fitting, "bias, factors", "one number per expert, and no shared experts")
     chosen = torch.empty((num_rows, num_routes), dtype=torch.int64, device=hidden.device)
     scores = torch.empty((num_rows, num_routes), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
         logits = product_parts(hidden, router)
         _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
-            logits, logits if bias is None else bias, chosen, scores, num_rows, logits.stride(0),
+            logits, logits if bias is None else bias, logits if factors is None else factors, chosen, scores, num_rows, logits.stride(0),
             NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, NUM_SHARED=num_shared, IS_NORMALISED=has_normalised_scores,
             NUM_PARTS=len(logits), TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
-            HAS_BIAS=bias is not None, num_warps=4, enable_fp_fusion=False, **early(hidden.device),
+            HAS_BIAS=bias is not None, HAS_FACTORS=factors is not None, num_warps=4, enable_fp_fusion=False, **early(hidden.device),
         )  # fmt: skip
     return chosen, scores
 

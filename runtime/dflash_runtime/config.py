@@ -352,6 +352,22 @@ class RecurrenceConfig:
         return 2 * self.keys_width + self.values_width
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig:
+    """The parts of a Gemma 4 target that other decoders lack.
+
+    has_equal_kv   in full layers, the values are the keys before their norm and rope
+    logit_cap      caps logits: `cap * tanh(logits / cap)`; None for no cap
+    """
+
+    has_equal_kv: bool
+    logit_cap: float | None
+
+    def __post_init__(self) -> None:
+        if self.logit_cap is not None and not self.logit_cap > 0:
+            raise InvalidConfig("final_logit_softcapping", self.logit_cap, "a positive number")
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCache:
     """The size of a target's own cache: bytes per token, plus bytes per text of any length."""
@@ -367,6 +383,7 @@ class TargetConfig(TargetFacts):
     has_sinks         every layer has an attention sink for each head
     rotary_dim        how many dimensions of each head rope rotates, the first ones; None for all
     recurrence        the layers with a recurrent state instead of KV; None if every layer attends
+    gemma             the parts of a Gemma 4 target; None for another target
     other_kv_shapes   number of KV heads and head size of each layer that differs from the config
     own_cache         size of the target's own cache; None for KV in pages. With its own cache, only the target's own
                       code uses its heads and windows.
@@ -387,6 +404,7 @@ class TargetConfig(TargetFacts):
     has_sinks: bool = False
     rotary_dim: int | None = None
     recurrence: RecurrenceConfig | None = None
+    gemma: GemmaConfig | None = None
     other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     own_cache: OwnCache | None = None
 

@@ -27,7 +27,29 @@ from dflash_testing.plain_loop import WholeText, plain_loop
 NUM_DRAFTS, NUM_TOKENS = 7, 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 2, 17, 33, 65, 130)
+
+
+def scatter(path: Path, model: Any) -> None:
+    """Give norms, scales and the scalars of layers different values, in memory and in the file."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1 and ("norm" in name or "scal" in name):
+                tensor.copy_(1 + 0.3 * torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(path)
+
+
 GPT_OSS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.15}
+
+
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "head_dim": 8,
+    "initializer_range": 0.2,
+}  # fmt: skip
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,9 @@ class Kind:
 
 KINDS = {
     "gpt_oss, packed": Kind("gpt_oss", GPT_OSS, pack_experts),
+    "gemma4": Kind("gemma4_text", GEMMA4, scatter),
+    "gemma4 with experts": Kind("gemma4_text", {**GEMMA4, **GEMMA4_EXPERTS}, scatter),
+    "gemma4_unified": Kind("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": False}, scatter),
 }
 
 

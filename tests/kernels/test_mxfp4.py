@@ -80,7 +80,12 @@ def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num
 @pytest.mark.triton
 def test_a_width_with_half_a_block_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
-    monkeypatch.setattr(module, "experts_ref", lambda *given: called.append(len(given)) or given[0][None])
+
+    def watched(*given: Tensor) -> Tensor:
+        called.append(len(given))
+        return given[0][None]
+
+    monkeypatch.setattr(module, "experts_ref", watched)
     hidden = normal(2, 96, dtype=DTYPE)
     chosen, scores = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), normal(2, 1, dtype=DTYPE)
     experts(hidden, packed(1, 128, 96), packed(1, 96, 64), chosen, scores)

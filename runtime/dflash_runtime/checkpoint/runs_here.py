@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import (
@@ -57,6 +58,7 @@ ADAPTER = "adapter_config.json"
 CONFIG_READERS: Mapping[str, Callable[[Mapping[str, Any], Path], TargetConfig]] = {
     **dict.fromkeys(HYBRIDS, read_hybrid_config),
     "gpt_oss": read_gpt_oss_config,
+    **dict.fromkeys(GEMMA4, read_gemma4_config),
 }
 """Model type of a native family -> the reader of its config, unless `hf_config.read_target_config` reads it."""
 

@@ -41,6 +41,7 @@ class Experts:
     num_shared: int = 0
     gate: Gate = SILU
     router_bias: Tensor | None = None  # [E]
+    factors: Tensor | None = None  # [E], of the scores
     biases: tuple[Tensor, Tensor] | None = None  # of `gate_up` [E, 2 F] and of `down` [E, hidden]
 
     @classmethod
@@ -66,7 +67,11 @@ class Experts:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
-        chosen, scores = self.choose(hidden)
+        return self.compute(hidden, hidden)
+
+    def compute(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        """As a call, with the router's own view of the rows, `seen` [T, hidden]."""
+        chosen, scores = self.choose(seen)
         if self.is_grouped:
             return self.grouped(hidden, chosen, scores)
         return self.one_by_one(hidden, chosen, scores)[None]
@@ -86,7 +91,13 @@ class Experts:
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, most likely first and shared last, and their scores, both [T, C + S]."""
         return self.kernels.choose_experts(
-            hidden, self.router, self.num_chosen, self.has_normalised_scores, self.num_shared, self.router_bias
+            hidden,
+            self.router,
+            self.num_chosen,
+            self.has_normalised_scores,
+            self.num_shared,
+            self.router_bias,
+            self.factors,
         )
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:

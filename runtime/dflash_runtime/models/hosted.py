@@ -29,6 +29,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
+from dflash_runtime.models.head import ScaledHead
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -64,36 +65,10 @@ FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Config keys for a divisor of the logits."""
 
-NO_ID = -1e4
-"""The logit of a padding row of the head: small enough that it is never chosen, and finite in every dtype."""
-
 REACH = 2**20
 """The longest text, in tokens, for which the trial compares masks with windows."""
 
 _CALL: ContextVar["HostedAttention"] = ContextVar("dflash_hosted_attention")
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledHead(Linear):
-    """A head that multiplies its logits, then caps them: `cap * tanh(logits / cap)`.
-
-    Rows from `num_ids` on are padding.
-    """
-
-    multiplier: float = 1.0
-    cap: float | None = None
-    num_ids: int | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> [T, V]."""
-        logits = Linear.__call__(self, hidden)
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        if self.num_ids is not None:
-            logits[:, self.num_ids :] = NO_ID
-        return logits
 
 
 @dataclass(frozen=True, slots=True)

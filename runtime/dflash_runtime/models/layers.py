@@ -122,7 +122,8 @@ class MLP:
 
     @classmethod
     def read(cls, weights: Weights, name: str, kernels: Kernels, gate: Gate = SILU) -> "MLP":
-        return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")), gate)
+        gate_up, down = (Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down"))
+        return cls(gate_up, down, gate)
 
     @property
     def follows_from_shapes(self) -> bool:
